@@ -1,0 +1,33 @@
+"""Engine settings: frozen, built once by whoever starts the engine, handed down narrow."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an engine process is told at its start (as JSON on its command line).
+
+    `num_pages` 0 sizes the KV pool from `max_running` full contexts (CPU) or free memory (CUDA).
+    `pipeline_depth` 1 is the blocking loop, 2 the pipelined one.
+    `random_weights` serves the named architecture with seeded random weights, for benchmarks.
+    """
+
+    model: str = "legato-tiny"
+    weights: str = ""  # a folder or .safetensors file; empty: the weights shipped with the model
+    tokenizer: str = ""
+    random_weights: bool = False
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = "auto"  # auto, f32, bf16
+    threads: int = 0  # intra-op threads on CPU; 0: all cores
+    pipeline_depth: int = 2
+    max_running: int = 16
+    max_waiting: int = 256
+    page_size: int = 16
+    num_pages: int = 0
+    max_image_pixels: int = 40_000_000
+    image_cache_bytes: int = 256 * 1024 * 1024
+    preprocess_threads: int = 2
+    heartbeat_interval: float = 0.2
+    cuda_graphs: bool = True
+    trace_steps: int = 4096  # launches the timeline ring remembers

@@ -1,0 +1,387 @@
+"""The nouns every floor shares: what was asked, what comes back, and a sequence's life.
+
+Everything here is a plain value without torch and without transport. The frozen structs cross the
+process line (see `messages`); `Sequence` never leaves the engine process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from legato_engine.tasks import Task
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all values that cross the process line; the class name is the tag."""
+
+
+# ---------------------------------------------------------------- geometry (normalised, 0..1)
+
+
+class Point(Value):
+    """A point in the displayed image, origin top-left, x right, y down, both in 0..1."""
+
+    x: float
+    y: float
+
+
+class Box(Value):
+    """An axis-aligned box in the displayed image, 0..1, `x_min <= x_max`, `y_min <= y_max`."""
+
+    x_min: float
+    y_min: float
+    x_max: float
+    y_max: float
+
+
+SpatialRef = Point | Box
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+class CaptionLength(enum.StrEnum):
+    """How much a caption says."""
+
+    SHORT = "short"
+    NORMAL = "normal"
+    LONG = "long"
+
+
+class QueryTask(Value):
+    """Answer a question, about the image when there is one."""
+
+    question: str
+    reasoning: bool = False
+    spatial_refs: tuple[SpatialRef, ...] = ()
+
+
+class CaptionTask(Value):
+    """Describe the image."""
+
+    length: CaptionLength = CaptionLength.NORMAL
+
+
+class DetectTask(Value):
+    """Box every instance of `object`."""
+
+    object: str
+    max_objects: int | None = None
+
+
+class PointTask(Value):
+    """Point at every instance of `object`."""
+
+    object: str
+    max_objects: int | None = None
+    spatial_refs: tuple[SpatialRef, ...] = ()
+
+
+class SegmentTask(Value):
+    """Outline one instance of `object`."""
+
+    object: str
+    spatial_refs: tuple[SpatialRef, ...] = ()
+
+
+TaskSpec = QueryTask | CaptionTask | DetectTask | PointTask | SegmentTask
+
+
+class SamplingParams(Value):
+    """Sampling as asked; `None` means the task's own default (greedy for spatial tasks).
+
+    `temperature` 0 is greedy. `top_p` in (0, 1]. `top_k` 0 or None is off. `seed` None draws one
+    from the request id, so that a retried request answers the same.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------- pictures
+
+
+class PixelFormat(enum.StrEnum):
+    """Raw pixel layouts the engine reads."""
+
+    RGB8 = "rgb8"
+    BGR8 = "bgr8"
+    RGBA8 = "rgba8"
+    BGRA8 = "bgra8"
+    MONO8 = "mono8"
+
+
+class BlobRef(Value):
+    """Bytes that travel through shared memory: a segment's name and how many bytes are valid."""
+
+    name: str
+    size: int
+
+
+class EncodedImage(Value):
+    """A JPEG, PNG or WebP file in a blob; `mime_type` is the sniffed one."""
+
+    blob: BlobRef
+    mime_type: str
+
+
+class RawImage(Value):
+    """Pixels in a blob, `row_stride` bytes from one row to the next."""
+
+    blob: BlobRef
+    width: int
+    height: int
+    row_stride: int
+    format: PixelFormat
+
+
+class CachedImage(Value):
+    """An image seen earlier, by the id that its `ImageInfo` gave."""
+
+    image_id: str
+
+
+ImageSource = EncodedImage | RawImage | CachedImage
+
+
+class ImageInfo(Value):
+    """The picture as answered about: size after EXIF orientation, and how to name it again."""
+
+    image_id: str
+    width: int
+    height: int
+    cache_hit: bool
+
+
+# ---------------------------------------------------------------- requests
+
+
+class Request(Value):
+    """One task on at most one image, as the service hands it to the engine.
+
+    `deadline` is absolute `time.monotonic()` seconds (one clock for all processes of a host).
+    """
+
+    request_id: str
+    task: TaskSpec
+    image: ImageSource | None = None
+    sampling: SamplingParams = SamplingParams()
+    model: str = ""
+    adapter: str = ""
+    deadline: float | None = None
+    cache_image: bool = True
+    return_tokens: bool = False
+    top_logprobs: int = 0
+
+
+# ---------------------------------------------------------------- what comes back
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    MAX_OBJECTS = "max_objects"
+    CANCELLED = "cancelled"
+
+
+class TokenInfo(Value):
+    """One generated token as text; `text` may be empty while a character is incomplete."""
+
+    token_id: int
+    text: str = ""
+
+
+class TextDelta(Value):
+    """New text of the answer or caption, never cumulative."""
+
+    text: str
+    tokens: tuple[TokenInfo, ...] = ()
+
+
+class Grounding(Value):
+    """Points that ground a span of the reasoning text, by character offsets."""
+
+    start_index: int
+    end_index: int
+    points: tuple[Point, ...] = ()
+
+
+class ReasoningDelta(Value):
+    """New reasoning text and the groundings that ended in it."""
+
+    text: str
+    grounding: tuple[Grounding, ...] = ()
+
+
+class PointEvent(Value):
+    """A point, sent the step it completes."""
+
+    point: Point
+    label: str
+
+
+class ObjectEvent(Value):
+    """A box, sent the step it completes."""
+
+    box: Box
+    label: str
+
+
+class OutlineEvent(Value):
+    """A piece of outline `index`: its box first, then path text."""
+
+    index: int
+    path_delta: str = ""
+    box: Box | None = None
+
+
+Event = TextDelta | ReasoningDelta | PointEvent | ObjectEvent | OutlineEvent
+
+
+class QueryResult(Value):
+    """The whole answer."""
+
+    answer: str
+    reasoning: str | None = None
+    grounding: tuple[Grounding, ...] = ()
+
+
+class CaptionResult(Value):
+    """The whole caption."""
+
+    caption: str
+
+
+class DetectResult(Value):
+    """All boxes, in the order the model gave them."""
+
+    objects: tuple[ObjectEvent, ...] = ()
+
+
+class PointResult(Value):
+    """All points, in the order the model gave them."""
+
+    points: tuple[PointEvent, ...] = ()
+
+
+class Outline(Value):
+    """An SVG path whose coordinates are in the unit square of `box`."""
+
+    path: str
+    box: Box
+    label: str
+    coarse: bool = True
+
+
+class SegmentResult(Value):
+    """All outlines."""
+
+    segments: tuple[Outline, ...] = ()
+
+
+TaskResult = QueryResult | CaptionResult | DetectResult | PointResult | SegmentResult
+
+
+class Usage(Value):
+    """Tokens in and out; `cached_tokens` of the input came from a shared prefix."""
+
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    image_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Timings(Value):
+    """Seconds spent in each part of a request's life."""
+
+    queue: float = 0.0
+    image: float = 0.0
+    prefill: float = 0.0
+    first_token: float = 0.0
+    decode: float = 0.0
+    total: float = 0.0
+
+
+# ---------------------------------------------------------------- inside the engine
+
+
+class PromptToken(msgspec.Struct, frozen=True):
+    """An input position: a token id and, for tokens that carry a value, that value.
+
+    `payload` is opaque to the generic floors; the model alone knows which tokens carry what.
+    """
+
+    token_id: int
+    payload: tuple[float, float] = (0.0, 0.0)
+
+
+class SequenceStatus(enum.StrEnum):
+    """Where a sequence stands; it only ever moves down this list."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's life on the device.
+
+    The two fields of the zombie rule: `finalized` is set once, when the last token was committed
+    or the request was aborted; `inflight_refs` (0, 1 or 2) counts the launches that still name
+    this sequence. Pages, row and adapter slot are released when both say so, and only then.
+
+    `prefix_length` tokens (BOS and image) may be shared with other sequences; they are followed by
+    `len(prompt)` private prompt tokens. `num_launched` counts the tokens whose sampling was
+    planned, `num_committed` those read back; the difference is at most 2.
+    """
+
+    seq_id: int
+    request: Request
+    task: Task
+    prefix_key: str | None
+    prefix_length: int
+    prompt: tuple[PromptToken, ...]
+    pixels: Any = None  # prepared image, opaque here; dropped once its prefill is launched
+    status: SequenceStatus = SequenceStatus.WAITING
+    finalized: bool = False
+    inflight_refs: int = 0
+    num_launched: int = 0
+    num_committed: int = 0
+    row: int = -1  # index into the device's per-row state while resources are held
+    page_ids: tuple[int, ...] = ()  # page of position p is page_ids[p // page_size]
+    cached_tokens: int = 0
+    arrival: float = 0.0  # time.monotonic() when the request was accepted
+    prefill_start: float = 0.0
+    first_token: float = 0.0
+
+    @property
+    def prompt_length(self) -> int:
+        """Input positions before the first generated token."""
+        return self.prefix_length + len(self.prompt)
+
+    @property
+    def max_length(self) -> int:
+        """Positions that must hold KV if every allowed token is generated.
+
+        The last generated token is never fed back, so it needs no KV of its own.
+        """
+        return self.prompt_length + self.task.max_tokens - 1
+
+    @property
+    def is_zombie(self) -> bool:
+        """Finished, yet still named by a launch in flight."""
+        return self.finalized and self.inflight_refs > 0

@@ -1,0 +1,68 @@
+"""The device seam: streams, events, pinned buffers and captured work.
+
+A stream runs what is submitted to it in order and apart from the caller; two streams run side by
+side. That is all the pipeline needs, and a CPU can give it as truly as a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream's order."""
+
+    def wait(self) -> None:
+        """Block the caller until the stream has passed this point; raises what failed before it."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the stream has passed this point."""
+        ...
+
+    def time_ns(self) -> int:
+        """When the stream passed this point, on the clock of `time.perf_counter_ns`.
+
+        Only after `wait` returned or `query` was true.
+        """
+        ...
+
+
+class Stream(Protocol):
+    """An ordered queue of work."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Enqueue; returns before the work has run. `work` may not touch what the caller mutates."""
+        ...
+
+    def record(self) -> Event:
+        """An event behind all that was submitted so far."""
+        ...
+
+    def wait_event(self, event: Event) -> None:
+        """What is submitted from now on runs after `event`; the caller does not block."""
+        ...
+
+
+class Device(Protocol):
+    """One accelerator, or the CPU playing one."""
+
+    torch_device: torch.device
+    name: str
+    compute: Stream
+    copy: Stream
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed host tensor that copies to and from the device asynchronously."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """`work` recorded for cheap replay at fixed addresses (a CUDA graph), or `work` itself."""
+        ...
+
+    def close(self) -> None:
+        """Stop the streams; pending work is finished first."""
+        ...

@@ -1,0 +1,113 @@
+"""The CPU as a device: two streams that are worker threads, joined by events.
+
+Work really runs apart from the caller and the two streams really run side by side, so the same
+scheduler overlaps here, and the same races show here, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+
+class CpuEvent:
+    """Set by a stream's thread when it gets there."""
+
+    __slots__ = ("_error", "_passed", "_time_ns")
+
+    def __init__(self) -> None:
+        self._passed = threading.Event()
+        self._time_ns = 0
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Block until the stream passed; raise what failed in the stream before this point."""
+        self._passed.wait()
+        if self._error is not None:
+            raise RuntimeError("device work failed") from self._error
+
+    def query(self) -> bool:
+        """Whether the stream has passed."""
+        return self._passed.is_set()
+
+    def time_ns(self) -> int:
+        """`time.perf_counter_ns` when the stream passed."""
+        return self._time_ns
+
+    def _set(self, error: BaseException | None) -> None:
+        self._error = error
+        self._time_ns = time.perf_counter_ns()
+        self._passed.set()
+
+
+class CpuStream:
+    """One thread and its queue. After a failure all later work is skipped and every event says so."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(num_threads,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Enqueue `work` for the stream's thread."""
+        self._queue.put(work)
+
+    def record(self) -> CpuEvent:
+        """An event behind everything submitted so far."""
+        event = CpuEvent()
+        self._queue.put(event)
+        return event
+
+    def wait_event(self, event: CpuEvent) -> None:
+        """Later work of this stream runs after `event`."""
+        self._queue.put(event.wait)
+
+    def close(self) -> None:
+        """Finish what is queued and stop the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        with torch.inference_mode():
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, CpuEvent):
+                    item._set(self._error)
+                elif self._error is None:
+                    self._call(item)
+
+    def _call(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits on the stream
+            self._error = error
+
+
+class CpuDevice:
+    """A host with `num_threads` cores for the compute stream; copies run on one more thread."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.torch_device = torch.device("cpu")
+        self.name = f"cpu ({num_threads} threads)"
+        self.compute = CpuStream("legato-compute", num_threads)
+        self.copy = CpuStream("legato-copy", 1)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed host tensor; host memory needs no pinning here."""
+        return torch.zeros(shape, dtype=dtype)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """`work` itself: there is nothing to record on a CPU."""
+        return work
+
+    def close(self) -> None:
+        """Finish pending work and stop both threads."""
+        self.compute.close()
+        self.copy.close()

@@ -1,0 +1,135 @@
+"""All that crosses the line between the service process and an engine process.
+
+Two one-way sockets carry these, msgpack-encoded: commands to the engine, reports from it. Reports
+of one request come in order: `Queued`? `Started` `Delta`* then exactly one `Done` or `Failed`.
+A request that was aborted gets no further report.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from legato_engine.core import Event, FinishReason, ImageInfo, Request, TaskResult, Timings, Usage, Value
+from legato_engine.errors import ErrorValue
+
+
+class Submit(Value):
+    """Run this request."""
+
+    request: Request
+
+
+class Abort(Value):
+    """Forget this request; unknown ids are ignored."""
+
+    request_id: str
+
+
+class Shutdown(Value):
+    """Finish nothing, exit 0."""
+
+
+Command = Submit | Abort | Shutdown
+
+
+class ModelInfo(Value):
+    """What the engine serves; sent once in `Ready`."""
+
+    name: str
+    device: str
+    tasks: tuple[str, ...]
+    max_context_tokens: int
+    max_output_tokens: int
+    max_running: int
+    max_waiting: int
+    num_parameters: int
+    dtype: str
+
+
+class Loading(Value):
+    """Start-up progress, `fraction` in 0..1."""
+
+    stage: str
+    fraction: float
+
+
+class Ready(Value):
+    """Weights are loaded and the model is warm."""
+
+    model: ModelInfo
+    pid: int
+
+
+class Load(Value):
+    """What the engine holds right now; all zero when idle (`prefix_pages` may stay)."""
+
+    running: int = 0
+    waiting: int = 0
+    inflight: int = 0  # launches not yet committed
+    rows_used: int = 0
+    pages_used: int = 0  # by live sequences, not counting unreferenced shared prefixes
+    prefix_pages: int = 0  # held by unreferenced shared prefixes, evictable
+    pages_total: int = 0
+    images_cached: int = 0
+
+
+class Heartbeat(Value):
+    """Sent every `heartbeat_interval` by a thread of its own, so a long step does not hide life.
+
+    `step` counts committed launches; pending work with a step that does not move is a stuck engine.
+    """
+
+    step: int
+    load: Load
+    estimated_wait: float  # seconds a request arriving now would wait
+
+
+class Queued(Value):
+    """The request had to wait; `position` 0 is next."""
+
+    request_id: str
+    position: int
+    estimated_wait: float
+
+
+class Started(Value):
+    """Prefill was launched."""
+
+    request_id: str
+    model: str
+    input_tokens: int
+    cached_tokens: int
+    queue_time: float
+    image: ImageInfo | None = None
+
+
+class Delta(Value):
+    """What one commit added."""
+
+    request_id: str
+    events: tuple[Event, ...]
+
+
+class Done(Value):
+    """The whole result; repeats everything the deltas said."""
+
+    request_id: str
+    result: TaskResult
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    image: ImageInfo | None = None
+
+
+class Failed(Value):
+    """The request failed; nothing follows."""
+
+    request_id: str
+    error: ErrorValue
+
+
+Report = Loading | Ready | Heartbeat | Queued | Started | Delta | Done | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode

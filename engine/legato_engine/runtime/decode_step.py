@@ -1,0 +1,65 @@
+"""The device work of one decode step, forward and sampling apart.
+
+Both halves read and write only fixed buffers, so they can be captured as graphs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from legato_engine.models.model import DecodeBatch, KVCache, Model
+from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.row_state import RowState
+from legato_engine.runtime.sampler import greedy, sample
+
+
+class DecodeStep:
+    """One batch size over one slot's buffers."""
+
+    def __init__(
+        self, model: Model, kv: KVCache, state: RowState, slot: DecodeSlot, batch: int
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._state = state
+        self._slot = slot
+        self._batch = batch
+
+    def forward(self) -> None:
+        """Last sampled tokens in, final residual stream and logits out."""
+        model, state, slot, batch = self._model, self._state, self._slot, self._batch
+        row_B = slot.staged.device["row"][:batch]
+        x_BD = model.embed(state.token_R[row_B], state.payload_R2[row_B])
+        where = DecodeBatch(slot.staged.device["position"][:batch], state.page_table_RM[row_B])
+        hidden_BD = model.decode(x_BD, where, self._kv)
+        slot.hidden_RD[:batch].copy_(hidden_BD)
+        slot.logits_RV[:batch].copy_(model.logits(hidden_BD))
+
+    def sample(self, constraints_CV: torch.Tensor, sampled: bool, payload: bool) -> None:
+        """Constrained choice, its payload, and both remembered for the next forward.
+
+        A row whose logits are not finite reports token -1 and feeds token 0.
+        """
+        model, state, slot, batch = self._model, self._state, self._slot, self._batch
+        row_B = slot.staged.device["row"][:batch]
+        raw_BV = slot.logits_RV[:batch]
+        logits_BV = raw_BV + constraints_CV[slot.constraint.device["constraint"][:batch]]
+        if sampled:
+            token_B = sample(
+                logits_BV,
+                state.temperature_R[row_B],
+                state.top_p_R[row_B],
+                state.top_k_R[row_B],
+                state.seed_R[row_B],
+                slot.staged.device["sample_position"][:batch],
+            )
+        else:
+            token_B = greedy(logits_BV)
+        finite_B = torch.isfinite(raw_BV.sum(-1))
+        token_B = torch.where(finite_B, token_B, 0)
+        state.token_R[row_B] = token_B
+        slot.tokens_R[:batch].copy_(torch.where(finite_B, token_B, -1))
+        if payload:
+            payload_B2 = model.payload(slot.hidden_RD[:batch], token_B)
+            state.payload_R2[row_B] = payload_B2
+            slot.payload_R2[:batch].copy_(payload_B2)

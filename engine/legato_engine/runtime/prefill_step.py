@@ -1,0 +1,70 @@
+"""The device work of a prefill: shared prefix if it is missing, then the private prompt."""
+
+from __future__ import annotations
+
+from legato_engine.models.model import KVCache, Model, PrefillSpan
+from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.row_state import RowState
+from legato_engine.scheduler.launch import Row
+
+
+def stage_prefill(slot: DecodeSlot, row: Row) -> None:
+    """Fill the slot's prompt buffer with one sequence's prompt, pages and sampling constants."""
+    sequence = row.sequence
+    staged = slot.prompt.host
+    count = len(sequence.prompt)
+    staged["token"][:count] = [token.token_id for token in sequence.prompt]
+    staged["payload"][:count] = [token.payload for token in sequence.prompt]
+    staged["prefix_pages"][: len(row.prefix.compute_pages)] = row.prefix.compute_pages
+    staged["pages"].fill(0)
+    staged["pages"][: len(sequence.page_ids)] = sequence.page_ids
+    sampling = sequence.task.sampling
+    staged["seed"][0] = (sampling.seed or 0) & ((1 << 63) - 1)
+    staged["top_k"][0] = sampling.top_k or 0
+    staged["temperature"][0] = sampling.temperature or 0.0
+    staged["top_p"][0] = 1.0 if sampling.top_p is None else sampling.top_p
+
+
+class PrefillStep:
+    """One sequence's prefill over one slot's buffers.
+
+    The prefix and the prompt are always two passes, so a cached prefix gives the same bits as a
+    fresh one. Values are taken from the sequence when this is made, on the scheduler's thread.
+    """
+
+    def __init__(
+        self, model: Model, kv: KVCache, state: RowState, slot: DecodeSlot, row: Row
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._state = state
+        self._slot = slot
+        self._row_index = row.sequence.row
+        self._pixels = row.sequence.pixels
+        self._prefix = row.prefix
+        self._start = row.position
+        self._count = len(row.sequence.prompt)
+        self._num_pages = len(row.sequence.page_ids)
+
+    def __call__(self) -> None:
+        """Run on the compute stream; leaves the last position's outputs in row 0 of the slot."""
+        slot, model = self._slot, self._model
+        slot.prompt.upload()
+        self._state.admit(self._row_index, slot)
+        if self._prefix.compute_pages:
+            self._run_prefix()
+        if self._prefix.copy_tail is not None:
+            source, destination = self._prefix.copy_tail
+            self._kv.k_LNSHE[:, destination].copy_(self._kv.k_LNSHE[:, source])
+            self._kv.v_LNSHE[:, destination].copy_(self._kv.v_LNSHE[:, source])
+        staged = slot.prompt.device
+        x_TD = model.embed(staged["token"][: self._count], staged["payload"][: self._count])
+        span = PrefillSpan(self._start, staged["pages"][: self._num_pages], bidirectional=False)
+        hidden_1D = model.prefill(x_TD, span, self._kv)[-1:]
+        slot.hidden_RD[:1].copy_(hidden_1D)
+        slot.logits_RV[:1].copy_(model.logits(hidden_1D))
+
+    def _run_prefix(self) -> None:
+        x_PD = self._model.prefix_embeddings(self._pixels)
+        pages = self._slot.prompt.device["prefix_pages"][: len(self._prefix.compute_pages)]
+        self._model.prefill(x_PD, PrefillSpan(0, pages, bidirectional=True), self._kv)

@@ -1,0 +1,37 @@
+"""What the device remembers of every live sequence between launches.
+
+The sampled token is written here and read here by the next forward: it never leaves the device on
+its way. What is constant in a sequence's life (pages, sampling) is written once, by its prefill.
+
+Shape legend: R rows (one more than can be live: the last is scratch for padding), M pages.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from legato_engine.runtime.decode_slot import DecodeSlot
+
+
+class RowState:
+    """Per-row tensors, indexed by `Sequence.row`."""
+
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+        rows = num_rows + 1
+        self.scratch_row = num_rows
+        self.token_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.payload_R2 = torch.zeros(rows, 2, device=device)
+        self.page_table_RM = torch.zeros(rows, max_pages, dtype=torch.int64, device=device)
+        self.seed_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.top_k_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.temperature_R = torch.zeros(rows, device=device)
+        self.top_p_R = torch.ones(rows, device=device)
+
+    def admit(self, row: int, slot: DecodeSlot) -> None:
+        """Take a new sequence's constants from its staged prefill; runs on the compute stream."""
+        staged = slot.prompt.device
+        self.page_table_RM[row].copy_(staged["pages"])
+        self.seed_R[row : row + 1].copy_(staged["seed"])
+        self.top_k_R[row : row + 1].copy_(staged["top_k"])
+        self.temperature_R[row : row + 1].copy_(staged["temperature"])
+        self.top_p_R[row : row + 1].copy_(staged["top_p"])

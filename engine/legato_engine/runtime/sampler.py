@@ -1,0 +1,82 @@
+"""Token choice on the device: constraint, temperature, top-k, top-p, position-keyed noise.
+
+Shape legend: B rows, V vocabulary, C constraints. Everything is a pure function of its arguments
+and of nothing else in the batch, so a row's token does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from legato_engine.tasks import Constraint
+
+GREEDY_TEMPERATURE = 1e-6  # at or below, the highest logit wins
+
+
+def constraint_table(constraints: Sequence[Constraint], vocab_size: int) -> torch.Tensor:
+    """[C, V] float32, 0 where a token may be sampled and -inf where not."""
+    table_CV = torch.zeros(len(constraints), vocab_size)
+    for row_V, constraint in zip(table_CV, constraints, strict=True):
+        if constraint.allowed is not None:
+            row_V.fill_(-torch.inf)
+            row_V[list(constraint.allowed)] = 0.0
+        row_V[list(constraint.suppressed)] = -torch.inf
+    return table_CV
+
+
+def greedy(logits_BV: torch.Tensor) -> torch.Tensor:
+    """[B] int64, ties to the lowest id."""
+    return logits_BV.argmax(-1)
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    temperature_B: torch.Tensor,
+    top_p_B: torch.Tensor,
+    top_k_B: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+) -> torch.Tensor:
+    """[B] int64. Rows with temperature <= 1e-6 are greedy; `top_k` 0 is off.
+
+    A token is dropped when the mass before it, in falling order, exceeds `top_p`; the first always
+    stays. The choice is the Gumbel-max of the kept tokens under noise keyed by (seed, position,
+    token), so it is the same whenever and with whomever the row is run.
+    """
+    scaled_BV = logits_BV / temperature_B.clamp(min=GREEDY_TEMPERATURE)[:, None]
+    log_probs_BV = scaled_BV.log_softmax(-1)
+    sorted_BV, order_BV = log_probs_BV.sort(dim=-1, descending=True, stable=True)
+    probs_BV = sorted_BV.exp()
+    before_BV = probs_BV.cumsum(-1) - probs_BV
+    rank_V = torch.arange(logits_BV.shape[-1], device=logits_BV.device)
+    limit_B = torch.where(top_k_B > 0, top_k_B, logits_BV.shape[-1])
+    dropped_BV = (before_BV > top_p_B[:, None]) | (rank_V[None, :] >= limit_B[:, None])
+    dropped_BV[:, 0] = False
+    noise_BV = gumbel_noise(seed_B, position_B, order_BV)
+    scores_BV = (sorted_BV + noise_BV).masked_fill(dropped_BV, -torch.inf)
+    chosen_B = order_BV.gather(-1, scores_BV.argmax(-1, keepdim=True))[:, 0]
+    return torch.where(temperature_B <= GREEDY_TEMPERATURE, greedy(logits_BV), chosen_B)
+
+
+def gumbel_noise(
+    seed_B: torch.Tensor, position_B: torch.Tensor, token_BV: torch.Tensor
+) -> torch.Tensor:
+    """[B, V] float32 standard Gumbel noise, a hash of (seed, position, token)."""
+    key_B = _mix(_mix(seed_B) + position_B)
+    bits_BV = _mix(key_B[:, None] + token_BV)
+    uniform_BV = ((bits_BV >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    return (-(-uniform_BV.log()).log()).float()
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser on int64, whose products wrap and whose shifts are made logical."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x

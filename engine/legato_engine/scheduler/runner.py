@@ -1,0 +1,46 @@
+"""The scheduler's only view of the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from legato_engine.scheduler.launch import Launch
+from legato_engine.tasks import SampledToken
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchTimes:
+    """When a launch's parts ran on the device, `time.perf_counter_ns` clock."""
+
+    forward_start: int
+    forward_end: int
+    sample_start: int
+    sample_end: int
+    copy_end: int
+
+
+class Runner(Protocol):
+    """Runs launches; `runtime.model_runner.ModelRunner` does it for real.
+
+    Calls for one launch come in this order, once each: `forward`, `sample`, `collect`. Between
+    `forward` and the end of `collect` the launch owns the buffers of its slot. Nothing here blocks
+    but `collect`.
+    """
+
+    def forward(self, launch: Launch) -> None:
+        """Stage the rows into the slot and enqueue the forward pass on the compute stream."""
+        ...
+
+    def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
+        """Enqueue sampling under one constraint per row, then the copy back on the copy stream."""
+        ...
+
+    def collect(self, launch: Launch) -> list[SampledToken]:
+        """Wait for the copy and read one token per row. After it returns the slot is free."""
+        ...
+
+    def times(self, launch: Launch) -> LaunchTimes:
+        """Device times of a collected launch, until its slot's next `forward`."""
+        ...
