@@ -1,0 +1,125 @@
+# Everything a developer or a machine runs. `make help` lists it.
+#
+#   make test                  its own venv, made on first use in .venv
+#   make VENV=/path test       another venv, completed where it lacks something
+#   make PYTHON=python3.13     the Python that a new venv is made with
+
+PYTHON ?= python3
+VENV ?= .venv
+override VENV := $(abspath $(VENV))
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+STAMP := $(VENV)/.legato-setup
+
+# The generators of the stubs need protobuf 6 and live apart.
+PROTO_VENV := $(abspath .venv-proto)
+PROTO_STAMP := $(PROTO_VENV)/.legato-setup
+
+PIP_FLAGS := --quiet --disable-pip-version-check
+ROLES := proto/gen service engine clients/python
+WHEELS := dist
+CI_STAGES := proto-check format-check lint test wheel wheel-check
+DEMO ?= demo.png
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup proto proto-check proto-breaking format format-check lint test test-gpu bench demo \
+	wheel wheel-check ci clean size
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# ---------------------------------------------------------------- environments
+
+setup: $(STAMP) ## make the venv and install everything into it
+
+# A venv that exists is completed, never remade.
+$(STAMP): pyproject.toml engine/tiny/pyproject.toml
+	@test -x $(PY) || $(call new_venv,$(VENV))
+	@echo "setup: installing into $(VENV) (the first time brings torch, which is large)"
+	@$(PY) -m pip install $(PIP_FLAGS) -e engine/tiny -e ".[engine,dev]"
+	@touch $@
+
+$(PROTO_STAMP): proto/requirements.txt
+	@test -x $(PROTO_VENV)/bin/python || $(call new_venv,$(PROTO_VENV))
+	@$(PROTO_VENV)/bin/python -m pip install $(PIP_FLAGS) -r $<
+	@touch $@
+
+define new_venv
+{ \
+	command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed: apt install python3"; exit 1; }; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed; name one with PYTHON=..."; exit 1; }; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+		|| { echo "Python's venv module is missing: apt install python3-venv"; exit 1; }; \
+	$(PYTHON) -m venv $(1); \
+}
+endef
+
+# ---------------------------------------------------------------- contract
+
+proto: | $(PROTO_STAMP) ## regenerate proto/gen
+	@$(PROTO_VENV)/bin/python proto/generate.py
+
+proto-check: | $(PROTO_STAMP) ## fail if proto/gen is not what the contract generates
+	@$(PROTO_VENV)/bin/python proto/generate.py --check
+
+proto-breaking: | $(STAMP) ## fail if the contract breaks the last release's clients
+	@tag=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null); \
+	if [ -z "$$tag" ]; then echo "no release yet, nothing to break"; \
+	else $(BIN)/buf breaking --against ".git#tag=$$tag"; fi
+
+# ---------------------------------------------------------------- code
+
+format: | $(STAMP) ## format Python and proto files
+	@$(BIN)/ruff check --select I --fix --quiet
+	@$(BIN)/ruff format
+	@$(BIN)/buf format --write proto
+
+format-check: | $(STAMP) ## fail if a file is not formatted
+	@$(BIN)/ruff format --check
+	@$(BIN)/buf format --diff --exit-code proto
+
+lint: | $(STAMP) ## ruff, mypy, import contracts, buf
+	@$(BIN)/ruff check
+	@$(BIN)/mypy
+	@$(BIN)/mypy -p tests -p legato_tiny
+	@$(BIN)/lint-imports
+	@$(BIN)/buf lint
+
+test: | $(STAMP) ## all tests that need no GPU (ARGS="-k name" narrows)
+	@$(PY) -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: | $(STAMP) ## the tests that need a CUDA device
+	@$(PY) -m pytest -m gpu $(ARGS)
+
+bench: | $(STAMP) ## measure; writes benchmarks/results
+	@$(PY) -m benchmarks $(ARGS)
+
+demo: | $(STAMP) ## start a server, ask it about a picture, draw the answer (DEMO=demo.png)
+	@$(BIN)/legato demo --output $(DEMO)
+
+# ---------------------------------------------------------------- packages
+
+wheel: | $(STAMP) ## build both wheels into dist
+	@rm -rf $(WHEELS)
+	@$(PY) -m build --wheel --outdir $(WHEELS) . >/dev/null
+	@$(PY) -m build --wheel --outdir $(WHEELS) engine/tiny >/dev/null
+	@ls -l $(WHEELS)
+
+wheel-check: | $(STAMP) ## install the built wheels as a user would
+	@$(PY) tests/packaging/check_wheels.py $(WHEELS)
+
+# ---------------------------------------------------------------- the rest
+
+ci: ## what CI runs, nothing else
+	@set -e; for stage in $(CI_STAGES); do \
+		echo "==> $$stage"; $(MAKE) --no-print-directory $$stage; \
+	done; echo "==> ci passed"
+
+clean: ## remove what was built, but not the venvs
+	rm -rf $(WHEELS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find $(ROLES) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+size: ## lines of code, the longest files first
+	@find $(ROLES) -name '*.py' -not -path 'proto/gen/*' -exec wc -l {} + | sort -rn | head -40

@@ -1,0 +1,12 @@
+"""The files of legato-tiny: config.json, tokenizer.json, model.safetensors and MODEL_CARD.md."""
+
+from __future__ import annotations
+
+import pathlib
+
+__all__ = ["path"]
+
+
+def path() -> pathlib.Path:
+    """The folder that holds the model's files."""
+    return pathlib.Path(__file__).resolve().parent

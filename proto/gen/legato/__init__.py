@@ -1,0 +1,1 @@
+"""Legato's gRPC contract."""

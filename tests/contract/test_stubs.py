@@ -1,0 +1,77 @@
+"""The committed stubs are importable, typed, and those of the contract."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from google.protobuf import descriptor_pool
+
+from tests.contract import schema
+
+SOURCES = Path(__file__).resolve().parents[2] / "proto" / "legato" / "v1"
+NOUNS = sorted(path.stem for path in SOURCES.glob("*.proto"))
+
+
+def test_nouns() -> None:
+    """The contract is split by these nouns."""
+    nouns = "admin error geometry image inference media server session task"
+    assert nouns.split() == NOUNS
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_stub_imports(noun: str) -> None:
+    """Every file of the contract has stubs under the path protoc itself assumes."""
+    module = importlib.import_module(f"legato.v1.{noun}_pb2")
+    importlib.import_module(f"legato.v1.{noun}_pb2_grpc")
+    assert module.DESCRIPTOR.name == f"legato/v1/{noun}.proto"
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_stub_is_typed(noun: str) -> None:
+    """Every stub has its types beside it, and the package says so."""
+    assert (schema.PACKAGE / f"{noun}_pb2.pyi").is_file()
+    assert (schema.PACKAGE / f"{noun}_pb2_grpc.pyi").is_file()
+    assert (schema.PACKAGE.parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_descriptor_set_is_that_of_the_stubs(noun: str) -> None:
+    """`descriptor.binpb`, less its comments, is what the stubs register."""
+    name = f"legato/v1/{noun}.proto"
+    importlib.import_module(f"legato.v1.{noun}_pb2")
+    (shipped,) = [file for file in schema.files() if file.name == name]
+    registered = type(shipped)()
+    descriptor_pool.Default().FindFileByName(name).CopyToProto(registered)
+    bare = type(shipped)()
+    bare.CopyFrom(shipped)
+    bare.ClearField("source_code_info")
+    for file in (bare, registered):
+        clear_json_names(file.message_type)
+    assert bare == registered
+
+
+def clear_json_names(messages: object) -> None:
+    """Drop derived JSON names: protoc writes them into a descriptor set, not into stubs."""
+    for message in messages:  # type: ignore[attr-defined]  # a repeated field has no public type
+        for field in message.field:
+            field.ClearField("json_name")
+
+
+def test_descriptor_set_is_complete() -> None:
+    """A reader needs no other file: all imports are inside, in an order that can be loaded."""
+    seen: set[str] = set()
+    for file in schema.descriptor_set().file:
+        assert set(file.dependency) <= seen
+        seen.add(file.name)
+    assert {f"legato/v1/{noun}.proto" for noun in NOUNS} <= seen
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_comments_are_those_of_the_source(noun: str) -> None:
+    """The shipped comments are the ones in the proto file, word for word."""
+    source = " ".join((SOURCES / f"{noun}.proto").read_text().replace("//", " ").split())
+    (shipped,) = [file for file in schema.files() if file.name == f"legato/v1/{noun}.proto"]
+    for place in shipped.source_code_info.location:
+        assert " ".join(place.leading_comments.split()) in source
