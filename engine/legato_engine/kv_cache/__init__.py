@@ -1,0 +1,1 @@
+"""Pages, rows and shared prefixes: who holds what, and who waits."""

@@ -1,0 +1,1 @@
+"""What runs next, and how two steps overlap: planners, pipeline, tick."""

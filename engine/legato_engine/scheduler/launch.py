@@ -6,6 +6,7 @@ import dataclasses
 import enum
 
 from legato_engine.core import Sequence
+from legato_engine.kv_cache.prefix_work import NO_PREFIX_WORK, PrefixWork
 
 
 class LaunchKind(enum.StrEnum):
@@ -17,24 +18,12 @@ class LaunchKind(enum.StrEnum):
 
 class Phase(enum.StrEnum):
     """A launch's life, in order. FORWARD: forward enqueued, sampling not yet. SAMPLED: sampling
-    and the copy back are enqueued too. COMMITTED: read back, its slot is free."""
+    and the copy back are enqueued too. COMMITTED: read back, its slot is free.
+    """
 
     FORWARD = "forward"
     SAMPLED = "sampled"
     COMMITTED = "committed"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefixWork:
-    """What a prefill must do about the sequence's shared prefix before its own prompt.
-
-    `compute_pages` are the pages to fill by running the prefix (image miss, or no image), empty on
-    a hit. `copy_tail` is (source page, destination page): the prefix's last page is only partly
-    full, so each sequence continues in a private copy; None when the prefix ends on a page border.
-    """
-
-    compute_pages: tuple[int, ...] = ()
-    copy_tail: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +38,7 @@ class Row:
     sequence: Sequence
     position: int
     num_tokens: int = 1
-    prefix: PrefixWork = PrefixWork()
+    prefix: PrefixWork = NO_PREFIX_WORK
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +54,9 @@ class Plan:
 
         A prefill's first constraint is known from the start, so it never waits.
         """
-        return self.kind is LaunchKind.DECODE and any(r.sequence.task.constrained for r in self.rows)
+        return self.kind is LaunchKind.DECODE and any(
+            r.sequence.task.constrained for r in self.rows
+        )
 
 
 @dataclasses.dataclass(slots=True, eq=False)

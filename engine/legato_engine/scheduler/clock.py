@@ -1,0 +1,30 @@
+"""Time as the scheduler sees it."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Where the scheduler reads the time; tests turn it by hand."""
+
+    def now(self) -> float:
+        """Seconds on the clock of `Request.deadline`."""
+        ...
+
+    def perf_ns(self) -> int:
+        """Nanoseconds on the clock of device events, for durations."""
+        ...
+
+
+class SystemClock:
+    """The host's clocks: `time.monotonic` and `time.perf_counter_ns`."""
+
+    def now(self) -> float:
+        """Seconds, `time.monotonic`."""
+        return time.monotonic()
+
+    def perf_ns(self) -> int:
+        """Nanoseconds, `time.perf_counter_ns`."""
+        return time.perf_counter_ns()

@@ -1,0 +1,61 @@
+"""What one launch cost the host, for benchmarks and traces."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from legato_engine.scheduler.launch import Launch
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class StepRecord:
+    """When the host worked on a launch: starts and ends in `Clock.perf_ns` nanoseconds.
+
+    The scheduler fills it between the launch and its commit; it is complete when the observer gets
+    it. `zombies` counts the rows whose sequence had ended before this commit.
+    """
+
+    launch: Launch
+    plan_start: int
+    plan_end: int
+    launch_end: int = 0
+    finalize_start: int = 0
+    finalize_end: int = 0
+    wait_start: int = 0
+    wait_end: int = 0
+    commit_end: int = 0
+    zombies: int = 0
+
+    @property
+    def plan_ns(self) -> int:
+        """Choosing the batch."""
+        return self.plan_end - self.plan_start
+
+    @property
+    def launch_ns(self) -> int:
+        """Staging and enqueueing the forward."""
+        return self.launch_end - self.plan_end
+
+    @property
+    def finalize_ns(self) -> int:
+        """Reading the constraints and enqueueing the sampling."""
+        return self.finalize_end - self.finalize_start
+
+    @property
+    def wait_ns(self) -> int:
+        """Blocked until the tokens had arrived."""
+        return self.wait_end - self.wait_start
+
+    @property
+    def commit_ns(self) -> int:
+        """Bookkeeping after they had."""
+        return self.commit_end - self.wait_end
+
+
+class Observer(Protocol):
+    """Told about every launch once it is committed, while the runner still knows its times."""
+
+    def committed(self, record: StepRecord) -> None:
+        """Called on the scheduler's thread; must be quick."""
+        ...

@@ -1,0 +1,133 @@
+"""Plans are values: who is in the next batch, and at which position."""
+
+from legato_engine.core import Sequence
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.kv_cache.prefix_work import PrefixWork
+from legato_engine.scheduler.decode import DecodePlanner
+from legato_engine.scheduler.launch import LaunchKind, Plan, Row
+from legato_engine.scheduler.prefill import PrefillPlanner
+
+from tests.fakes import FakeTask, make_sequence
+
+PAGE = 4
+
+
+def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -> Sequence:
+    """A sequence of prefix 1 and prompt 3, `launched` samples planned."""
+    sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=max_tokens))
+    sequence.num_launched = launched
+    sequence.inflight_refs = refs
+    return sequence
+
+
+def sized(seq_id: int, positions: int) -> Sequence:
+    """A text-only sequence of that many positions."""
+    return make_sequence(seq_id, FakeTask(num_prompt=1, max_tokens=positions - 1))
+
+
+def planned(plan: Plan | None) -> list[int]:
+    """Who is in a plan."""
+    return [] if plan is None else [row.sequence.seq_id for row in plan.rows]
+
+
+def test_decode_feeds_the_last_launched_token() -> None:
+    """The first decode is at the prompt's end, each next one position on."""
+    first, later = running(0, launched=1), running(1, launched=3, refs=1)
+    assert DecodePlanner().plan([first, later]) == Plan(
+        LaunchKind.DECODE, (Row(first, position=4), Row(later, position=6))
+    )
+
+
+def test_decode_leaves_out_who_cannot_go_on() -> None:
+    """Ended sequences, those with all tokens launched and those two launches ahead stay out."""
+    ended = running(0, launched=1)
+    ended.finalized = True
+    full = running(1, launched=8)
+    ahead = running(2, launched=3, refs=2)
+    last = running(3, launched=7)
+    assert planned(DecodePlanner().plan([ended, full, ahead, last])) == [3]
+    assert DecodePlanner().plan([ended, full, ahead]) is None
+
+
+def test_a_prefill_row_says_where_the_prompt_starts() -> None:
+    """The prompt starts behind the prefix and is prefilled whole."""
+    planner = PrefillPlanner(KVCacheManager(17, PAGE, 2))
+    sequence = make_sequence(0, FakeTask(num_prompt=3), prefix_key="k", prefix_length=9)
+    planner.add(sequence)
+    plan = planner.plan()
+    assert plan is not None
+    pages = plan.rows[0].prefix.compute_pages
+    work = PrefixWork(pages, (pages[2], sequence.page_ids[2]))
+    assert plan == Plan(LaunchKind.PREFILL, (Row(sequence, 9, 3, work),))
+    assert len(planner) == 0
+    assert planner.plan() is None
+
+
+def test_prefills_are_first_come_first_served() -> None:
+    """One sequence a launch by default, in the order of arrival."""
+    planner = PrefillPlanner(KVCacheManager(17, PAGE, 3))
+    for seq_id in range(3):
+        planner.add(sized(seq_id, 4))
+    assert [planned(planner.plan()) for _ in range(3)] == [[0], [1], [2]]
+
+
+def test_a_prefill_batch_has_bounded_rows() -> None:
+    """More rows a launch on demand; a sharer of an unlaunched prefix waits for the next."""
+    manager = KVCacheManager(17, PAGE, 4)
+    planner = PrefillPlanner(manager, max_prefill_rows=3)
+    sequences = [make_sequence(n, prefix_key=key, prefix_length=4) for n, key in enumerate("aab")]
+    for sequence in sequences:
+        planner.add(sequence)
+    assert planned(planner.plan()) == [0, 2]
+    manager.prefix_launched(sequences[0])
+    plan = planner.plan()
+    assert planned(plan) == [1]
+    assert sequences[1].cached_tokens == 4
+
+
+def test_a_large_request_is_overtaken_only_so_often() -> None:
+    """Small ones pass a large one that does not fit, until it blocks them; then it is next."""
+    manager = KVCacheManager(9, PAGE, 8)
+    planner = PrefillPlanner(manager, max_overtakes=2)
+    holder = sized(0, 16)
+    manager.admit(holder)
+    planner.add(sized(1, 32))
+    for seq_id in range(2, 6):
+        planner.add(sized(seq_id, 4))
+    assert [planned(planner.plan()) for _ in range(3)] == [[2], [3], []]
+    manager.release(holder)
+    assert planner.plan() is None
+    assert [sequence.seq_id for sequence in planner] == [1, 4, 5]
+
+
+def test_a_blocking_request_goes_before_all_behind_it() -> None:
+    """When the large one fits at last, it is taken first."""
+    manager = KVCacheManager(9, PAGE, 8)
+    planner = PrefillPlanner(manager, max_overtakes=0)
+    holder = sized(0, 4)
+    manager.admit(holder)
+    planner.add(sized(1, 32))
+    planner.add(sized(2, 4))
+    assert planner.plan() is None
+    manager.release(holder)
+    assert planned(planner.plan()) == [1]
+
+
+def test_the_queue_is_searched_no_deeper_than_it_may_be_overtaken() -> None:
+    """A request beyond the look-ahead waits even if it fits."""
+    manager = KVCacheManager(9, PAGE, 8)
+    planner = PrefillPlanner(manager, max_overtakes=1)
+    manager.admit(sized(0, 16))
+    for seq_id, positions in ((1, 32), (2, 32), (3, 4)):
+        planner.add(sized(seq_id, positions))
+    assert planner.plan() is None
+
+
+def test_a_removed_sequence_is_not_planned() -> None:
+    """Who left the queue is not prefilled."""
+    planner = PrefillPlanner(KVCacheManager(17, PAGE, 2))
+    first, second = sized(0, 4), sized(1, 4)
+    planner.add(first)
+    planner.add(second)
+    planner.remove(first)
+    assert planned(planner.plan()) == [1]

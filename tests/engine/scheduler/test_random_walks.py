@@ -1,0 +1,166 @@
+"""Random lives of many requests, at both depths."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from legato_engine.core import FinishReason, Sequence
+from legato_engine.errors import DeadlineUnreachable, InternalError, PromptTooLong, QueueFull
+
+from tests.engine.scheduler.world import World
+from tests.fakes import FakeTask
+
+PREFIX_LENGTHS = {"a": 3, "b": 8, "c": 9}  # inside a page, on a border, just behind one
+
+tasks = st.builds(
+    FakeTask,
+    seed=st.integers(0, 50),
+    num_prompt=st.integers(1, 5),
+    max_tokens=st.integers(1, 14),
+    constrained=st.booleans(),
+)
+keys = st.sampled_from([None, *PREFIX_LENGTHS])
+bursts = st.lists(st.tuples(tasks, keys, st.integers(-30, 30)), min_size=1, max_size=6)
+
+
+def prefix_length(key: str | None) -> int:
+    """Positions of a prefix."""
+    return 1 if key is None else PREFIX_LENGTHS[key]
+
+
+def check_streams(world: World) -> None:
+    """Every token is the one that its request reads when it runs alone, and no task raised."""
+    for sequence in world.sequences:
+        assert isinstance(sequence.task, FakeTask)
+        expected = sequence.task.expected_tokens(sequence.prompt_length)
+        tokens = world.tokens(sequence)
+        ended = world.sink.ended.get(sequence.request.request_id)
+        assert tokens == (expected if isinstance(ended, FinishReason) else expected[: len(tokens)])
+        if isinstance(ended, InternalError):
+            assert ended.metadata == {"reason": "NUMERIC"}
+
+
+class Walk(RuleBasedStateMachine):
+    """Submits, steps, aborts and lets time pass, in any order."""
+
+    depth = 2
+
+    @initialize(
+        num_pages=st.integers(9, 16),
+        num_rows=st.integers(1, 4),
+        max_prefill_rows=st.integers(1, 2),
+        max_overtakes=st.integers(0, 3),
+        not_finite=st.frozensets(st.tuples(st.integers(0, 20), st.integers(2, 20)), max_size=4),
+        quitters=st.frozensets(st.integers(0, 20), max_size=4),
+    )
+    def start(self, quitters: frozenset[int], **settings: object) -> None:
+        """Some sequences abort themselves, and some the one before, when they get a delta."""
+        self.world = World(depth=self.depth, max_waiting=8, **settings)  # type: ignore[arg-type]  # drawn by name
+
+        def on_delta(sequence: Sequence) -> None:
+            if sequence.seq_id in quitters:
+                victim = self.world.sequences[max(0, sequence.seq_id - sequence.seq_id % 2)]
+                self.world.abort(victim)
+
+        self.world.sink.on_delta = on_delta
+
+    @rule(burst=bursts)
+    def submit(self, burst: list[tuple[FakeTask, str | None, int]]) -> None:
+        """Some more requests, any of which may be refused; half of them have a deadline."""
+        for task, key, seconds in burst:
+            deadline = self.world.clock.now() + seconds if seconds > 0 else None
+            with contextlib.suppress(PromptTooLong, QueueFull, DeadlineUnreachable):
+                self.world.submit(
+                    task, prefix_key=key, prefix_length=prefix_length(key), deadline=deadline
+                )
+
+    @precondition(lambda self: self.world.sequences)
+    @rule(which=st.integers(0, 1_000))
+    def abort(self, which: int) -> None:
+        """One of the newest sixteen is aborted; it may have ended long ago."""
+        newest = self.world.sequences[-16:]
+        self.world.abort(newest[which % len(newest)])
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        """A few ticks; whenever something lives, a tick gets on with it."""
+        for _ in range(count):
+            progressed = self.world.scheduler.step()
+            assert progressed or self.world.scheduler.idle
+            live = [s for s in self.world.sequences if not s.finalized]
+            now = self.world.clock.now()
+            assert all((s.request.deadline or math.inf) > now for s in live), "not expired"
+            self.world.check()
+
+    @rule(seconds=st.integers(1, 4))
+    def advance(self, seconds: int) -> None:
+        """Time passes and deadlines with it."""
+        self.world.clock.advance(seconds)
+
+    @invariant()
+    def consistent(self) -> None:
+        """The world's invariants hold after every rule."""
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        """Let all of it run out."""
+        if hasattr(self, "world"):
+            self.world.scheduler.drain()
+            self.world.check_rest()
+            check_streams(self.world)
+
+
+class BlockingWalk(Walk):
+    """The same with one slot in use."""
+
+    depth = 1
+
+
+@pytest.mark.parametrize("walk", [Walk, BlockingWalk])
+def test_any_walk_keeps_the_rules(walk: type[Walk]) -> None:
+    """No order of submits, ticks, aborts and deadlines breaks an invariant."""
+    run_state_machine_as_test(
+        walk, settings=settings(max_examples=200, stateful_step_count=50, deadline=None)
+    )
+
+
+arrivals = st.lists(st.tuples(tasks, keys, st.integers(0, 3)), min_size=1, max_size=10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(arrivals=arrivals, num_pages=st.integers(12, 24), num_rows=st.integers(1, 4))
+def test_depth_changes_no_token(
+    arrivals: list[tuple[FakeTask, str | None, int]], num_pages: int, num_rows: int
+) -> None:
+    """Every request reads the same tokens and ends the same way at depth 1 and at depth 2."""
+    outcomes = []
+    for depth in (1, 2):
+        world = World(depth=depth, num_pages=num_pages, num_rows=num_rows)
+        for drawn, key, ticks in arrivals:
+            task = FakeTask(
+                seed=drawn.sampling.seed or 0,
+                num_prompt=len(drawn.prompt),
+                max_tokens=drawn.max_tokens,
+                constrained=drawn.constrained,
+            )
+            world.submit(task, prefix_key=key, prefix_length=prefix_length(key))
+            for _ in range(ticks):
+                world.scheduler.step()
+        world.scheduler.drain()
+        world.check_rest()
+        check_streams(world)
+        outcomes.append(([world.tokens(s) for s in world.sequences], world.sink.ended))
+    assert outcomes[0] == outcomes[1]

@@ -1,0 +1,129 @@
+"""A scheduler on a fake device, and what must hold of it between two ticks and at rest."""
+
+from __future__ import annotations
+
+from legato_engine.core import Sequence
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.messages import Load
+from legato_engine.scheduler.pipeline import Pipeline
+from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.step_record import StepRecord
+
+from tests.fakes import FakeClock, FakeRunner, FakeSink, FakeTask, make_sequence
+
+
+class World:
+    """Everything around one scheduler, and every sequence it was given."""
+
+    def __init__(
+        self,
+        *,
+        depth: int = 2,
+        num_pages: int = 65,
+        page_size: int = 4,
+        num_rows: int = 4,
+        not_finite: frozenset[tuple[int, int]] = frozenset(),
+        max_waiting: int = 256,
+        max_prefill_rows: int = 1,
+        max_overtakes: int = 16,
+    ) -> None:
+        self.page_size = page_size
+        self.clock = FakeClock()
+        self.sink = FakeSink()
+        self.runner = FakeRunner(page_size, not_finite)
+        self.manager = KVCacheManager(num_pages, page_size, num_rows)
+        self.pipeline = Pipeline(depth)
+        self.records: list[StepRecord] = []
+        self.scheduler = Scheduler(
+            self.runner,
+            self.manager,
+            self.pipeline,
+            self.clock,
+            self.sink,
+            max_waiting=max_waiting,
+            max_prefill_rows=max_prefill_rows,
+            max_overtakes=max_overtakes,
+            observer=self,
+        )
+        self.sequences: list[Sequence] = []
+        self.aborted: set[str] = set()
+
+    def committed(self, record: StepRecord) -> None:
+        """Keep the record: the world is the scheduler's observer."""
+        self.records.append(record)
+
+    def submit(
+        self,
+        task: FakeTask | None = None,
+        *,
+        prefix_key: str | None = None,
+        prefix_length: int = 1,
+        deadline: float | None = None,
+    ) -> Sequence:
+        """Submit request `r<n>`, n counting from 0; raises what the scheduler raises."""
+        sequence = make_sequence(
+            len(self.sequences),
+            task,
+            prefix_key=prefix_key,
+            prefix_length=prefix_length,
+            deadline=deadline,
+        )
+        self.sequences.append(sequence)
+        try:
+            self.scheduler.submit(sequence)
+        except Exception:
+            self.sequences.pop()
+            raise
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        """Abort a request, whatever its state."""
+        if sequence.request.request_id not in self.sink.ended:
+            self.aborted.add(sequence.request.request_id)
+        self.scheduler.abort(sequence.request.request_id)
+
+    def tokens(self, sequence: Sequence) -> list[int]:
+        """What the sequence's task has read."""
+        assert isinstance(sequence.task, FakeTask)
+        return sequence.task.tokens
+
+    def check(self) -> None:
+        """What must hold between two ticks."""
+        load = self.scheduler.load()
+        holders = [s for s in self.sequences if s.row >= 0]
+        zombies = [s for s in holders if s.finalized]
+        assert all(s.inflight_refs > 0 for s in zombies), "released too late"
+        assert all(s.row >= 0 for s in self.sequences if s.inflight_refs), "released too early"
+        assert load.rows_used == len(holders) == load.running + len(zombies)
+        assert load.inflight <= self.pipeline.depth
+        assert load.pages_used == self._pages_of(holders)
+        assert load.pages_used + load.prefix_pages <= load.pages_total
+        for sequence in self.sequences:
+            assert 0 <= sequence.num_launched - sequence.num_committed <= 2
+            assert 0 <= sequence.inflight_refs <= load.inflight
+            assert len(self.tokens(sequence)) == sequence.num_committed
+
+    def check_rest(self) -> None:
+        """What must hold when nothing is left to do."""
+        load = self.scheduler.load()
+        assert self.scheduler.idle
+        rest = Load(prefix_pages=load.prefix_pages, pages_total=load.pages_total)
+        assert load == rest, "something is still held"
+        ended = set(self.sink.ended)
+        assert not ended & self.aborted, "an aborted request was mentioned again"
+        assert ended | self.aborted == {s.request.request_id for s in self.sequences}
+        for sequence in self.sequences:
+            assert sequence.finalized
+            assert (sequence.inflight_refs, sequence.row) == (0, -1)
+        commits = [launch for call, launch in self.runner.calls if call == "collect"]
+        assert commits == sorted(commits) == [r.launch.launch_id for r in self.records]
+        assert self.scheduler.steps_committed == len(commits)
+
+    def _pages_of(self, holders: list[Sequence]) -> int:
+        pages = {page for sequence in holders for page in sequence.page_ids}
+        tails = {
+            s.prefix_key
+            for s in holders
+            if s.prefix_key is not None and s.prefix_length % self.page_size
+        }
+        return len(pages) + len(tails)

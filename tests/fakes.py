@@ -1,0 +1,313 @@
+"""Stand-ins for what surrounds the scheduler: a task, a device, a clock and a listener.
+
+The fakes check as they run: the device that its buffers, rows and pages are used lawfully, the task
+that it is never fed after its end, the listener that a request's news comes in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+
+from legato_engine.core import (
+    Event,
+    FinishReason,
+    PromptToken,
+    QueryResult,
+    QueryTask,
+    Request,
+    SamplingParams,
+    TextDelta,
+)
+from legato_engine.core import Sequence as EngineSequence
+from legato_engine.errors import LegatoError
+from legato_engine.scheduler.launch import Launch, LaunchKind, Row
+from legato_engine.scheduler.runner import LaunchTimes
+from legato_engine.tasks import SampledToken, Task
+
+VOCABULARY = 97
+STOP_EVERY = 13  # token ids divisible by it end a task
+SILENT_EVERY = 5  # token ids divisible by it give no event
+
+
+def sample_token(seed: int, position: int, constraint: int) -> int:
+    """The token that the fake device samples: any wrong input shows in the stream."""
+    return zlib.crc32(f"{seed} {position} {constraint}".encode()) % VOCABULARY
+
+
+class FakeClock:
+    """A clock turned by hand."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self._now = now
+
+    def now(self) -> float:
+        """Seconds."""
+        return self._now
+
+    def perf_ns(self) -> int:
+        """Nanoseconds, the same time."""
+        return round(self._now * 1e9)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self._now += seconds
+
+
+class FakeTask:
+    """Reads tokens until a stop token; when constrained, its constraint depends on all of them."""
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        num_prompt: int = 1,
+        max_tokens: int = 8,
+        constrained: bool = False,
+        fails_at: int | None = None,
+    ) -> None:
+        self.prompt = tuple(PromptToken(token_id) for token_id in range(num_prompt))
+        self.sampling = SamplingParams(seed=seed)
+        self.max_tokens = max_tokens
+        self.constrained = constrained
+        self.has_payload = constrained
+        self.fails_at = fails_at
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.is_over: Callable[[], bool] = lambda: False
+
+    def constraint(self) -> int:
+        """A free task's never changes; neither kind is ever 0."""
+        assert self.sampling.seed is not None
+        return 1 + (sum(self.tokens) % 7 if self.constrained else self.sampling.seed % 3)
+
+    def consume(self, token: SampledToken) -> Sequence[Event]:
+        """Remember the token; some tokens give no event."""
+        assert self.finish_reason is None, "fed after its last token"
+        assert not self.is_over(), "a zombie committed a token"
+        if len(self.tokens) == self.fails_at:
+            raise ValueError("this task cannot read its token")
+        self.tokens.append(token.token_id)
+        if token.token_id % STOP_EVERY == 0:
+            self.finish_reason = FinishReason.STOP
+        return () if token.token_id % SILENT_EVERY == 0 else (TextDelta(text=str(token.token_id)),)
+
+    def result(self, finish_reason: FinishReason) -> QueryResult:
+        """All tokens as text."""
+        return QueryResult(answer=" ".join(map(str, self.tokens)))
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """None."""
+        return 0
+
+    def expected_tokens(self, prompt_length: int) -> list[int]:
+        """What this task reads when it runs alone, without a scheduler."""
+        alone = FakeTask(max_tokens=self.max_tokens, constrained=self.constrained)
+        alone.sampling = self.sampling
+        while alone.finish_reason is None and len(alone.tokens) < self.max_tokens:
+            position = prompt_length + len(alone.tokens)
+            token = sample_token(self.sampling.seed or 0, position, alone.constraint())
+            alone.consume(SampledToken(token, (0.0, 0.0)))
+        return alone.tokens
+
+
+def make_sequence(
+    seq_id: int,
+    task: Task | None = None,
+    *,
+    prefix_key: str | None = None,
+    prefix_length: int = 1,
+    deadline: float | None = None,
+) -> EngineSequence:
+    """A waiting sequence of request `r<seq_id>`."""
+    task = task if task is not None else FakeTask(seed=seq_id)
+    request = Request(request_id=f"r{seq_id}", task=QueryTask(question="?"), deadline=deadline)
+    sequence = EngineSequence(
+        seq_id, request, task, prefix_key, prefix_length, task.prompt, pixels=object()
+    )
+    if isinstance(task, FakeTask):
+        task.is_over = lambda: sequence.finalized
+    return sequence
+
+
+@dataclasses.dataclass(slots=True)
+class _SlotUse:
+    """What a launch holds from `forward` to `collect`."""
+
+    launch: Launch
+    held: dict[tuple[str, int], object]  # ("page" or "row", id): who reads or writes it
+    resources: list[tuple[int, tuple[int, ...]]]  # per row: its batch row and its pages
+    tokens: list[SampledToken] | None = None
+
+
+class FakeRunner:
+    """A device that remembers who wrote which KV position and which launch holds what.
+
+    `not_finite` names (sequence id, sampled position) pairs whose logits are not finite.
+    """
+
+    def __init__(
+        self, page_size: int, not_finite: frozenset[tuple[int, int]] = frozenset()
+    ) -> None:
+        self._page_size = page_size
+        self._not_finite = not_finite
+        self._slots: dict[int, _SlotUse] = {}
+        self._kv: dict[tuple[int, int], object] = {}  # (page, offset): what was written there
+        self._last_token: dict[int, tuple[int, int]] = {}  # row: (sequence id, position)
+        self.calls: list[tuple[str, int]] = []  # (call, launch id)
+        self.constraints: dict[int, list[int]] = {}  # by launch id
+
+    def forward(self, launch: Launch) -> None:
+        """Take the slot; run the forward pass at once, as the compute stream would in its turn."""
+        self.calls.append(("forward", launch.launch_id))
+        assert launch.slot not in self._slots, "a slot is reused before its commit"
+        assert all(use.tokens is not None for use in self._slots.values()), "two unsampled forwards"
+        use = _SlotUse(launch, {}, [])
+        for row in launch.plan.rows:
+            self._hold(use, row)
+            if launch.plan.kind is LaunchKind.PREFILL:
+                self._prefill(row)
+            else:
+                self._decode(row)
+        self._slots[launch.slot] = use
+
+    def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
+        """Sample every row; a zombie's constraint is 0."""
+        self.calls.append(("sample", launch.launch_id))
+        use = self._slots[launch.slot]
+        assert use.launch is launch, "sampled in another launch's slot"
+        assert use.tokens is None, "sampled twice"
+        self.constraints[launch.launch_id] = list(constraints)
+        use.tokens = []
+        for row, constraint in zip(launch.plan.rows, constraints, strict=True):
+            sequence = row.sequence
+            assert (constraint == 0) == sequence.finalized, "only a zombie's constraint is 0"
+            position = row.position + row.num_tokens
+            self._last_token[sequence.row] = (sequence.seq_id, position)
+            token = sample_token(sequence.task.sampling.seed or 0, position, constraint)
+            if (sequence.seq_id, position) in self._not_finite:
+                token = -1
+            use.tokens.append(SampledToken(token, (0.0, 0.0)))
+
+    def collect(self, launch: Launch) -> list[SampledToken]:
+        """Hand out the tokens and give the slot back."""
+        self.calls.append(("collect", launch.launch_id))
+        use = self._slots.pop(launch.slot)
+        assert use.launch is launch, "collected from another launch's slot"
+        assert use.tokens is not None, "collected before it was sampled"
+        older = [
+            u.launch.launch_id
+            for u in self._slots.values()
+            if u.launch.launch_id < launch.launch_id
+        ]
+        assert not older, f"launches {older} are older and not committed"
+        for row, (batch_row, pages) in zip(launch.plan.rows, use.resources, strict=True):
+            sequence = row.sequence
+            assert (sequence.row, sequence.page_ids) == (batch_row, pages), "released in flight"
+        return use.tokens
+
+    def times(self, launch: Launch) -> LaunchTimes:
+        """No time passes on this device."""
+        return LaunchTimes(0, 0, 0, 0, 0)
+
+    def _hold(self, use: _SlotUse, row: Row) -> None:
+        sequence = row.sequence
+        assert sequence.row >= 0, "runs without a row"
+        assert 0 not in sequence.page_ids, "writes to the scratch page"
+        assert len(set(sequence.page_ids)) == len(sequence.page_ids), "a page is listed twice"
+        claims: dict[tuple[str, int], object] = {("row", sequence.row): sequence.seq_id}
+        for index, page in enumerate(sequence.page_ids):
+            shared = (index + 1) * self._page_size <= sequence.prefix_length
+            claims["page", page] = _prefix_owner(sequence) if shared else sequence.seq_id
+        if sequence.prefix_key is not None:
+            claims.update({("page", p): sequence.prefix_key for p in row.prefix.compute_pages})
+            if row.prefix.copy_tail is not None:
+                claims["page", row.prefix.copy_tail[0]] = sequence.prefix_key
+        for other in (use, *self._slots.values()):
+            for what, owner in claims.items():
+                assert other.held.get(what, owner) == owner, f"{what} has two owners in flight"
+        assert ("row", sequence.row) not in use.held, "a sequence is twice in one batch"
+        use.held.update(claims)
+        use.resources.append((sequence.row, sequence.page_ids))
+
+    def _prefill(self, row: Row) -> None:
+        sequence = row.sequence
+        assert row.position == sequence.prefix_length, "the prompt starts behind the prefix"
+        assert row.num_tokens == len(sequence.prompt), "the whole prompt is prefilled at once"
+        if row.prefix.compute_pages:
+            for position in range(sequence.prefix_length):
+                page = row.prefix.compute_pages[position // self._page_size]
+                self._kv[page, position % self._page_size] = (_prefix_owner(sequence), position)
+        if row.prefix.copy_tail is not None:
+            source, destination = row.prefix.copy_tail
+            for offset in range(sequence.prefix_length % self._page_size):
+                self._kv[destination, offset] = self._kv[source, offset]
+        for position in range(row.position, row.position + row.num_tokens):
+            self._write(sequence, position)
+        self._check_kv(sequence, row.position + row.num_tokens)
+
+    def _decode(self, row: Row) -> None:
+        sequence = row.sequence
+        expected = (sequence.seq_id, row.position)
+        assert self._last_token[sequence.row] == expected, "decodes a token that is not its last"
+        self._write(sequence, row.position)
+        self._check_kv(sequence, row.position + 1)
+
+    def _write(self, sequence: EngineSequence, position: int) -> None:
+        page = sequence.page_ids[position // self._page_size]
+        self._kv[page, position % self._page_size] = (sequence.seq_id, position)
+
+    def _check_kv(self, sequence: EngineSequence, length: int) -> None:
+        for position in range(length):
+            page = sequence.page_ids[position // self._page_size]
+            is_prefix = position < sequence.prefix_length
+            owner = _prefix_owner(sequence) if is_prefix else sequence.seq_id
+            written = self._kv.get((page, position % self._page_size))
+            assert written == (owner, position), f"position {position} reads {written}"
+
+
+def _prefix_owner(sequence: EngineSequence) -> object:
+    return sequence.seq_id if sequence.prefix_key is None else sequence.prefix_key
+
+
+class FakeSink:
+    """Collects a request's news and checks their order; may call back on a delta."""
+
+    def __init__(self) -> None:
+        self.started_ids: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.ended: dict[str, FinishReason | LegatoError] = {}
+        self.on_delta: Callable[[EngineSequence], None] = lambda sequence: None
+
+    def started(self, sequence: EngineSequence) -> None:
+        """First news."""
+        assert not sequence.finalized, "started after its end"
+        self.started_ids.append(sequence.request.request_id)
+        assert sequence.request.request_id not in self.texts, "started twice"
+        self.texts[sequence.request.request_id] = []
+
+    def delta(self, sequence: EngineSequence, events: Sequence[Event]) -> None:
+        """Some text."""
+        request_id = sequence.request.request_id
+        assert request_id not in self.ended, "news after the end"
+        assert events, "an empty delta"
+        for event in events:
+            assert isinstance(event, TextDelta)
+            self.texts[request_id].append(event.text)
+        self.on_delta(sequence)
+
+    def done(self, sequence: EngineSequence, finish_reason: FinishReason) -> None:
+        """Last news."""
+        assert sequence.request.request_id in self.texts, "done before it started"
+        self._end(sequence, finish_reason)
+
+    def failed(self, sequence: EngineSequence, error: LegatoError) -> None:
+        """Last news."""
+        self._end(sequence, error)
+
+    def _end(self, sequence: EngineSequence, how: FinishReason | LegatoError) -> None:
+        assert sequence.finalized, "ended but not finalized"
+        assert sequence.request.request_id not in self.ended, "ended twice"
+        self.ended[sequence.request.request_id] = how
