@@ -6,12 +6,13 @@ Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from legato_engine.core import ImageInfo, Request
 from legato_engine.tasks import Constraint, Task
+
+if TYPE_CHECKING:
+    import torch  # frontends import this module, and they never load torch
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,6 +80,7 @@ class Model(Protocol):
     vocab_size: int
     width: int
     max_context: int
+    num_parameters: int
     dtype: torch.dtype
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:

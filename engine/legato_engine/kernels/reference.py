@@ -1,0 +1,111 @@
+"""The operations of `ops` in plain torch: what they mean, and what runs where nothing faster is.
+
+Shape legend as in `ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+_SCRATCH_PAGE = 0
+_ROW_BLOCK = 8
+
+
+def linear_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """See `ops.linear`.
+
+    CPU libraries run rows in blocks and finish with other code what does not fill a block, which
+    rounds differently; whole blocks give every row the same code.
+    """
+    rows_TD = x.reshape(-1, x.shape[-1])
+    count = rows_TD.shape[0]
+    if padding := -count % _ROW_BLOCK:
+        rows_TD = F.pad(rows_TD, (0, 0, 0, padding))
+    out = F.linear(rows_TD, weight, bias)[:count]
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def write_kv(
+    cache_NSHE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
+) -> None:
+    """See `ops.write_kv`."""
+    cache_NSHE[page_T, slot_T] = new_THE
+
+
+def gather_pages(cache_NSHE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
+    """See `ops.gather_pages`."""
+    num_pages = -(-length // cache_NSHE.shape[1])
+    return cache_NSHE.index_select(0, pages_M[:num_pages]).flatten(0, 1)[:length]
+
+
+def full_attention(
+    q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor
+) -> torch.Tensor:
+    """See `ops.full_attention`."""
+    q_BHTE, k_BHTE, v_BHTE = (x.transpose(1, 2) for x in (q_BTHE, k_BTHE, v_BTHE))
+    return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE).transpose(1, 2)
+
+
+def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
+    """See `ops.suffix_attention`."""
+    num_queries, length = q_THE.shape[0], k_LHE.shape[0]
+    visible_TL = torch.ones(num_queries, length, dtype=torch.bool, device=q_THE.device)
+    visible_TL = visible_TL.tril(length - num_queries)
+    return _attention(q_THE[None], k_LHE[None], v_LHE[None], visible_TL[None])[0]
+
+
+def decode_attention_rows(
+    q_BHE: torch.Tensor,
+    k_NSHE: torch.Tensor,
+    v_NSHE: torch.Tensor,
+    positions_B: torch.Tensor,
+    page_table_BM: torch.Tensor,
+) -> torch.Tensor:
+    """See `ops.decode_attention`; row by row over exactly the row's context, freshly gathered."""
+    out_BHE = torch.zeros_like(q_BHE)
+    for row, (position, first_page) in enumerate(
+        zip(positions_B.tolist(), page_table_BM[:, 0].tolist(), strict=True)
+    ):
+        if first_page == _SCRATCH_PAGE:
+            continue
+        k_LHE = gather_pages(k_NSHE, page_table_BM[row], position + 1)
+        v_LHE = gather_pages(v_NSHE, page_table_BM[row], position + 1)
+        out_BHE[row] = _single_attention(q_BHE[row], k_LHE, v_LHE)
+    return out_BHE
+
+
+def decode_attention_padded(
+    q_BHE: torch.Tensor,
+    k_NSHE: torch.Tensor,
+    v_NSHE: torch.Tensor,
+    positions_B: torch.Tensor,
+    page_table_BM: torch.Tensor,
+) -> torch.Tensor:
+    """See `ops.decode_attention`; all pages of the table, masked, without a host read.
+
+    What lies behind a row's position may be anything, NaN included, so it is zeroed and not only
+    masked.
+    """
+    context = page_table_BM.shape[1] * k_NSHE.shape[1]
+    visible_BL = torch.arange(context, device=q_BHE.device) <= positions_B[:, None]
+    hidden_BL11 = ~visible_BL[:, :, None, None]
+    k_BLHE = k_NSHE[page_table_BM].flatten(1, 2).masked_fill_(hidden_BL11, 0.0)
+    v_BLHE = v_NSHE[page_table_BM].flatten(1, 2).masked_fill_(hidden_BL11, 0.0)
+    return _attention(q_BHE[:, None], k_BLHE, v_BLHE, visible_BL[:, None])[:, 0]
+
+
+def _single_attention(q_HE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
+    """[H, E]: one token that sees everything."""
+    q_1H1E = q_HE[None, :, None]
+    k_1HLE, v_1HLE = k_LHE.transpose(0, 1)[None], v_LHE.transpose(0, 1)[None]
+    return F.scaled_dot_product_attention(q_1H1E, k_1HLE, v_1HLE)[0, :, 0]
+
+
+def _attention(
+    q_BTHE: torch.Tensor, k_BLHE: torch.Tensor, v_BLHE: torch.Tensor, visible_BTL: torch.Tensor
+) -> torch.Tensor:
+    q_BHTE, k_BHLE, v_BHLE = (x.transpose(1, 2) for x in (q_BTHE, k_BLHE, v_BLHE))
+    mask_B1TL = visible_BTL[:, None]
+    out_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHLE, v_BHLE, attn_mask=mask_B1TL)
+    return out_BHTE.transpose(1, 2)

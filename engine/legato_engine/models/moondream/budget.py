@@ -1,0 +1,64 @@
+"""How a request samples and how many tokens it may take, all defaults filled in."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+from legato_engine.core import Request, SamplingParams
+from legato_engine.errors import InvalidField, PromptTooLong
+from legato_engine.models.moondream.config import SamplingDefaults
+
+
+def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingParams:
+    """The request's sampling with every field set but `top_k`; raises `InvalidField`."""
+    asked = request.sampling
+    sampling = SamplingParams(
+        temperature=defaults.temperature if asked.temperature is None else asked.temperature,
+        top_p=defaults.top_p if asked.top_p is None else asked.top_p,
+        top_k=asked.top_k,
+        max_tokens=defaults.max_tokens if asked.max_tokens is None else asked.max_tokens,
+        seed=_seed(request.request_id) if asked.seed is None else asked.seed,
+        stop=asked.stop,
+    )
+    _check(sampling)
+    return sampling
+
+
+def max_objects(asked: int | None, default: int) -> int:
+    """The bound on objects; raises `InvalidField` below 1."""
+    if asked is not None and asked < 1:
+        raise InvalidField("max_objects is at least 1", field="max_objects")
+    return default if asked is None else asked
+
+
+def token_budget(wanted: int, prompt_length: int, max_context: int) -> int:
+    """At most `wanted` tokens, fewer if the context ends before; raises `PromptTooLong` at none.
+
+    The last token sampled is never fed back, so it needs no position of its own.
+    """
+    room = max_context - prompt_length + 1
+    if room < 1:
+        raise PromptTooLong(
+            f"the prompt takes {prompt_length} positions, the context has {max_context}",
+            limit=max_context,
+            actual=prompt_length,
+        )
+    return min(wanted, room)
+
+
+def _seed(request_id: str) -> int:
+    """A retried request samples the same."""
+    return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8]) >> 1
+
+
+def _check(sampling: SamplingParams) -> None:
+    temperature, top_p, max_tokens = sampling.temperature, sampling.top_p, sampling.max_tokens
+    if temperature is None or not (math.isfinite(temperature) and temperature >= 0.0):
+        raise InvalidField("temperature is a number of at least 0", field="temperature")
+    if top_p is None or not 0.0 < top_p <= 1.0:
+        raise InvalidField("top_p is in (0, 1]", field="top_p")
+    if max_tokens is None or max_tokens < 1:
+        raise InvalidField("max_tokens is at least 1", field="max_tokens")
+    if any(not stop for stop in sampling.stop):
+        raise InvalidField("a stop string is empty", field="stop")

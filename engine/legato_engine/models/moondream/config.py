@@ -1,0 +1,166 @@
+"""A Moondream 2 model's sizes, token ids and templates, as its config.json gives them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from legato_engine.errors import InvalidField
+
+ARCHITECTURE = "moondream2"
+
+
+class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The vision tower, and how pictures are cut for it.
+
+    `max_crops` at most 1: the picture is never tiled, it is always one crop.
+    """
+
+    dim: int
+    ff_dim: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    crop_size: int
+    max_crops: int
+    overlap_margin: int
+    proj_inner_dim: int
+
+    @property
+    def grid(self) -> int:
+        """Patches on a side of a crop."""
+        return self.crop_size // self.patch_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Embeddings of one picture, whatever its size."""
+        return self.grid * self.grid
+
+    @property
+    def window(self) -> int:
+        """Pixels from one tile to the next."""
+        return (self.grid - 2 * self.overlap_margin) * self.patch_size
+
+
+class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The decoder."""
+
+    dim: int
+    ff_dim: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+    max_context: int
+    rope_theta: float
+    rotary_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.num_heads
+
+
+class RegionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Coordinates and sizes: Fourier features in, bins out."""
+
+    coord_features: int
+    size_features: int
+    coord_bins: int
+    size_bins: int
+    inner_dim: int
+
+
+class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ids with a meaning of their own; none carries text."""
+
+    bos: int
+    eos: int
+    answer: int
+    thinking: int
+    coord: int
+    size: int
+    ground_start: int
+    ground_end: int
+
+
+class Template(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Token ids around what the request brings: prefix, spatial references, text, suffix."""
+
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+
+
+class CaptionTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whole prompts, one per length."""
+
+    short: tuple[int, ...]
+    normal: tuple[int, ...]
+    long: tuple[int, ...]
+
+
+class Templates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A skill without a template is one that the model lacks.
+
+    Several answer ids at the end of the query suffix are a training artefact that reasoning
+    repeats: as many stand between the thoughts and the answer.
+    """
+
+    caption: CaptionTemplates | None = None
+    query: Template | None = None
+    query_reasoning: Template | None = None
+    detect: Template | None = None
+    point: Template | None = None
+    segment: Template | None = None
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What text skills use when the request does not say; spatial skills are greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = 768
+
+
+class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything about a model but its weights and its tokenizer."""
+
+    architecture: str
+    name: str
+    vision: VisionConfig
+    text: TextConfig
+    region: RegionConfig
+    tokens: SpecialTokens
+    templates: Templates
+    sampling: SamplingDefaults = SamplingDefaults()
+
+    @property
+    def prefix_length(self) -> int:
+        """BOS and the picture."""
+        return 1 + self.vision.num_tokens
+
+
+def parse_config(data: bytes) -> MoondreamConfig:
+    """Read a config.json; raises `InvalidField` saying what does not fit."""
+    try:
+        config = msgspec.json.decode(data, type=MoondreamConfig)
+    except msgspec.MsgspecError as error:
+        raise InvalidField(f"config.json: {error}", field="weights") from None
+    if problem := _problem(config):
+        raise InvalidField(f"config.json: {problem}", field="weights")
+    return config
+
+
+def _problem(config: MoondreamConfig) -> str | None:
+    vision, text = config.vision, config.text
+    if config.architecture != ARCHITECTURE:
+        return f"architecture is {config.architecture!r}, not {ARCHITECTURE!r}"
+    if vision.crop_size % vision.patch_size:
+        return "crop_size is not a multiple of patch_size"
+    if vision.window <= 0:
+        return "overlap_margin leaves no window"
+    if vision.dim % vision.num_heads or text.dim % text.num_heads:
+        return "num_heads does not divide dim"
+    if text.rotary_dim % 2 or text.rotary_dim > text.head_dim:
+        return "rotary_dim is odd or wider than a head"
+    if config.prefix_length >= text.max_context:
+        return "a picture does not fit max_context"
+    return None

@@ -1,0 +1,37 @@
+"""Which tokens a skill may sample next; an index into the table is what travels to the device."""
+
+from __future__ import annotations
+
+import enum
+
+from legato_engine.models.moondream.config import SpecialTokens
+from legato_engine.tasks import Constraint
+
+
+class Allow(enum.IntEnum):
+    """Index of each constraint in the model's table."""
+
+    FREE = 0
+    COORD = 1
+    SIZE = 2
+    COORD_OR_EOS = 3
+    TEXT = 4  # answers and captions
+    THOUGHT = 5
+    ANSWER = 6  # the token that opens an answer, and no other
+
+
+def constraint_table(tokens: SpecialTokens) -> tuple[Constraint, ...]:
+    """The table, in the order of `Allow`.
+
+    Text may not repeat the token that opened it. Nor may it hold coord and size tokens: text rows
+    compute no payload, so such a token would be fed back without its value.
+    """
+    return (
+        Constraint(),
+        Constraint(allowed=(tokens.coord,)),
+        Constraint(allowed=(tokens.size,)),
+        Constraint(allowed=(tokens.coord, tokens.eos)),
+        Constraint(suppressed=(tokens.answer, tokens.coord, tokens.size)),
+        Constraint(suppressed=(tokens.eos, tokens.size)),
+        Constraint(allowed=(tokens.answer,)),
+    )

@@ -1,0 +1,125 @@
+"""Moondream's half that never touches the device: pictures and skills."""
+
+from __future__ import annotations
+
+from PIL import Image
+
+from legato_engine.core import (
+    CaptionTask,
+    DetectTask,
+    ImageInfo,
+    PointTask,
+    QueryTask,
+    Request,
+    SegmentTask,
+)
+from legato_engine.errors import InvalidField
+from legato_engine.models.model import PreparedImage
+from legato_engine.models.moondream import budget
+from legato_engine.models.moondream.config import MoondreamConfig, SamplingDefaults
+from legato_engine.models.moondream.constraints import constraint_table
+from legato_engine.models.moondream.preprocess import crop_image
+from legato_engine.models.moondream.prompts import Prompt, Prompts, clean
+from legato_engine.models.moondream.tasks import detect, point
+from legato_engine.models.moondream.tasks.answer import Answer
+from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
+from legato_engine.models.moondream.tasks.caption import CaptionSkill
+from legato_engine.models.moondream.tasks.query import QuerySkill, ReasonedQuerySkill
+from legato_engine.models.moondream.tasks.segment import SegmentSkill
+from legato_engine.models.moondream.tasks.thoughts import Thoughts
+from legato_engine.models.moondream.tokenizer import Tokenizer
+
+_SKILLS = ("query", "caption", "detect", "point", "segment")
+
+
+class MoondreamFrontend:
+    """A `models.model.ModelFrontend`; safe to use from many threads."""
+
+    def __init__(self, config: MoondreamConfig, tokenizer: Tokenizer) -> None:
+        self.name = config.name
+        self.tasks = tuple(s for s in _SKILLS if getattr(config.templates, s) is not None)
+        self.constraints = constraint_table(config.tokens)
+        self._config = config
+        self._tokenizer = tokenizer
+        self._prompts = Prompts(config, tokenizer)
+
+    def prepare_image(self, image_rgb: Image.Image, key: str, info: ImageInfo) -> PreparedImage:
+        """Resize and tile a decoded picture."""
+        crops = crop_image(image_rgb, self._config.vision)
+        return PreparedImage(key=key, pixels=crops, info=info, num_bytes=crops.pixels_NHWC.nbytes)
+
+    def prefix_length(self, has_image: bool) -> int:
+        """Positions of the shared prefix: BOS plus image tokens, or 1."""
+        return self._config.prefix_length if has_image else 1
+
+    def make_task(self, request: Request) -> SkillTask:
+        """The skill's state machine.
+
+        Raises `InvalidField`, `TaskUnsupported`, or `PromptTooLong` (metadata `limit`, `actual`)
+        when not even one token fits behind the prompt. `max_tokens` is cut to what fits.
+        """
+        match request.task:
+            case QueryTask():
+                return self._query(request, request.task)
+            case CaptionTask():
+                prompt = self._prompts.caption(request.task.length)
+                setup = self._setup(request, prompt, self._config.sampling)
+                return CaptionSkill(setup, self._answer(request))
+            case DetectTask():
+                return self._detect(request, request.task)
+            case PointTask():
+                return self._point(request, request.task)
+            case SegmentTask():
+                prompt = self._prompts.segment(request.task.object, request.task.spatial_refs)
+                setup = self._setup(request, prompt, SamplingDefaults())
+                return SegmentSkill(setup, clean(request.task.object, "object"), self._tokenizer)
+
+    def _query(self, request: Request, task: QueryTask) -> SkillTask:
+        prompt = self._prompts.query(task.question, task.spatial_refs, reasoning=task.reasoning)
+        needs_image = bool(task.spatial_refs)
+        setup = self._setup(request, prompt, self._config.sampling, needs_image=needs_image)
+        answer = self._answer(request)
+        template = self._config.templates.query
+        if not task.reasoning or template is None:
+            return QuerySkill(setup, answer)
+        tokens = self._config.tokens
+        num_answer_tokens = max(1, template.suffix.count(tokens.answer))
+        thoughts = Thoughts(self._tokenizer, tokens)
+        return ReasonedQuerySkill(setup, answer, thoughts, num_answer_tokens)
+
+    def _detect(self, request: Request, task: DetectTask) -> SkillTask:
+        limit = budget.max_objects(task.max_objects, detect.DEFAULT_MAX_OBJECTS)
+        prompt = self._prompts.detect(task.object)
+        needed = limit * detect.TOKENS_PER_OBJECT + 1
+        setup = self._setup(request, prompt, SamplingDefaults(max_tokens=needed))
+        return detect.DetectSkill(setup, clean(task.object, "object"), limit)
+
+    def _point(self, request: Request, task: PointTask) -> SkillTask:
+        limit = budget.max_objects(task.max_objects, point.DEFAULT_MAX_OBJECTS)
+        prompt = self._prompts.point(task.object, task.spatial_refs)
+        needed = limit * point.TOKENS_PER_OBJECT + 1
+        setup = self._setup(request, prompt, SamplingDefaults(max_tokens=needed))
+        return point.PointSkill(setup, clean(task.object, "object"), limit)
+
+    def _answer(self, request: Request) -> Answer:
+        stop = request.sampling.stop
+        return Answer(self._tokenizer, stop, return_tokens=request.return_tokens)
+
+    def _setup(
+        self,
+        request: Request,
+        prompt: Prompt,
+        defaults: SamplingDefaults,
+        *,
+        needs_image: bool = True,
+    ) -> TaskSetup:
+        has_image = request.image is not None
+        if needs_image and not has_image:
+            raise InvalidField("this task needs an image", field="image")
+        sampling = budget.resolve_sampling(request, defaults)
+        max_tokens = budget.token_budget(
+            sampling.max_tokens or defaults.max_tokens,
+            self.prefix_length(has_image) + len(prompt),
+            self._config.text.max_context,
+        )
+        return TaskSetup(prompt, sampling, max_tokens, self._config.tokens)

@@ -1,0 +1,96 @@
+"""Moondream on a device: the tensor half behind `models.model.Model`.
+
+Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan, PreparedImage
+from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.models.moondream.constraints import constraint_table
+from legato_engine.models.moondream.preprocess import Crops
+from legato_engine.models.moondream.region import Region
+from legato_engine.models.moondream.text import Text
+from legato_engine.models.moondream.vision import Vision
+
+
+class Network(nn.Module):
+    """All weights; parameter names are those of the published checkpoints without `model.`."""
+
+    def __init__(self, config: MoondreamConfig) -> None:
+        super().__init__()
+        self.vision = Vision(config.vision, config.text.dim)
+        self.text = Text(config.text)
+        self.region = Region(config.region, config.text.dim)
+
+
+class MoondreamModel:
+    """A `models.model.Model` over a `Network` that is loaded and frozen."""
+
+    def __init__(self, config: MoondreamConfig, network: Network) -> None:
+        text = config.text
+        self.constraints = constraint_table(config.tokens)
+        self.num_layers = text.num_layers
+        self.num_kv_heads = text.num_heads
+        self.head_dim = text.head_dim
+        self.vocab_size = text.vocab_size
+        self.width = text.dim
+        self.max_context = text.max_context
+        self.dtype = network.text.wte.dtype
+        self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
+        self._network = network
+        self._tokens = config.tokens
+        self._device = network.text.wte.device
+        network.text.rope.fill(self._device)
+
+    def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
+        """[P, D]: BOS, then the image's embeddings if there is one."""
+        bos = self._tokens.bos
+        bos_1D = self._network.text.wte[bos : bos + 1]
+        if image is None:
+            return bos_1D
+        crops: Crops = image.pixels
+        image_TD = self._network.vision(self._upload(crops), crops.tiling)
+        return torch.cat([bos_1D, image_TD])
+
+    def embed(self, token_ids_T: torch.Tensor, payload_T2: torch.Tensor) -> torch.Tensor:
+        """[T, D]: token embeddings, or the encoded payload where the token carries one."""
+        region = self._network.region
+        words_TD = self._network.text.wte[token_ids_T]
+        coords_TD = region.encode_coord(payload_T2[:, :1])
+        sizes_TD = region.encode_size(payload_T2)
+        kind_T1 = token_ids_T[:, None]
+        x_TD = torch.where(kind_T1 == self._tokens.coord, coords_TD, words_TD)
+        return torch.where(kind_T1 == self._tokens.size, sizes_TD, x_TD)
+
+    def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
+        """[T, D] final residual stream; writes keys and values of the span."""
+        return self._network.text.prefill(x_TD, span, kv)
+
+    def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
+        """[B, D] final residual stream."""
+        return self._network.text.decode(x_BD, batch, kv)
+
+    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        """[B, V] float32."""
+        return self._network.text.logits(hidden_BD)
+
+    def payload(self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
+        """[B, 2] float32: (value, 0) with a coord token, (width, height) with a size token."""
+        region = self._network.region
+        coord_B = region.decode_coord(hidden_BD)
+        coord_B2 = torch.stack([coord_B, torch.zeros_like(coord_B)], dim=-1)
+        size_B2 = region.decode_size(hidden_BD)
+        kind_B1 = token_ids_B[:, None]
+        payload_B2 = torch.where(kind_B1 == self._tokens.coord, coord_B2, 0.0)
+        return torch.where(kind_B1 == self._tokens.size, size_B2, payload_B2)
+
+    def _upload(self, crops: Crops) -> torch.Tensor:
+        """The pixels on the device; page-locked first, so that the copy does not stop the host."""
+        pixels = torch.from_numpy(crops.pixels_NHWC)
+        if self._device.type == "cpu":
+            return pixels
+        return pixels.pin_memory().to(self._device, non_blocking=True)

@@ -1,0 +1,61 @@
+"""Coordinates and sizes as embeddings, and read back from the residual stream as bins.
+
+Shape legend: T tokens, D text width, F Fourier features.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from legato_engine.layers.linear import Linear
+from legato_engine.layers.mlp import MLP
+from legato_engine.models.moondream.config import RegionConfig
+
+_SIZE_OCTAVES = 10
+"""Sizes are spread evenly by logarithm over 2^-10 .. 1."""
+
+
+class Region(nn.Module):
+    """Encoders and decoders; values are float32 outside, the model's dtype inside."""
+
+    def __init__(self, config: RegionConfig, text_dim: int) -> None:
+        super().__init__()
+        self._coord_bins = config.coord_bins
+        self._size_bins = config.size_bins
+        self.coord_features = nn.Parameter(torch.empty(1, config.coord_features))
+        self.size_features = nn.Parameter(torch.empty(2, config.size_features))
+        self.coord_encoder = Linear(2 * config.coord_features, text_dim)
+        self.size_encoder = Linear(2 * config.size_features, text_dim)
+        self.coord_decoder = MLP(text_dim, config.inner_dim, config.coord_bins)
+        self.size_decoder = MLP(text_dim, config.inner_dim, 2 * config.size_bins)
+
+    def encode_coord(self, value_T1: torch.Tensor) -> torch.Tensor:
+        """[T, D] of coordinates in 0..1."""
+        out_TD: torch.Tensor = self.coord_encoder(_fourier(value_T1, self.coord_features))
+        return out_TD
+
+    def encode_size(self, size_T2: torch.Tensor) -> torch.Tensor:
+        """[T, D] of widths and heights in 0..1."""
+        out_TD: torch.Tensor = self.size_encoder(_fourier(size_T2, self.size_features))
+        return out_TD
+
+    def decode_coord(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """[T] float32 coordinates of the residual stream: the likeliest bin over the bins."""
+        logits_TN: torch.Tensor = self.coord_decoder(hidden_TD)
+        return logits_TN.argmax(-1).float() / self._coord_bins
+
+    def decode_size(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """[T, 2] float32 width and height of the residual stream, each 2^-10 .. 1."""
+        logits_TN: torch.Tensor = self.size_decoder(hidden_TD)
+        bins_T2 = logits_TN.reshape(-1, 2, self._size_bins).argmax(-1).float()
+        return torch.exp2(bins_T2 / (self._size_bins - 1) * _SIZE_OCTAVES - _SIZE_OCTAVES)
+
+
+def _fourier(values_TN: torch.Tensor, features_NF: torch.Tensor) -> torch.Tensor:
+    """[T, 2F]; the model was trained with value, angle and phase rounded to its dtype."""
+    angle_TN = 2 * math.pi * values_TN.to(features_NF.dtype)
+    phase_TF = (angle_TN[:, :, None].float() * features_NF.float()).sum(1).to(features_NF.dtype)
+    return torch.cat([phase_TF.cos(), phase_TF.sin()], dim=-1)

@@ -1,0 +1,33 @@
+"""Skills that answer in plain text."""
+
+from __future__ import annotations
+
+from legato_engine.core import Event, FinishReason
+from legato_engine.models.moondream.constraints import Allow
+from legato_engine.models.moondream.tasks.answer import Answer
+from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
+from legato_engine.tasks import SampledToken
+
+
+class AnsweringSkill(SkillTask):
+    """Text until EOS or a stop string; `result` is left to the skill."""
+
+    def __init__(self, setup: TaskSetup, answer: Answer) -> None:
+        super().__init__(setup)
+        self._answer = answer
+
+    def constraint(self) -> int:
+        """Plain text throughout."""
+        return Allow.TEXT
+
+    def _read(self, token: SampledToken) -> list[Event]:
+        if token.token_id == self._tokens.eos:
+            self.finish_reason = FinishReason.STOP
+            return []
+        events = self._answer.push(token.token_id)
+        if self._answer.stopped:
+            self.finish_reason = FinishReason.STOP
+        return events
+
+    def _close(self) -> list[Event]:
+        return self._answer.close()

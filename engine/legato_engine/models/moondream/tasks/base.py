@@ -1,0 +1,64 @@
+"""What all skills share: a prompt, a budget, and the end of the budget."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from legato_engine.core import Event, FinishReason, PromptToken, SamplingParams, TaskResult
+from legato_engine.models.moondream.config import SpecialTokens
+from legato_engine.tasks import SampledToken
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskSetup:
+    """What a task starts from; `sampling` is resolved and `max_tokens` fits the context."""
+
+    prompt: tuple[PromptToken, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    tokens: SpecialTokens
+
+
+class SkillTask(abc.ABC):
+    """A `tasks.Task`. Skills read one token in `_read`, which may set `finish_reason`."""
+
+    constrained = False
+    has_payload = False
+
+    def __init__(self, setup: TaskSetup) -> None:
+        self.prompt = setup.prompt
+        self.sampling = setup.sampling
+        self.max_tokens = setup.max_tokens
+        self.finish_reason: FinishReason | None = None
+        self._tokens = setup.tokens
+        self._num_consumed = 0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens spent before the answer."""
+        return 0
+
+    def consume(self, token: SampledToken) -> list[Event]:
+        """Advance by one token; the budget's last one ends the task if nothing else does."""
+        self._num_consumed += 1
+        events = self._read(token)
+        if self.finish_reason is None and self._num_consumed == self.max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        return events if self.finish_reason is None else events + self._close()
+
+    @abc.abstractmethod
+    def constraint(self) -> int:
+        """Index into the constraint table for the next token."""
+
+    @abc.abstractmethod
+    def _read(self, token: SampledToken) -> list[Event]:
+        """The events that a token completes."""
+
+    def _close(self) -> list[Event]:
+        """The events held back until the end."""
+        return []
+
+    @abc.abstractmethod
+    def result(self, finish_reason: FinishReason) -> TaskResult:
+        """Everything so far."""

@@ -1,0 +1,63 @@
+"""Outline one instance of an object."""
+
+from __future__ import annotations
+
+from legato_engine.core import Box, Event, FinishReason, Outline, OutlineEvent, SegmentResult
+from legato_engine.models.moondream.constraints import Allow
+from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
+from legato_engine.models.moondream.tasks.detect import centred_box
+from legato_engine.models.moondream.tasks.svg_path import SvgPath
+from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, Tokenizer
+from legato_engine.tasks import SampledToken
+
+
+class SegmentSkill(SkillTask):
+    """x, y and size of the box, then path text until EOS; the model is trusted with the order.
+
+    The first two coords and the first size make the box, others mean nothing. Path text before the
+    box is complete is shown right behind it.
+    """
+
+    has_payload = True
+
+    def __init__(self, setup: TaskSetup, label: str, tokenizer: Tokenizer) -> None:
+        super().__init__(setup)
+        self._label = label
+        self._tokenizer = tokenizer
+        self._coords: list[float] = []
+        self._size: tuple[float, float] | None = None
+        self._box: Box | None = None
+        self._path = SvgPath()
+
+    def constraint(self) -> int:
+        """Free throughout."""
+        return Allow.FREE
+
+    def result(self, finish_reason: FinishReason) -> SegmentResult:
+        """The outline so far; none without a box, an empty path if the text is no path."""
+        if self._box is None:
+            return SegmentResult()
+        outline = Outline(path=self._path.text, box=self._box, label=self._label)
+        return SegmentResult(segments=(outline,))
+
+    def _read(self, token: SampledToken) -> list[Event]:
+        if token.token_id == self._tokens.eos:
+            self.finish_reason = FinishReason.STOP
+            return []
+        if token.token_id in (self._tokens.coord, self._tokens.size):
+            return self._read_region(token)
+        if token.token_id < NUM_SPECIAL:
+            return []
+        piece = self._tokenizer.piece(token.token_id).decode("utf-8", "replace")
+        delta = self._path.push(piece)
+        return [OutlineEvent(index=0, path_delta=delta)] if delta and self._box else []
+
+    def _read_region(self, token: SampledToken) -> list[Event]:
+        if token.token_id == self._tokens.coord:
+            self._coords.append(token.payload[0])
+        elif self._size is None:
+            self._size = token.payload
+        if self._box is not None or self._size is None or len(self._coords) < 2:
+            return []
+        self._box = centred_box((self._coords[0], self._coords[1]), self._size)
+        return [OutlineEvent(index=0, path_delta=self._path.text, box=self._box)]

@@ -1,0 +1,119 @@
+"""The decoder: parallel blocks over paged keys and values.
+
+Shape legend: T tokens of one sequence, B rows of one token each, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from legato_engine.kernels import ops
+from legato_engine.layers.attention import Attention
+from legato_engine.layers.linear import Linear
+from legato_engine.layers.mlp import MLP
+from legato_engine.layers.rope import Rope, rotate
+from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.moondream.config import TextConfig
+
+Heads = torch.Tensor
+Attend = Callable[[Heads, Heads, Heads, torch.Tensor, torch.Tensor], Heads]
+"""Queries, keys and values of the new tokens and one layer's caches, which hold them already."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tokens of a pass stand: their angles, and the (page, slot) of each."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    page: torch.Tensor
+    slot: torch.Tensor
+
+
+class TextBlock(nn.Module):
+    """Attention and MLP read the same normed input; one residual add of both."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(config.dim)
+        self.attn = Attention(config.dim, config.num_heads)
+        self.mlp = MLP(config.dim, config.ff_dim, config.dim)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        places: Places,
+        k_NSHE: torch.Tensor,
+        v_NSHE: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """[tokens, D] to [tokens, D]; writes the tokens' keys and values first."""
+        normed: torch.Tensor = self.ln(x)
+        q, k, v = self.attn.split(normed)
+        q = rotate(q, places.cos, places.sin)
+        k = rotate(k, places.cos, places.sin)
+        ops.write_kv(k_NSHE, k, places.page, places.slot)
+        ops.write_kv(v_NSHE, v, places.page, places.slot)
+        mlp: torch.Tensor = self.mlp(normed)
+        return x + self.attn.join(attend(q, k, v, k_NSHE, v_NSHE)) + mlp
+
+
+class Text(nn.Module):
+    """Embedding table, decoder blocks and head."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.wte = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.blocks = nn.ModuleList(TextBlock(config) for _ in range(config.num_layers))
+        self.post_ln = nn.LayerNorm(config.dim)
+        self.lm_head = Linear(config.dim, config.vocab_size)
+        self.rope = Rope(config.rope_theta, config.rotary_dim, config.max_context)
+
+    def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
+        """[T, D] final residual stream of a span of one sequence."""
+        end = span.start + x_TD.shape[0]
+        positions_T = torch.arange(span.start, end, device=x_TD.device)
+        pages_T = span.pages_M[positions_T // kv.page_size]
+
+        def attend(
+            q_THE: Heads, k_THE: Heads, v_THE: Heads, k_NSHE: torch.Tensor, v_NSHE: torch.Tensor
+        ) -> Heads:
+            if span.bidirectional:
+                return ops.full_attention(q_THE[None], k_THE[None], v_THE[None])[0]
+            k_LHE = ops.gather_pages(k_NSHE, span.pages_M, end)
+            v_LHE = ops.gather_pages(v_NSHE, span.pages_M, end)
+            return ops.suffix_attention(q_THE, k_LHE, v_LHE)
+
+        return self._blocks(x_TD, self._places(positions_T, pages_T, kv), kv, attend)
+
+    def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
+        """[B, D] final residual stream of one token per row."""
+        index_B1 = (batch.positions_B // kv.page_size)[:, None]
+        pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
+
+        def attend(
+            q_BHE: Heads, _k: Heads, _v: Heads, k_NSHE: torch.Tensor, v_NSHE: torch.Tensor
+        ) -> Heads:
+            return ops.decode_attention(
+                q_BHE, k_NSHE, v_NSHE, batch.positions_B, batch.page_table_BM
+            )
+
+        return self._blocks(x_BD, self._places(batch.positions_B, pages_B, kv), kv, attend)
+
+    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        """[B, V] float32 of the residual stream."""
+        logits_BV: torch.Tensor = self.lm_head(self.post_ln(hidden_BD))
+        return logits_BV.float()
+
+    def _places(self, positions: torch.Tensor, pages: torch.Tensor, kv: KVCache) -> Places:
+        cos, sin = self.rope.at(positions)
+        return Places(cos, sin, pages, positions % kv.page_size)
+
+    def _blocks(self, x: torch.Tensor, places: Places, kv: KVCache, attend: Attend) -> torch.Tensor:
+        for layer, block in enumerate(self.blocks):
+            x = block(x, places, kv.k_LNSHE[layer], kv.v_LNSHE[layer], attend)
+        return x

@@ -1,0 +1,102 @@
+"""Text to ids and ids to bytes.
+
+A piece of text may end inside a character, so tokens are read as bytes; `TextStream` joins them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from legato_engine.errors import InternalError, InvalidField
+
+NUM_SPECIAL = 21
+"""Ids below this are special in every Moondream vocabulary: they carry no text."""
+
+
+class Tokenizer(Protocol):
+    """Both directions, without special ids."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a text, all of them plain; what looks like a special token is text like any."""
+        ...
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; none for special ids."""
+        ...
+
+
+class BytePairTokenizer:
+    """A byte-level tokenizer.json."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `InvalidField` when the file is missing or is not of that kind."""
+        data = _read(path)
+        for token in data.get("added_tokens") or ():
+            token["special"] = token.get("special", False) or token["id"] < NUM_SPECIAL
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+        self._tokenizer.encode_special_tokens = True  # special tokens in a text are not recognised
+        self._pieces = _pieces(self._tokenizer)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a text, never a special one."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if any(token_id < NUM_SPECIAL for token_id in ids):
+            raise InternalError("the tokenizer made a special id out of text")
+        return tuple(ids)
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of a token; none for special ids and ids without an entry."""
+        return self._pieces.get(token_id, b"")
+
+
+class StandInTokenizer:
+    """One id per byte, for random weights; ids above the bytes read as small letters."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of the text's UTF-8 bytes."""
+        return tuple(NUM_SPECIAL + byte for byte in text.encode())
+
+    def piece(self, token_id: int) -> bytes:
+        """The byte of a token."""
+        if token_id < NUM_SPECIAL:
+            return b""
+        byte = token_id - NUM_SPECIAL
+        return bytes([byte if byte < 256 else ord("a") + byte % 26])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidField(f"no tokenizer at {path}: {error.strerror}", field="tokenizer") from None
+    except ValueError:
+        raise InvalidField(f"{path} is not JSON", field="tokenizer") from None
+    if (data.get("decoder") or {}).get("type") != "ByteLevel":
+        raise InvalidField(f"{path} is not a byte-level tokenizer", field="tokenizer")
+    return data
+
+
+def _pieces(tokenizer: tokenizers.Tokenizer) -> dict[int, bytes]:
+    byte_of = _byte_of_letter()
+    added = tokenizer.get_added_tokens_decoder()
+    pieces: dict[int, bytes] = {}
+    for text, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token_id < NUM_SPECIAL:
+            continue
+        if token_id in added:
+            pieces[token_id] = b"" if added[token_id].special else text.encode()
+        else:
+            pieces[token_id] = bytes(byte_of[letter] for letter in text)
+    return pieces
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """Byte-level vocabularies write printable bytes as themselves, the others from U+0100 up."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(0x100 + index): byte for index, byte in enumerate(others)}

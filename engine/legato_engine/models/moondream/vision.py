@@ -1,0 +1,107 @@
+"""The vision tower: crops to the image's embeddings.
+
+Shape legend: N crops, G patches on a side, T = G * G tokens, D vision width, X text width,
+P values of a patch, Y and W rows and columns of the stitched grid.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from legato_engine.kernels import ops
+from legato_engine.layers.attention import Attention
+from legato_engine.layers.linear import Linear
+from legato_engine.layers.mlp import MLP
+from legato_engine.models.moondream.config import VisionConfig
+
+
+class VisionBlock(nn.Module):
+    """Sequential pre-norm block; every token of a crop sees every token of that crop."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.ln1 = nn.LayerNorm(config.dim)
+        self.attn = Attention(config.dim, config.num_heads)
+        self.ln2 = nn.LayerNorm(config.dim)
+        self.mlp = MLP(config.dim, config.ff_dim, config.dim)
+
+    def forward(self, x_NTD: torch.Tensor) -> torch.Tensor:
+        """[N, T, D] to [N, T, D]."""
+        x_NTD = x_NTD + self.attn.join(ops.full_attention(*self.attn.split(self.ln1(x_NTD))))
+        mlp_NTD: torch.Tensor = self.mlp(self.ln2(x_NTD))
+        return x_NTD + mlp_NTD
+
+
+class Vision(nn.Module):
+    """Encoder and projector."""
+
+    def __init__(self, config: VisionConfig, text_dim: int) -> None:
+        super().__init__()
+        self._config = config
+        self.patch_emb = Linear(3 * config.patch_size**2, config.dim)
+        self.pos_emb = nn.Parameter(torch.empty(1, config.num_tokens, config.dim))
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
+        self.post_ln = nn.LayerNorm(config.dim)
+        self.proj_mlp = MLP(2 * config.dim, config.proj_inner_dim, text_dim)
+
+    def forward(self, pixels_NHWC: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
+        """[T, X] of uint8 crops: the whole picture first, then `tiling` rows by columns of tiles.
+
+        With a tiling of (1, 1) there is the whole picture alone, and it is its own tile.
+        """
+        features_NTD = self.encode(pixels_NHWC)
+        whole_TD = features_NTD[0]
+        local_TD = whole_TD if tiling == (1, 1) else self.reconstruct(features_NTD[1:], tiling)
+        projected_TX: torch.Tensor = self.proj_mlp(torch.cat([whole_TD, local_TD], dim=-1))
+        return projected_TX
+
+    def encode(self, pixels_NHWC: torch.Tensor) -> torch.Tensor:
+        """[N, T, D] of uint8 crops, brought to -1..1 in the model's dtype."""
+        pixels = pixels_NHWC.to(self.pos_emb.dtype).div_(255.0).sub_(0.5).div_(0.5)
+        x_NTD: torch.Tensor = self.patch_emb(patches(pixels, self._config.patch_size))
+        x_NTD = x_NTD + self.pos_emb
+        for block in self.blocks:
+            x_NTD = block(x_NTD)
+        normed_NTD: torch.Tensor = self.post_ln(x_NTD)
+        return normed_NTD
+
+    def reconstruct(self, tiles_NTD: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
+        """[T, D]: the tiles stitched to one grid and pooled to the size of a crop."""
+        grid = self._config.grid
+        tiles_NGGD = tiles_NTD.reshape(-1, grid, grid, tiles_NTD.shape[-1])
+        stitched_YWD = stitch(tiles_NGGD, tiling, self._config.overlap_margin)
+        pooled_DGG = F.adaptive_avg_pool2d(stitched_YWD.permute(2, 0, 1), (grid, grid))
+        return pooled_DGG.flatten(1).t()
+
+
+def patches(pixels_NHWC: torch.Tensor, size: int) -> torch.Tensor:
+    """[N, T, P]: patches row by row, the values of each by channel, then row, then column."""
+    count, height, width, channels = pixels_NHWC.shape
+    shape = (count, height // size, size, width // size, size, channels)
+    values_NYXCyx = pixels_NHWC.reshape(shape).permute(0, 1, 3, 5, 2, 4)
+    return values_NYXCyx.flatten(3).flatten(1, 2)
+
+
+def stitch(tiles_NGGD: torch.Tensor, tiling: tuple[int, int], margin: int) -> torch.Tensor:
+    """[Y, W, D]: tiles side by side without their overlap; outer tiles keep their outer margin."""
+    rows, columns = tiling
+    grid = tiles_NGGD.shape[1]
+
+    def kept(index: int, count: int) -> slice:
+        start = 0 if index == 0 else margin
+        return slice(start, grid if index == count - 1 else grid - margin)
+
+    return torch.cat(
+        [
+            torch.cat(
+                [
+                    tiles_NGGD[row * columns + column, kept(row, rows), kept(column, columns)]
+                    for column in range(columns)
+                ],
+                dim=1,
+            )
+            for row in range(rows)
+        ]
+    )

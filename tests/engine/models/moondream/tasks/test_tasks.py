@@ -1,0 +1,271 @@
+"""Each skill's state machine, token by token."""
+
+from __future__ import annotations
+
+import pytest
+from legato_engine.core import (
+    BlobRef,
+    Box,
+    CaptionTask,
+    DetectTask,
+    EncodedImage,
+    FinishReason,
+    Grounding,
+    ObjectEvent,
+    Outline,
+    OutlineEvent,
+    Point,
+    PointEvent,
+    PointTask,
+    QueryTask,
+    ReasoningDelta,
+    Request,
+    SamplingParams,
+    SegmentTask,
+    TextDelta,
+    TokenInfo,
+)
+from legato_engine.models.moondream.constraints import Allow
+from legato_engine.models.moondream.tokenizer import StandInTokenizer
+from legato_engine.tasks import SampledToken
+
+IMAGE = EncodedImage(blob=BlobRef(name="b", size=1), mime_type="image/png")
+EOS, ANSWER, COORD, SIZE, GROUND_START, GROUND_END = 0, 3, 5, 6, 7, 9
+
+
+def text(words):
+    """Plain tokens of a text."""
+    return [SampledToken(i, (0.0, 0.0)) for i in StandInTokenizer().encode(words)]
+
+
+def plain(*ids):
+    """Tokens without a value."""
+    return [SampledToken(i, (0.0, 0.0)) for i in ids]
+
+
+def coord(value):
+    """A coord token."""
+    return SampledToken(COORD, (value, 0.0))
+
+
+def size(width, height):
+    """A size token."""
+    return SampledToken(SIZE, (width, height))
+
+
+@pytest.fixture
+def make(frontend):
+    """A task of a spec, with sampling and request options."""
+
+    def make(task, image=IMAGE, return_tokens=False, **sampling):
+        return frontend.make_task(
+            Request(
+                request_id="r",
+                task=task,
+                image=image,
+                sampling=SamplingParams(**sampling),
+                return_tokens=return_tokens,
+            )
+        )
+
+    return make
+
+
+def run(task, tokens):
+    """Every event of the tokens, and the result; all tokens must be wanted."""
+    events = []
+    for token in tokens:
+        assert task.finish_reason is None
+        events += task.consume(token)
+    return events, task.result(task.finish_reason or FinishReason.CANCELLED)
+
+
+def test_detect_follows_its_cycle(make):
+    """Coord or EOS, coord, size; a box is an event at once, clamped, and EOS ends it."""
+    task = make(DetectTask(object=" cup "))
+    seen = []
+    tokens = [coord(0.5), coord(0.25), size(0.5, 0.25), coord(0.9), coord(0.05), size(0.4, 0.2)]
+    events = []
+    for token in [*tokens, *plain(EOS)]:
+        seen.append(task.constraint())
+        events.append(task.consume(token))
+    assert seen == [Allow.COORD_OR_EOS, Allow.COORD, Allow.SIZE] * 2 + [Allow.COORD_OR_EOS]
+    first = ObjectEvent(box=Box(x_min=0.25, y_min=0.125, x_max=0.75, y_max=0.375), label="cup")
+    assert [len(e) for e in events] == [0, 0, 1, 0, 0, 1, 0]
+    assert events[2] == [first]
+    second = events[5][0].box
+    assert (second.x_max, second.y_min) == (1.0, 0.0)
+    assert second.x_min == pytest.approx(0.7)
+    assert task.finish_reason is FinishReason.STOP
+    assert task.result(FinishReason.STOP).objects == (first, events[5][0])
+
+
+def test_detect_may_find_nothing(make):
+    """EOS at once is an empty result."""
+    events, result = run(make(DetectTask(object="cup")), plain(EOS))
+    assert events == []
+    assert result.objects == ()
+
+
+def test_detect_ends_at_max_objects(make):
+    """The last object asked for ends the task, with a reason of its own."""
+    task = make(DetectTask(object="cup", max_objects=2))
+    assert task.max_tokens == 7
+    _, result = run(task, [coord(0.5), coord(0.5), size(0.1, 0.1)] * 2)
+    assert task.finish_reason is FinishReason.MAX_OBJECTS
+    assert len(result.objects) == 2
+
+
+def test_detect_drops_an_unfinished_box(make):
+    """A budget that ends inside a box leaves the box out."""
+    task = make(DetectTask(object="cup"), max_tokens=5)
+    _, result = run(task, [coord(0.5), coord(0.5), size(0.1, 0.1), coord(0.5), coord(0.5)])
+    assert task.finish_reason is FinishReason.LENGTH
+    assert len(result.objects) == 1
+
+
+def test_point_follows_its_cycle(make):
+    """Coord or EOS, coord; a point is an event at once."""
+    task = make(PointTask(object="cup", max_objects=2))
+    assert task.max_tokens == 5
+    assert task.constraint() == Allow.COORD_OR_EOS
+    assert task.consume(coord(0.25)) == []
+    assert task.constraint() == Allow.COORD
+    event = PointEvent(point=Point(x=0.25, y=0.75), label="cup")
+    assert task.consume(coord(0.75)) == [event]
+    assert task.constraint() == Allow.COORD_OR_EOS
+    run(task, [coord(0.1), coord(0.2)])
+    assert task.finish_reason is FinishReason.MAX_OBJECTS
+    assert task.result(FinishReason.MAX_OBJECTS).points[0] == event
+
+
+def test_caption_streams_text(make):
+    """Deltas add up to the caption, which does not hold EOS."""
+    task = make(CaptionTask())
+    assert task.constraint() == Allow.TEXT
+    assert not task.constrained
+    events, result = run(task, [*text(" A cup."), *plain(EOS)])
+    assert events[0] == TextDelta(text="A")
+    assert "".join(event.text for event in events) == result.caption == "A cup."
+    assert task.finish_reason is FinishReason.STOP
+
+
+def test_the_budget_ends_a_caption(make):
+    """The last token allowed ends the task, and held back text comes out with it."""
+    task = make(CaptionTask(), max_tokens=3, stop=("pq",))
+    events, result = run(task, text("cup"))
+    assert task.finish_reason is FinishReason.LENGTH
+    assert "".join(event.text for event in events) == result.caption == "cup"
+
+
+def test_a_stop_string_ends_an_answer(make):
+    """Text is cut before the stop string, in deltas as in the result."""
+    task = make(QueryTask(question="?"), stop=("END", "zz"))
+    events, result = run(task, text("a cup EN EEND"))
+    assert task.finish_reason is FinishReason.STOP
+    assert "".join(event.text for event in events) == result.answer == "a cup EN E"
+
+
+def test_a_cancelled_answer_holds_all_text(make):
+    """The result of an aborted task has the text that was held back."""
+    task = make(QueryTask(question="?"), stop=("END",))
+    events, result = run(task, text("a EN"))
+    assert "".join(event.text for event in events) == "a "
+    assert result.answer == "a EN"
+
+
+def test_tokens_come_along_when_asked_for(make):
+    """Every token but EOS is named once, with its own text, empty inside a character."""
+    task = make(QueryTask(question="?"), return_tokens=True)
+    events, _ = run(task, [*text("é!"), *plain(EOS)])
+    ids = StandInTokenizer().encode("é!")
+    expected = [TokenInfo(token_id=i, text=t) for i, t in zip(ids, ["", "é", "!"], strict=True)]
+    assert [token for event in events for token in event.tokens] == expected
+
+
+def test_reasoning_comes_before_the_answer(make):
+    """Thoughts until the answer token, one more of it forced, then the answer."""
+    task = make(QueryTask(question="?", reasoning=True))
+    assert task.constraint() == Allow.THOUGHT
+    events, _ = run(task, text("so"))
+    assert events == [ReasoningDelta(text="s"), ReasoningDelta(text="o")]
+    run(task, plain(ANSWER))
+    assert task.constraint() == Allow.ANSWER
+    run(task, plain(ANSWER))
+    assert task.constraint() == Allow.TEXT
+    events, result = run(task, [*text("yes"), *plain(EOS)])
+    assert all(isinstance(event, TextDelta) for event in events)
+    assert (result.reasoning, result.answer) == ("so", "yes")
+    assert task.reasoning_tokens == 4
+
+
+def test_reasoning_is_grounded(make):
+    """A grounded span carries its points and its offsets into the text; a lone coord is dropped."""
+    task = make(QueryTask(question="?", reasoning=True))
+    tokens = [
+        *text(" the "),
+        *plain(GROUND_START),
+        *text("cup"),
+        coord(0.1),
+        coord(0.2),
+        coord(0.3),
+    ]
+    events, result = run(task, [*tokens, *plain(GROUND_END), *text("!")])
+    grounding = Grounding(start_index=4, end_index=7, points=(Point(x=0.1, y=0.2),))
+    assert ReasoningDelta(text="", grounding=(grounding,)) in events
+    assert result.grounding == (grounding,)
+    assert result.reasoning == "the cup!"
+    assert result.reasoning[4:7] == "cup"
+    assert result.answer == ""
+
+
+def test_a_span_without_points_grounds_nothing(make):
+    """Opening and closing a span around text alone reports nothing."""
+    task = make(QueryTask(question="?", reasoning=True))
+    tokens = [*plain(GROUND_START), *text("cup"), *plain(GROUND_END, GROUND_END)]
+    _, result = run(task, tokens)
+    assert result.grounding == ()
+
+
+def test_a_query_without_reasoning_has_none(make):
+    """Absent reasoning is None, not empty."""
+    _, result = run(make(QueryTask(question="?")), plain(EOS))
+    assert result.reasoning is None
+
+
+def test_segment_sends_its_box_first(make):
+    """The box comes as soon as it is complete, then path pieces that add up to the path."""
+    task = make(SegmentTask(object="cup"))
+    assert task.constraint() == Allow.FREE
+    events, _ = run(task, [coord(0.5), coord(0.5), size(0.5, 0.25)])
+    box = Box(x_min=0.25, y_min=0.375, x_max=0.75, y_max=0.625)
+    assert events == [OutlineEvent(index=0, box=box)]
+    events, result = run(task, [*text("M00L11z"), *plain(EOS)])
+    assert all(event.box is None and event.path_delta for event in events)
+    path = "M 0,0 L 0.001,0.001 z"
+    assert "".join(event.path_delta for event in events) == path
+    assert result.segments == (Outline(path=path, box=box, label="cup", coarse=True),)
+
+
+def test_segment_keeps_the_box_of_a_broken_path(make):
+    """Text that is no path gives an empty path, not an error."""
+    task = make(SegmentTask(object="cup"))
+    tokens = [coord(0.5), coord(0.5), size(0.5, 0.25), *text("M00?"), *plain(EOS)]
+    _, result = run(task, tokens)
+    assert result.segments[0].path == ""
+    assert task.finish_reason is FinishReason.STOP
+
+
+def test_segment_without_a_box_outlines_nothing(make):
+    """Path text alone is no outline."""
+    events, result = run(make(SegmentTask(object="cup")), [*text("M00L11z"), *plain(EOS)])
+    assert events == []
+    assert result.segments == ()
+
+
+def test_segment_shows_early_path_text_behind_the_box(make):
+    """Path text that came before the box is not lost."""
+    task = make(SegmentTask(object="cup"))
+    events, result = run(task, [*text("M00"), coord(0.5), coord(0.5), size(0.5, 0.5), coord(0.9)])
+    assert [event.path_delta for event in events] == ["M 0,0"]
+    assert events[0].box == result.segments[0].box

@@ -1,0 +1,227 @@
+"""The paged model computes what the dense reference does, and a row decides its own bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from legato_engine.core import Box, Point, PromptToken
+from legato_engine.models.model import DecodeBatch, PrefillSpan
+from legato_engine.models.moondream.constraints import Allow
+from legato_engine.models.moondream.frontend import MoondreamFrontend
+from legato_engine.models.moondream.prompts import Prompts
+from legato_engine.models.moondream.tokenizer import StandInTokenizer
+
+from tests.engine.models.paged_session import PagedSession
+from tests.engine.models.reference_moondream import ReferenceMoondream
+
+COORD, SIZE, EOS = 5, 6, 0
+DETECT_CYCLE = (Allow.COORD, Allow.COORD, Allow.SIZE)
+REFS = (Point(x=0.3, y=0.725), Box(x_min=0.1, y_min=0.2, x_max=0.55, y_max=0.9))
+
+
+def relative_error(actual, expected):
+    """Largest difference over the largest expected magnitude."""
+    return ((actual.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+def best(model, logits_V, constraint):
+    """The likeliest token that a constraint allows."""
+    allowed, suppressed = model.constraints[constraint]
+    scores_V = logits_V.clone()
+    if allowed is not None:
+        scores_V[[i for i in range(len(scores_V)) if i not in allowed]] = -torch.inf
+    scores_V[list(suppressed)] = -torch.inf
+    return scores_V.argmax().item()
+
+
+def check_against_reference(model, reference, image, image_embeddings, prompt, constraints):
+    """Prefill and decode greedily through pages; the reference sees the same tokens densely."""
+    session = PagedSession(model)
+    row = 2
+    hidden_1D = session.prefill(row, image, prompt)
+    tokens = [(token.token_id, token.payload) for token in prompt]
+    chosen = []
+    for constraint in constraints:
+        expected_D = reference.hidden(image_embeddings, tokens)[-1]
+        expected_V = reference.logits(expected_D)
+        logits_1V = model.logits(hidden_1D)
+        assert relative_error(logits_1V[0], expected_V) < 1e-4
+        token = best(model, logits_1V[0], constraint)
+        assert token == best(model, expected_V, constraint)
+        payload = tuple(model.payload(hidden_1D, torch.tensor([token]))[0].tolist())
+        assert payload == pytest.approx(reference.value(expected_D, token), abs=1e-6)
+        chosen.append(token)
+        tokens.append((token, payload))
+        session.feed(row, token, payload)
+        hidden_1D = session.step()[row : row + 1]
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("size", "tiling"), [((50, 40), (1, 1)), ((230, 60), (1, 4)), ((150, 150), (2, 2))]
+)
+def test_detect_matches_the_reference(
+    tiny_config, make_model, frontend, prepare, picture, size, tiling
+):
+    """Prefix, prompt and coordinates fed back give the reference's logits, for every tiling."""
+    model, weights = make_model(tiny_config)
+    reference = ReferenceMoondream(tiny_config, weights)
+    image = prepare(frontend, *size)
+    assert image.pixels.tiling == tiling
+    expected_TD = reference.image_embeddings(picture(*size), tiling)
+    embeddings_PD = model.prefix_embeddings(image)
+    assert relative_error(embeddings_PD[1:], expected_TD) < 1e-4
+    prompt = Prompts(tiny_config, StandInTokenizer()).detect("red cup")
+    constraints = [*DETECT_CYCLE, *DETECT_CYCLE]
+    chosen = check_against_reference(model, reference, image, expected_TD, prompt, constraints)
+    assert chosen == [COORD, COORD, SIZE, COORD, COORD, SIZE]
+
+
+def test_point_with_references_matches_the_reference(mid_config, make_model, prepare, picture):
+    """Exact reference values enter the prompt as the reference encodes them; greedy text agrees."""
+    model, weights = make_model(mid_config, seed=1)
+    reference = ReferenceMoondream(mid_config, weights)
+    frontend = MoondreamFrontend(mid_config, StandInTokenizer())
+    image = prepare(frontend, 300, 260)
+    assert image.pixels.tiling != (1, 1)
+    expected_TD = reference.image_embeddings(picture(300, 260), image.pixels.tiling)
+    prompt = Prompts(mid_config, StandInTokenizer()).point("cup", REFS)
+    constraints = [Allow.COORD, Allow.COORD, Allow.TEXT, Allow.TEXT, Allow.TEXT]
+    check_against_reference(model, reference, image, expected_TD, prompt, constraints)
+
+
+def test_text_only_matches_the_reference(mid_config, make_model):
+    """Without a picture everything is causal from BOS on."""
+    model, weights = make_model(mid_config, seed=2)
+    reference = ReferenceMoondream(mid_config, weights)
+    prompt = Prompts(mid_config, StandInTokenizer()).query("why?", (), reasoning=False)
+    check_against_reference(model, reference, None, None, prompt, [Allow.TEXT] * 12)
+
+
+def test_context_across_many_pages_matches_the_reference(tiny_config, make_model):
+    """A prompt of several pages and decoding over a page border agree with the dense model."""
+    model, weights = make_model(tiny_config, seed=3)
+    reference = ReferenceMoondream(tiny_config, weights)
+    prompt = Prompts(tiny_config, StandInTokenizer()).query("x" * 52, (), reasoning=False)
+    check_against_reference(model, reference, None, None, prompt, [Allow.TEXT] * 10)
+
+
+def run_row(model, image, prompt, row, others, num_rows=6, steps=5):
+    """Logits and payload bits of one row for some steps, `others` rows beside it."""
+    session = PagedSession(model, num_rows=num_rows, seed=row)
+    for other, other_prompt in others.items():
+        session.prefill(other, image if other % 2 else None, other_prompt)
+    seen = [session.prefill(row, image, prompt)[0]]
+    ids = [COORD, 90, SIZE, 120, 40]
+    for index in range(steps):
+        session.feed(row, ids[index], (0.125 * index, 0.5))
+        for other in others:
+            session.feed(other, 30 + 7 * other + index, (0.3, 0.7))
+        hidden_RD = session.step()
+        token_R = torch.full((num_rows,), COORD)
+        seen.append(hidden_RD[row])
+        seen.append(model.logits(hidden_RD)[row])
+        seen.append(model.payload(hidden_RD, token_R)[row])
+    return seen
+
+
+def test_a_row_does_not_depend_on_its_neighbours(tiny_model, frontend, prepare):
+    """A row's bits are the same alone, in company, at another place, and in a larger batch."""
+    image = prepare(frontend, 150, 140)
+    prompt = tuple(PromptToken(token) for token in (1, 121, 2, 77, 3))
+    company = {
+        1: tuple(PromptToken(token) for token in (1, 130, 2, 3)),
+        2: tuple(PromptToken(token) for token in range(21, 90)),
+        5: (PromptToken(COORD, (0.3, 0.0)), PromptToken(3)),
+    }
+    alone = run_row(tiny_model, image, prompt, 0, {})
+    assert all(map(torch.equal, alone, run_row(tiny_model, image, prompt, 0, company)))
+    assert all(map(torch.equal, alone, run_row(tiny_model, image, prompt, 4, company)))
+    assert all(map(torch.equal, alone, run_row(tiny_model, image, prompt, 0, {}, num_rows=1)))
+    assert all(map(torch.equal, alone, run_row(tiny_model, image, prompt, 8, company, num_rows=9)))
+
+
+def test_a_cached_prefix_gives_the_same_bits(tiny_model, frontend, prepare):
+    """A prompt behind a prefix that another row computed gives the bits of a fresh prefix."""
+    image = prepare(frontend, 150, 140)
+    prompt = tuple(PromptToken(token) for token in (1, 121, 2, 77, 3))
+    fresh = PagedSession(tiny_model).prefill(0, image, prompt)
+    session = PagedSession(tiny_model, seed=5)
+    session.prefill(0, image, prompt[:2])
+    assert len(session.prefixes) == 1
+    assert torch.equal(session.prefill(3, image, prompt), fresh)
+    assert len(session.prefixes) == 1
+
+
+def test_padding_rows_are_finite(tiny_model):
+    """Rows without a sequence give finite values whatever the cache holds."""
+    session = PagedSession(tiny_model)
+    hidden_RD = session.step()
+    assert torch.isfinite(tiny_model.logits(hidden_RD)).all()
+
+
+def test_payload_belongs_to_the_sampled_token(tiny_model):
+    """Coord tokens carry one value, size tokens two, all others none."""
+    hidden_BD = torch.randn(3, tiny_model.width, generator=torch.Generator().manual_seed(1))
+    coord, size, text = tiny_model.payload(hidden_BD, torch.tensor([COORD, SIZE, 40])).tolist()
+    assert coord[1] == 0.0
+    assert 0.0 <= coord[0] < 1.0
+    assert coord[0] * 1024 == int(coord[0] * 1024)
+    assert all(2**-10 <= value <= 1.0 for value in size)
+    assert text == [0.0, 0.0]
+
+
+def test_payload_of_plain_tokens_is_ignored(tiny_model):
+    """A value left over from an earlier token does not change a plain token's embedding."""
+    ids = torch.tensor([30, 40])
+    left_over = tiny_model.embed(ids, torch.full((2, 2), 0.7))
+    assert torch.equal(left_over, tiny_model.embed(ids, torch.zeros(2, 2)))
+
+
+def test_bfloat16_follows_float32(tiny_config, make_model, frontend, prepare):
+    """The model runs in bfloat16 with float32 logits close to the float32 model's."""
+    model, _ = make_model(tiny_config)
+    image = prepare(frontend, 150, 140)
+    prompt = tuple(PromptToken(token) for token in (1, 121, 2, 77, 3))
+    expected = model.logits(PagedSession(model).prefill(0, image, prompt))
+    _, weights = make_model(tiny_config)
+    half = type(model)(tiny_config, _bfloat16(tiny_config, weights))
+    logits = half.logits(PagedSession(half).prefill(0, image, prompt))
+    assert half.dtype is torch.bfloat16
+    assert logits.dtype is torch.float32
+    assert relative_error(logits, expected.double()) < 0.1
+
+
+def _bfloat16(config, weights):
+    from legato_engine.models.moondream.model import Network
+
+    network = Network(config).to(torch.bfloat16)
+    network.load_state_dict({name: tensor.bfloat16() for name, tensor in weights.items()})
+    return network.requires_grad_(False)
+
+
+def test_decode_writes_where_the_position_says(tiny_model):
+    """A decode step touches one slot of one page of its row and nothing else."""
+    session = PagedSession(tiny_model)
+    session.prefill(1, None, tuple(PromptToken(token) for token in (1, 30, 3)))
+    before = session.kv.k_LNSHE.clone()
+    position = session.positions_R[1].item()
+    pages_M = session.page_table_RM[1]
+    batch = DecodeBatch(session.positions_R[1:2], session.page_table_RM[1:2])
+    tiny_model.decode(tiny_model.embed(torch.tensor([40]), torch.zeros(1, 2)), batch, session.kv)
+    changed = (before != session.kv.k_LNSHE) & ~(before.isnan() & session.kv.k_LNSHE.isnan())
+    touched = changed.flatten(3).any(-1)[0].nonzero().tolist()
+    assert touched == [[pages_M[position // 16].item(), position % 16]]
+
+
+def test_prefix_sees_itself_both_ways(tiny_model, frontend, prepare):
+    """Changing the end of the picture changes the keys at its start."""
+    start = []
+    for seed in (0, 1):
+        session = PagedSession(tiny_model)
+        x_PD = tiny_model.prefix_embeddings(prepare(frontend, 50, 40))
+        x_PD[-1] += seed
+        pages_M = torch.arange(1, 3)
+        tiny_model.prefill(x_PD, PrefillSpan(0, pages_M, bidirectional=True), session.kv)
+        start.append(session.kv.k_LNSHE[1, 1, 0])
+    assert not torch.equal(*start)

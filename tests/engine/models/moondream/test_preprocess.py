@@ -1,0 +1,83 @@
+"""Tilings by table, and crops that show what they should."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from legato_engine.models.moondream.preprocess import crop_image, select_tiling
+from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
+
+VISION = moondream2_config().vision
+
+TABLE = [
+    ((378, 378), (1, 1)),
+    ((378, 5000), (1, 1)),
+    ((5000, 100), (1, 1)),
+    ((379, 379), (3, 3)),
+    ((512, 512), (3, 3)),
+    ((1024, 1024), (3, 3)),
+    ((4000, 4000), (3, 3)),
+    ((640, 480), (2, 4)),
+    ((800, 600), (2, 4)),
+    ((850, 600), (2, 4)),
+    ((1280, 720), (2, 4)),
+    ((1920, 1080), (2, 4)),
+    ((3840, 2160), (2, 4)),
+    ((4000, 3000), (2, 4)),
+    ((480, 640), (4, 2)),
+    ((720, 1280), (4, 2)),
+    ((1080, 1920), (4, 2)),
+    ((1024, 768), (3, 4)),
+    ((2048, 1536), (3, 4)),
+    ((1500, 2000), (4, 3)),
+    ((3000, 1000), (2, 5)),
+    ((5000, 400), (1, 10)),
+    ((380, 2000), (6, 1)),
+]
+
+
+@pytest.mark.parametrize(("size", "tiling"), TABLE)
+def test_tiling_of_moondream2(size, tiling):
+    """Known pictures (width, height) are cut into known rows and columns."""
+    width, height = size
+    assert select_tiling(height, width, VISION) == tiling
+
+
+@given(st.integers(1, 20000), st.integers(1, 20000))
+def test_tiling_stays_within_its_bounds(height, width):
+    """Only a picture so thin that one row is already too many gets more than `max_crops` tiles."""
+    rows, columns = select_tiling(height, width, VISION)
+    assert min(rows, columns) >= 1
+    assert rows * columns <= 12 or min(rows, columns) == 1
+
+
+def test_a_model_of_one_crop_never_tiles(picture):
+    """`max_crops` 1 gives the whole picture alone, whatever its size."""
+    vision = legato_tiny_config().vision
+    crops = crop_image(picture(2000, 1500), vision)
+    assert crops.tiling == (1, 1)
+    assert crops.pixels_NHWC.shape == (1, 336, 336, 3)
+
+
+def test_tiles_are_windows_of_the_resized_picture(picture, tiny_config):
+    """Tile (i, j) starts a window further per step, behind the whole picture, row by row."""
+    vision = tiny_config.vision
+    image = picture(150, 150)
+    crops = crop_image(image, vision)
+    assert crops.tiling == (2, 2)
+    assert crops.pixels_NHWC.dtype == np.uint8
+    side = 2 * 28 + 2 * 14
+    canvas = np.array(image.resize((side, side), 1))
+    whole = np.array(image.resize((56, 56), 1))
+    assert np.array_equal(crops.pixels_NHWC[0], whole)
+    for index, (y, x) in enumerate([(0, 0), (0, 28), (28, 0), (28, 28)]):
+        assert np.array_equal(crops.pixels_NHWC[1 + index], canvas[y : y + 56, x : x + 56])
+
+
+def test_a_small_picture_is_encoded_once(picture, tiny_config):
+    """Tiling (1, 1) carries no second copy of the whole picture."""
+    crops = crop_image(picture(30, 20), tiny_config.vision)
+    assert crops.tiling == (1, 1)
+    assert crops.pixels_NHWC.shape == (1, 56, 56, 3)

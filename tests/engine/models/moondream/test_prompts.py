@@ -1,0 +1,92 @@
+"""Prompts position by position."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from legato_engine.core import Box, CaptionLength, Point, PromptToken
+from legato_engine.errors import InvalidField, TaskUnsupported
+from legato_engine.models.moondream.presets import moondream2_config, tiny_random_config
+from legato_engine.models.moondream.prompts import Prompts
+from legato_engine.models.moondream.tokenizer import StandInTokenizer
+
+TOKENIZER = StandInTokenizer()
+CUP = TOKENIZER.encode("cup")
+SPACE_CUP = TOKENIZER.encode(" cup")
+
+
+@pytest.fixture(scope="module")
+def moondream2():
+    """Moondream 2's templates over bytes as tokens."""
+    return Prompts(moondream2_config(), TOKENIZER)
+
+
+def ids(prompt):
+    """Token ids of a prompt."""
+    return tuple(token.token_id for token in prompt)
+
+
+@pytest.mark.parametrize(("length", "word"), [("short", 12492), ("normal", 6382), ("long", 4059)])
+def test_caption_of_moondream2(moondream2, length, word):
+    """A caption's prompt is its template."""
+    assert ids(moondream2.caption(CaptionLength(length))) == (1, 32708, 2, word, 3)
+
+
+def test_prompts_of_moondream2(moondream2):
+    """The doubled answer token, the space before an object, and outer whitespace dropped."""
+    assert ids(moondream2.query(" cup\n", (), reasoning=False)) == (1, 15381, 2, *CUP, 3, 3)
+    assert ids(moondream2.query("cup", (), reasoning=True)) == (1, 15381, 2, *CUP, 3, 4)
+    assert ids(moondream2.detect("cup ")) == (1, 7235, 476, 2, *SPACE_CUP, 3)
+    assert ids(moondream2.point("cup", ())) == (1, 2581, 2, *SPACE_CUP, 3)
+
+
+def test_moondream2_cannot_segment(moondream2):
+    """A skill without template is unsupported, by name."""
+    with pytest.raises(TaskUnsupported, match="segment"):
+        moondream2.segment("cup", ())
+
+
+def test_references_stand_before_the_text():
+    """A point is two coords, a box its centre and size, exact values, right behind the prefix."""
+    prompts = Prompts(tiny_random_config(), TOKENIZER)
+    refs = (Point(x=0.1, y=0.7), Box(x_min=0.25, y_min=0.5, x_max=0.75, y_max=0.625))
+    prompt = prompts.segment("cup", refs)
+    assert prompt[3:8] == (
+        PromptToken(5, (0.1, 0.0)),
+        PromptToken(5, (0.7, 0.0)),
+        PromptToken(5, (0.5, 0.0)),
+        PromptToken(5, (0.5625, 0.0)),
+        PromptToken(6, (0.5, 0.125)),
+    )
+    assert ids(prompt)[8:] == (*CUP, 3)
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        Point(x=-0.1, y=0.5),
+        Point(x=0.5, y=1.5),
+        Point(x=math.nan, y=0.5),
+        Point(x=math.inf, y=0.5),
+        Box(x_min=0.5, y_min=0.1, x_max=0.4, y_max=0.2),
+        Box(x_min=0.1, y_min=0.3, x_max=0.4, y_max=0.2),
+        Box(x_min=0.1, y_min=0.1, x_max=1.4, y_max=0.2),
+    ],
+)
+def test_references_outside_the_picture_are_refused(moondream2, ref):
+    """Values are finite, within 0..1, and ordered."""
+    with pytest.raises(InvalidField) as caught:
+        moondream2.query("cup", (ref,), reasoning=False)
+    assert caught.value.metadata["field"] == "spatial_refs"
+
+
+@pytest.mark.parametrize("empty", ["", "  \n"])
+def test_empty_text_is_refused(moondream2, empty):
+    """Question and object are named when nothing but whitespace is given."""
+    with pytest.raises(InvalidField) as caught:
+        moondream2.query(empty, (), reasoning=False)
+    assert caught.value.metadata["field"] == "question"
+    with pytest.raises(InvalidField) as caught:
+        moondream2.detect(empty)
+    assert caught.value.metadata["field"] == "object"

@@ -1,0 +1,79 @@
+"""Drives a `Model` through pages the way the runtime does, row by row of one fixed batch."""
+
+from __future__ import annotations
+
+import torch
+from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
+
+PAGE_SIZE = 16
+
+
+class PagedSession:
+    """A batch of `num_rows` rows; page ids are scattered, and unwritten cache is NaN.
+
+    A row that was never prefilled is padding: page table zeros, position 0.
+    """
+
+    def __init__(self, model, num_rows=4, seed=0):
+        self.model = model
+        self.num_rows = num_rows
+        pages_per_row = -(-model.max_context // PAGE_SIZE)
+        num_pages = (num_rows + 2) * pages_per_row + 1
+        shape = (model.num_layers, num_pages, PAGE_SIZE, model.num_kv_heads, model.head_dim)
+        nan = float("nan")
+        self.kv = KVCache(
+            torch.full(shape, nan, dtype=model.dtype), torch.full(shape, nan, dtype=model.dtype)
+        )
+        order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
+        self.free_pages = order.tolist()
+        self.pages_per_row = pages_per_row
+        self.page_table_RM = torch.zeros(num_rows, pages_per_row, dtype=torch.int64)
+        self.positions_R = torch.zeros(num_rows, dtype=torch.int64)
+        self.tokens_R = torch.zeros(num_rows, dtype=torch.int64)
+        self.payload_R2 = torch.zeros(num_rows, 2)
+        self.prefixes = {}
+
+    def prefix(self, image, length):
+        """Pages that hold BOS and the image, computed once per picture."""
+        key = image.key if image is not None else None
+        if key not in self.prefixes:
+            pages = torch.tensor(self._take(-(-length // PAGE_SIZE)))
+            x_PD = self.model.prefix_embeddings(image)
+            assert x_PD.shape[0] == length
+            self.model.prefill(x_PD, PrefillSpan(0, pages, bidirectional=True), self.kv)
+            self.prefixes[key] = pages
+        return self.prefixes[key]
+
+    def prefill(self, row, image, prompt):
+        """[1, D] hidden of the prompt's last token; the row continues from there."""
+        length = 1 if image is None else self.model.prefix_embeddings(image).shape[0]
+        shared = self.prefix(image, length)
+        num_full = length // PAGE_SIZE
+        pages = torch.tensor(shared[:num_full].tolist() + self._take(self.pages_per_row - num_full))
+        if length % PAGE_SIZE:
+            self.kv.k_LNSHE[:, pages[num_full]] = self.kv.k_LNSHE[:, shared[num_full]]
+            self.kv.v_LNSHE[:, pages[num_full]] = self.kv.v_LNSHE[:, shared[num_full]]
+        self.page_table_RM[row] = pages
+        self.positions_R[row] = length + len(prompt)
+        ids_T = torch.tensor([token.token_id for token in prompt])
+        payload_T2 = torch.tensor([token.payload for token in prompt])
+        x_TD = self.model.embed(ids_T, payload_T2)
+        return self.model.prefill(x_TD, PrefillSpan(length, pages, bidirectional=False), self.kv)[
+            -1:
+        ]
+
+    def feed(self, row, token_id, payload):
+        """The token that the row's next step runs."""
+        self.tokens_R[row] = token_id
+        self.payload_R2[row] = torch.tensor(payload)
+
+    def step(self):
+        """[R, D] hidden of all rows after one decode step."""
+        x_RD = self.model.embed(self.tokens_R, self.payload_R2)
+        batch = DecodeBatch(self.positions_R.clone(), self.page_table_RM)
+        hidden_RD = self.model.decode(x_RD, batch, self.kv)
+        self.positions_R[self.page_table_RM[:, 0] != 0] += 1
+        return hidden_RD
+
+    def _take(self, count):
+        return [self.free_pages.pop() for _ in range(count)]
