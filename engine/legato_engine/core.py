@@ -23,14 +23,14 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
 # ---------------------------------------------------------------- geometry (normalised, 0..1)
 
 
-class Point(Value):
+class Point(Value, frozen=True):
     """A point in the displayed image, origin top-left, x right, y down, both in 0..1."""
 
     x: float
     y: float
 
 
-class Box(Value):
+class Box(Value, frozen=True):
     """An axis-aligned box in the displayed image, 0..1, `x_min <= x_max`, `y_min <= y_max`."""
 
     x_min: float
@@ -53,7 +53,7 @@ class CaptionLength(enum.StrEnum):
     LONG = "long"
 
 
-class QueryTask(Value):
+class QueryTask(Value, frozen=True):
     """Answer a question, about the image when there is one."""
 
     question: str
@@ -61,20 +61,20 @@ class QueryTask(Value):
     spatial_refs: tuple[SpatialRef, ...] = ()
 
 
-class CaptionTask(Value):
+class CaptionTask(Value, frozen=True):
     """Describe the image."""
 
     length: CaptionLength = CaptionLength.NORMAL
 
 
-class DetectTask(Value):
+class DetectTask(Value, frozen=True):
     """Box every instance of `object`."""
 
     object: str
     max_objects: int | None = None
 
 
-class PointTask(Value):
+class PointTask(Value, frozen=True):
     """Point at every instance of `object`."""
 
     object: str
@@ -82,7 +82,7 @@ class PointTask(Value):
     spatial_refs: tuple[SpatialRef, ...] = ()
 
 
-class SegmentTask(Value):
+class SegmentTask(Value, frozen=True):
     """Outline one instance of `object`."""
 
     object: str
@@ -92,7 +92,7 @@ class SegmentTask(Value):
 TaskSpec = QueryTask | CaptionTask | DetectTask | PointTask | SegmentTask
 
 
-class SamplingParams(Value):
+class SamplingParams(Value, frozen=True):
     """Sampling as asked; `None` means the task's own default (greedy for spatial tasks).
 
     `temperature` 0 is greedy. `top_p` in (0, 1]. `top_k` 0 or None is off. `seed` None draws one
@@ -120,21 +120,21 @@ class PixelFormat(enum.StrEnum):
     MONO8 = "mono8"
 
 
-class BlobRef(Value):
+class BlobRef(Value, frozen=True):
     """Bytes that travel through shared memory: a segment's name and how many bytes are valid."""
 
     name: str
     size: int
 
 
-class EncodedImage(Value):
+class EncodedImage(Value, frozen=True):
     """A JPEG, PNG or WebP file in a blob; `mime_type` is the sniffed one."""
 
     blob: BlobRef
     mime_type: str
 
 
-class RawImage(Value):
+class RawImage(Value, frozen=True):
     """Pixels in a blob, `row_stride` bytes from one row to the next."""
 
     blob: BlobRef
@@ -144,7 +144,7 @@ class RawImage(Value):
     format: PixelFormat
 
 
-class CachedImage(Value):
+class CachedImage(Value, frozen=True):
     """An image seen earlier, by the id that its `ImageInfo` gave."""
 
     image_id: str
@@ -153,7 +153,7 @@ class CachedImage(Value):
 ImageSource = EncodedImage | RawImage | CachedImage
 
 
-class ImageInfo(Value):
+class ImageInfo(Value, frozen=True):
     """The picture as answered about: size after EXIF orientation, and how to name it again."""
 
     image_id: str
@@ -165,7 +165,7 @@ class ImageInfo(Value):
 # ---------------------------------------------------------------- requests
 
 
-class Request(Value):
+class Request(Value, frozen=True):
     """One task on at most one image, as the service hands it to the engine.
 
     `deadline` is absolute `time.monotonic()` seconds (one clock for all processes of a host).
@@ -195,21 +195,21 @@ class FinishReason(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-class TokenInfo(Value):
+class TokenInfo(Value, frozen=True):
     """One generated token as text; `text` may be empty while a character is incomplete."""
 
     token_id: int
     text: str = ""
 
 
-class TextDelta(Value):
+class TextDelta(Value, frozen=True):
     """New text of the answer or caption, never cumulative."""
 
     text: str
     tokens: tuple[TokenInfo, ...] = ()
 
 
-class Grounding(Value):
+class Grounding(Value, frozen=True):
     """Points that ground a span of the reasoning text, by character offsets."""
 
     start_index: int
@@ -217,28 +217,28 @@ class Grounding(Value):
     points: tuple[Point, ...] = ()
 
 
-class ReasoningDelta(Value):
+class ReasoningDelta(Value, frozen=True):
     """New reasoning text and the groundings that ended in it."""
 
     text: str
     grounding: tuple[Grounding, ...] = ()
 
 
-class PointEvent(Value):
+class PointEvent(Value, frozen=True):
     """A point, sent the step it completes."""
 
     point: Point
     label: str
 
 
-class ObjectEvent(Value):
+class ObjectEvent(Value, frozen=True):
     """A box, sent the step it completes."""
 
     box: Box
     label: str
 
 
-class OutlineEvent(Value):
+class OutlineEvent(Value, frozen=True):
     """A piece of outline `index`: its box first, then path text."""
 
     index: int
@@ -249,7 +249,7 @@ class OutlineEvent(Value):
 Event = TextDelta | ReasoningDelta | PointEvent | ObjectEvent | OutlineEvent
 
 
-class QueryResult(Value):
+class QueryResult(Value, frozen=True):
     """The whole answer."""
 
     answer: str
@@ -257,25 +257,25 @@ class QueryResult(Value):
     grounding: tuple[Grounding, ...] = ()
 
 
-class CaptionResult(Value):
+class CaptionResult(Value, frozen=True):
     """The whole caption."""
 
     caption: str
 
 
-class DetectResult(Value):
+class DetectResult(Value, frozen=True):
     """All boxes, in the order the model gave them."""
 
     objects: tuple[ObjectEvent, ...] = ()
 
 
-class PointResult(Value):
+class PointResult(Value, frozen=True):
     """All points, in the order the model gave them."""
 
     points: tuple[PointEvent, ...] = ()
 
 
-class Outline(Value):
+class Outline(Value, frozen=True):
     """An SVG path whose coordinates are in the unit square of `box`."""
 
     path: str
@@ -284,7 +284,7 @@ class Outline(Value):
     coarse: bool = True
 
 
-class SegmentResult(Value):
+class SegmentResult(Value, frozen=True):
     """All outlines."""
 
     segments: tuple[Outline, ...] = ()
@@ -293,7 +293,7 @@ class SegmentResult(Value):
 TaskResult = QueryResult | CaptionResult | DetectResult | PointResult | SegmentResult
 
 
-class Usage(Value):
+class Usage(Value, frozen=True):
     """Tokens in and out; `cached_tokens` of the input came from a shared prefix."""
 
     input_tokens: int
@@ -303,7 +303,7 @@ class Usage(Value):
     reasoning_tokens: int = 0
 
 
-class Timings(Value):
+class Timings(Value, frozen=True):
     """Seconds spent in each part of a request's life."""
 
     queue: float = 0.0

@@ -9,30 +9,39 @@ from __future__ import annotations
 
 import msgspec
 
-from legato_engine.core import Event, FinishReason, ImageInfo, Request, TaskResult, Timings, Usage, Value
+from legato_engine.core import (
+    Event,
+    FinishReason,
+    ImageInfo,
+    Request,
+    TaskResult,
+    Timings,
+    Usage,
+    Value,
+)
 from legato_engine.errors import ErrorValue
 
 
-class Submit(Value):
+class Submit(Value, frozen=True):
     """Run this request."""
 
     request: Request
 
 
-class Abort(Value):
+class Abort(Value, frozen=True):
     """Forget this request; unknown ids are ignored."""
 
     request_id: str
 
 
-class Shutdown(Value):
+class Shutdown(Value, frozen=True):
     """Finish nothing, exit 0."""
 
 
 Command = Submit | Abort | Shutdown
 
 
-class ModelInfo(Value):
+class ModelInfo(Value, frozen=True):
     """What the engine serves; sent once in `Ready`."""
 
     name: str
@@ -46,21 +55,21 @@ class ModelInfo(Value):
     dtype: str
 
 
-class Loading(Value):
+class Loading(Value, frozen=True):
     """Start-up progress, `fraction` in 0..1."""
 
     stage: str
     fraction: float
 
 
-class Ready(Value):
+class Ready(Value, frozen=True):
     """Weights are loaded and the model is warm."""
 
     model: ModelInfo
     pid: int
 
 
-class Load(Value):
+class Load(Value, frozen=True):
     """What the engine holds right now; all zero when idle (`prefix_pages` may stay)."""
 
     running: int = 0
@@ -73,7 +82,7 @@ class Load(Value):
     images_cached: int = 0
 
 
-class Heartbeat(Value):
+class Heartbeat(Value, frozen=True):
     """Sent every `heartbeat_interval` by a thread of its own, so a long step does not hide life.
 
     `step` counts committed launches; pending work with a step that does not move is a stuck engine.
@@ -84,7 +93,7 @@ class Heartbeat(Value):
     estimated_wait: float  # seconds a request arriving now would wait
 
 
-class Queued(Value):
+class Queued(Value, frozen=True):
     """The request had to wait; `position` 0 is next."""
 
     request_id: str
@@ -92,7 +101,7 @@ class Queued(Value):
     estimated_wait: float
 
 
-class Started(Value):
+class Started(Value, frozen=True):
     """Prefill was launched."""
 
     request_id: str
@@ -103,14 +112,14 @@ class Started(Value):
     image: ImageInfo | None = None
 
 
-class Delta(Value):
+class Delta(Value, frozen=True):
     """What one commit added."""
 
     request_id: str
     events: tuple[Event, ...]
 
 
-class Done(Value):
+class Done(Value, frozen=True):
     """The whole result; repeats everything the deltas said."""
 
     request_id: str
@@ -121,7 +130,7 @@ class Done(Value):
     image: ImageInfo | None = None
 
 
-class Failed(Value):
+class Failed(Value, frozen=True):
     """The request failed; nothing follows."""
 
     request_id: str

@@ -22,7 +22,9 @@ def open_device(name: str = "auto", threads: int = 0) -> Device:
         return CpuDevice(threads or len(os.sched_getaffinity(0)))
     kind, _, index = name.partition(":")
     if kind != "cuda" or (index and not index.isdigit()):
-        raise InvalidField(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N", field="device")
+        raise InvalidField(
+            f"unknown device {name!r}; use auto, cpu, cuda or cuda:N", field="device"
+        )
     if int(index or 0) >= _num_gpus():
         raise InvalidField(f"device {name!r}: {_num_gpus()} CUDA GPUs found", field="device")
     from legato_engine.device.cuda import CudaDevice  # noqa: PLC0415 - only where a GPU is

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.device.select import open_device
 from legato_engine.errors import InvalidField

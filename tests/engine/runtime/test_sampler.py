@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from legato_engine.runtime.sampler import constraint_table, greedy, gumbel_noise, sample
 from legato_engine.tasks import Constraint
 

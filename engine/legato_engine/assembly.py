@@ -1,0 +1,211 @@
+"""The parts of an engine, put together from its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import msgspec
+import numpy as np
+import torch
+from PIL import Image
+
+from legato_engine.config import EngineConfig
+from legato_engine.core import (
+    CachedImage,
+    CaptionTask,
+    Event,
+    FinishReason,
+    ImageInfo,
+    QueryTask,
+    Request,
+    SamplingParams,
+    Sequence,
+)
+from legato_engine.device.base import Device
+from legato_engine.device.select import open_device
+from legato_engine.engine import EngineCore, make_sequence
+from legato_engine.errors import InvalidField, LegatoError
+from legato_engine.image_cache import ImageCache
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.messages import ModelInfo, Report
+from legato_engine.models import registry
+from legato_engine.models.model import Model, ModelFrontend, PreparedImage
+from legato_engine.preprocess import Preprocessor
+from legato_engine.report_sink import ReportSink
+from legato_engine.runtime.kv_pool import allocate, decode_buckets, default_num_pages
+from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.scheduler.clock import SystemClock
+from legato_engine.scheduler.pipeline import Pipeline
+from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.sink import Sink
+from legato_engine.scheduler.step_record import Observer
+
+Progress = Callable[[str, float], None]
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+_WARM_UP_TOKENS = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assembly:
+    """A loaded and warm model with its runner; schedulers over it come and go, one at a time."""
+
+    config: EngineConfig
+    frontend: ModelFrontend
+    model: Model
+    device: Device
+    runner: ModelRunner
+    num_pages: int
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the service is told."""
+        prompt = self.frontend.prefix_length(has_image=True) + 1
+        return ModelInfo(
+            name=self.frontend.name,
+            device=self.device.name,
+            tasks=self.frontend.tasks,
+            max_context_tokens=self.model.max_context,
+            max_output_tokens=self.model.max_context - prompt,
+            max_running=self.config.max_running,
+            max_waiting=self.config.max_waiting,
+            num_parameters=self.model.num_parameters,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+        )
+
+    def resized(self, max_running: int) -> Assembly:
+        """The same loaded model under a runner for another number of rows."""
+        config = msgspec.structs.replace(self.config, max_running=max_running)
+        return _with_runner(config, self.frontend, self.model, self.device)
+
+    def scheduler(
+        self, sink: Sink, *, pipeline_depth: int, observer: Observer | None = None
+    ) -> Scheduler:
+        """A fresh scheduler with an empty KV cache; the one before must be idle."""
+        manager = KVCacheManager(
+            self.num_pages, self.config.page_size, self.config.max_running, self.model.max_context
+        )
+        return Scheduler(
+            self.runner,
+            manager,
+            Pipeline(pipeline_depth),
+            SystemClock(),
+            sink,
+            max_waiting=self.config.max_waiting,
+            observer=observer,
+        )
+
+    def core(
+        self,
+        *,
+        namespace: str,
+        send: Callable[[Report], None],
+        wake: Callable[[], None],
+        observer: Observer | None = None,
+    ) -> EngineCore:
+        """The engine over these parts; pictures come from blobs in `namespace`."""
+        config = self.config
+        preprocessor = Preprocessor(
+            self.frontend,
+            ImageCache[PreparedImage](config.image_cache_bytes),
+            namespace=namespace,
+            max_pixels=config.max_image_pixels,
+            threads=config.preprocess_threads,
+        )
+        sink = ReportSink(self.frontend.name, send)
+        scheduler = self.scheduler(sink, pipeline_depth=config.pipeline_depth, observer=observer)
+        return EngineCore(
+            self.frontend,
+            scheduler,
+            preprocessor,
+            sink,
+            max_waiting=config.max_waiting,
+            wake=wake,
+        )
+
+
+def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: None) -> Assembly:
+    """Open the device, load the weights, build the runner, warm everything up.
+
+    Raises `LegatoError` for a model or device that does not exist, `OSError` for missing files.
+    """
+    progress("device", 0.0)
+    device = open_device(config.device, config.threads)
+    bundle = registry.resolve(
+        config.model,
+        weights=config.weights,
+        tokenizer=config.tokenizer,
+        random_weights=config.random_weights,
+    )
+    progress("weights", 0.1)
+    model = bundle.load(device.torch_device, _dtype(config.dtype, device))
+    progress("warm-up", 0.7)
+    assembly = _with_runner(config, bundle.frontend, model, device)
+    progress("ready", 1.0)
+    return assembly
+
+
+def _with_runner(
+    config: EngineConfig, frontend: ModelFrontend, model: Model, device: Device
+) -> Assembly:
+    num_pages = config.num_pages or default_num_pages(
+        model.max_context, config.page_size, config.max_running
+    )
+    runner = ModelRunner(
+        model,
+        device,
+        allocate(model, device, num_pages, config.page_size),
+        max_running=config.max_running,
+        buckets=decode_buckets(device, config.max_running),
+        cuda_graphs=config.cuda_graphs,
+    )
+    assembly = Assembly(config, frontend, model, device, runner, num_pages)
+    runner.warm_up()
+    _warm_up_requests(assembly)
+    return assembly
+
+
+class SilentSink:
+    """A `scheduler.Sink` for requests that nobody waits for; a failure of theirs is raised."""
+
+    def started(self, sequence: Sequence) -> None:
+        """Nobody asked."""
+
+    def delta(self, sequence: Sequence, events: Many[Event]) -> None:
+        """Nobody asked."""
+
+    def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
+        """Nobody asked."""
+
+    def failed(self, sequence: Sequence, error: LegatoError) -> None:
+        """Stop whoever steps the scheduler."""
+        raise error
+
+
+def _warm_up_requests(assembly: Assembly) -> None:
+    """Run a picture and a question on a scheduler of their own, so that no estimate knows them."""
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=assembly.config.pipeline_depth)
+    frontend = assembly.frontend
+    sampling = SamplingParams(max_tokens=_WARM_UP_TOKENS, seed=0)
+    info = ImageInfo(image_id="warm-up", width=64, height=48, cache_hit=False)
+    picture = Image.fromarray(np.zeros((48, 64, 3), np.uint8))
+    named = CachedImage(image_id=info.image_id)
+    for request, image in (
+        (
+            Request(request_id="caption", task=CaptionTask(), image=named, sampling=sampling),
+            frontend.prepare_image(picture, info.image_id, info),
+        ),
+        (Request(request_id="query", task=QueryTask(question="?"), sampling=sampling), None),
+    ):
+        if request.request_id in frontend.tasks:
+            scheduler.submit(make_sequence(frontend, request, image))
+    scheduler.drain()
+
+
+def _dtype(name: str, device: Device) -> torch.dtype:
+    if name == "auto":
+        name = "f32" if device.torch_device.type == "cpu" else "bf16"
+    if name not in _DTYPES:
+        raise InvalidField(f"unknown dtype {name!r}; use auto, f32 or bf16", field="dtype")
+    return _DTYPES[name]

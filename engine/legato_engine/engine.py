@@ -1,0 +1,239 @@
+"""Requests in, reports out: the engine without its process."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from legato_engine.core import Request, Sequence, SequenceStatus
+from legato_engine.errors import (
+    AdapterNotFound,
+    DeadlineExceeded,
+    InternalError,
+    LegatoError,
+    ModelNotFound,
+    QueueFull,
+)
+from legato_engine.messages import Load
+from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.preprocess import Picture, Preprocessor
+from legato_engine.report_sink import ReportSink, Ticket
+from legato_engine.scheduler.scheduler import Scheduler
+
+_log = structlog.get_logger()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Job:
+    """A request whose picture is being prepared."""
+
+    request: Request
+    arrival: float
+    future: concurrent.futures.Future[Picture]
+
+
+class EngineCore:
+    """Prepares pictures, builds sequences and drives the scheduler.
+
+    Single-threaded: all methods belong to the thread that calls `step`. `wake` is called from other
+    threads when a picture is ready, so that a sleeping loop calls `step`.
+    """
+
+    def __init__(
+        self,
+        frontend: ModelFrontend,
+        scheduler: Scheduler,
+        preprocessor: Preprocessor,
+        sink: ReportSink,
+        *,
+        max_waiting: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self._frontend = frontend
+        self._scheduler = scheduler
+        self._preprocessor = preprocessor
+        self._sink = sink
+        self._max_waiting = max_waiting
+        self._wake = wake
+        self._jobs: dict[str, _Job] = {}
+        self._prepared: collections.deque[_Job] = collections.deque()
+        self._fresh: list[Sequence] = []
+        self._seq_ids = itertools.count()
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, request: Request) -> None:
+        """Begin a request; whatever is wrong with it becomes its `Failed` report."""
+        arrival = time.monotonic()
+        try:
+            self._check(request)
+            request = _seeded(request)
+            if request.image is None:
+                self._enqueue(request, arrival, None)
+            else:
+                self._prepare(request, arrival)
+        except Exception as error:  # noqa: BLE001 - one request's failure is its own
+            self._fail(request, error)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request in whatever state it is; unknown ids are ignored."""
+        job = self._jobs.pop(request_id, None)
+        if job is not None:
+            job.future.cancel()
+            return
+        self._sink.forget(request_id)
+        self._scheduler.abort(request_id)
+
+    # ------------------------------------------------------------ state
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to run now."""
+        return bool(self._prepared) or not self._scheduler.idle
+
+    @property
+    def steps_committed(self) -> int:
+        """Launches committed since the start."""
+        return self._scheduler.steps_committed
+
+    def load(self) -> Load:
+        """What is held right now; requests whose picture is being prepared count as waiting."""
+        load = self._scheduler.load()
+        return msgspec.structs.replace(
+            load,
+            waiting=load.waiting + len(self._jobs),
+            images_cached=self._preprocessor.images_cached,
+        )
+
+    def estimated_wait(self) -> float:
+        """Seconds a request arriving now would wait."""
+        return self._scheduler.estimated_wait()
+
+    def next_deadline(self) -> float:
+        """Monotonic time by which `step` must be called even if nothing wakes the loop."""
+        return min((_deadline(job.request) for job in self._jobs.values()), default=math.inf)
+
+    # ------------------------------------------------------------ the tick
+
+    def step(self) -> bool:
+        """Admit prepared pictures, expire, run one scheduler tick; whether it did device work."""
+        while self._prepared:
+            self._admit(self._prepared.popleft())
+        self._expire()
+        worked = self._scheduler.step()
+        self._announce_queued()
+        return worked
+
+    def close(self) -> None:
+        """Stop the preprocess threads."""
+        self._preprocessor.close()
+
+    def _check(self, request: Request) -> None:
+        if request.model not in ("", self._frontend.name):
+            raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
+        if request.adapter:
+            raise AdapterNotFound("no such adapter", resource=request.adapter)
+        if len(self._jobs) + self._scheduler.num_waiting >= self._max_waiting:
+            raise QueueFull(
+                "the waiting queue is full",
+                limit=self._max_waiting,
+                retry_after_ms=max(1, round(self.estimated_wait() * 1000)),
+            )
+
+    def _prepare(self, request: Request, arrival: float) -> None:
+        assert request.image is not None
+        future = self._preprocessor.start(request.image, keep=request.cache_image)
+        job = _Job(request, arrival, future)
+        self._jobs[request.request_id] = job
+        future.add_done_callback(lambda _: self._on_prepared(job))
+
+    def _on_prepared(self, job: _Job) -> None:
+        """Runs on a preprocess thread, or on this one when the job was cancelled."""
+        self._prepared.append(job)
+        self._wake()
+
+    def _admit(self, job: _Job) -> None:
+        if self._jobs.get(job.request.request_id) is not job:
+            return  # aborted or expired meanwhile
+        del self._jobs[job.request.request_id]
+        try:
+            self._enqueue(job.request, job.arrival, job.future.result())
+        except Exception as error:  # noqa: BLE001 - one request's failure is its own
+            self._fail(job.request, error)
+
+    def _enqueue(self, request: Request, arrival: float, picture: Picture | None) -> None:
+        image = picture.image if picture else None
+        sequence = make_sequence(self._frontend, request, image)
+        sequence.seq_id = next(self._seq_ids)
+        sequence.arrival = arrival
+        self._scheduler.submit(sequence)
+        ticket = Ticket(image.info, picture.seconds) if image and picture else Ticket()
+        self._sink.expect(request.request_id, ticket)
+        self._fresh.append(sequence)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if not isinstance(error, LegatoError):
+            _log.error("request failed", request_id=request.request_id, exc_info=error)
+            error = InternalError("the request could not be prepared")
+        self._sink.fail(request.request_id, error)
+
+    def _expire(self) -> None:
+        """Deadlines of requests that the scheduler does not know yet."""
+        now = time.monotonic()
+        expired = [job for job in self._jobs.values() if _deadline(job.request) <= now]
+        for job in expired:
+            del self._jobs[job.request.request_id]
+            job.future.cancel()
+            self._sink.fail(job.request.request_id, DeadlineExceeded("the deadline passed"))
+
+    def _announce_queued(self) -> None:
+        """Whoever did not start in its first tick has to wait, and is told so once."""
+        if not self._fresh:
+            return
+        waiting = [s for s in self._fresh if s.status is SequenceStatus.WAITING]
+        self._fresh.clear()
+        last = self._scheduler.num_waiting - 1
+        for behind, sequence in enumerate(reversed(waiting)):
+            self._sink.queued(sequence, last - behind, self.estimated_wait())
+
+
+def make_sequence(
+    frontend: ModelFrontend, request: Request, image: PreparedImage | None
+) -> Sequence:
+    """A waiting sequence; its prefix is shared unless the request forbids to keep the image.
+
+    Raises `InvalidField` or `TaskUnsupported`.
+    """
+    task = frontend.make_task(request)
+    return Sequence(
+        seq_id=0,
+        request=request,
+        task=task,
+        prefix_key=image.key if image and request.cache_image else None,
+        prefix_length=frontend.prefix_length(image is not None),
+        prompt=task.prompt,
+        pixels=image,
+    )
+
+
+def _seeded(request: Request) -> Request:
+    """The request with a seed: its own, or one that the same request id always gets."""
+    if request.sampling.seed is not None:
+        return request
+    digest = hashlib.sha256(request.request_id.encode()).digest()
+    seed = int.from_bytes(digest[:8], "big") >> 1
+    sampling = msgspec.structs.replace(request.sampling, seed=seed)
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
+def _deadline(request: Request) -> float:
+    return math.inf if request.deadline is None else request.deadline

@@ -1,0 +1,204 @@
+"""Pictures as bytes become pictures as pixels: header checks, decoding, orientation, RGB.
+
+What comes out is always the picture as a viewer would show it, 8-bit RGB:
+- EXIF orientation 1-8 is applied; a broken EXIF block counts as orientation 1;
+- grey is replicated, palettes are looked up, CMYK is converted, ICC profiles are ignored;
+- alpha is dropped, not composited;
+- 16-bit samples keep their high byte;
+- of an animated WebP or PNG the first frame is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import struct
+
+import numpy as np
+from PIL import Image
+
+from legato_engine.core import PixelFormat, RawImage
+from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField
+
+_EXIF_ORIENTATION = 0x0112
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_CHANNELS = {
+    PixelFormat.RGB8: (3, (0, 1, 2)),
+    PixelFormat.BGR8: (3, (2, 1, 0)),
+    PixelFormat.RGBA8: (4, (0, 1, 2)),
+    PixelFormat.BGRA8: (4, (2, 1, 0)),
+    PixelFormat.MONO8: (1, (0, 0, 0)),
+}
+_PILLOW_FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """What an encoded picture says of itself; `width` and `height` are before orientation."""
+
+    mime_type: str
+    width: int
+    height: int
+
+
+def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> ImageHeader:
+    """Read type and size from the header alone; nothing is decoded or allocated.
+
+    Raises `ImageTooLarge` (metadata `limit`, `actual`, `unit`) or `ImageUndecodable`.
+    """
+    if len(data) > max_bytes:
+        raise _too_large(len(data), max_bytes, "bytes")
+    try:
+        header = _parse(memoryview(data))
+    except (struct.error, IndexError):
+        raise ImageUndecodable("the image header is cut short", field="image") from None
+    if header.width < 1 or header.height < 1:
+        raise ImageUndecodable("the image has no pixels", field="image")
+    if header.width * header.height > max_pixels:
+        raise _too_large(header.width * header.height, max_pixels, "pixels")
+    return header
+
+
+def check_raw(raw: RawImage, *, max_pixels: int) -> None:
+    """Check a raw picture's layout against its size in bytes.
+
+    Raises `InvalidField` or `ImageTooLarge`.
+    """
+    if raw.width < 1 or raw.height < 1:
+        raise InvalidField("a raw image needs a width and a height of at least 1", field="image")
+    if raw.width * raw.height > max_pixels:
+        raise _too_large(raw.width * raw.height, max_pixels, "pixels")
+    row_bytes = raw.width * _CHANNELS[raw.format][0]
+    if raw.row_stride < row_bytes:
+        raise InvalidField(
+            f"row_stride {raw.row_stride} is below the {row_bytes} bytes of a row", field="image"
+        )
+    needed = (raw.height - 1) * raw.row_stride + row_bytes
+    if raw.blob.size < needed:
+        raise InvalidField(f"{needed} bytes of pixels needed, {raw.blob.size} given", field="image")
+
+
+def decode_encoded(data: bytes | memoryview, *, max_pixels: int) -> Image.Image:
+    """The displayed picture of a JPEG, PNG or WebP file, mode RGB.
+
+    Raises `ImageUndecodable`, or `ImageTooLarge` before anything is decoded.
+    """
+    header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
+    try:
+        image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
+        if image.size != (header.width, header.height):
+            raise ImageUndecodable("the image contradicts its own header", field="image")
+        image.load()
+        return _orient(_to_rgb(image), image)
+    except (ImageUndecodable, MemoryError):
+        raise
+    except Exception as error:  # decoders raise whatever the corrupt bytes trip
+        raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
+
+
+def decode_raw(view: bytes | memoryview, raw: RawImage) -> Image.Image:
+    """The picture of raw pixels, mode RGB and independent of `view`.
+
+    Raises `InvalidField` when the layout does not fit the bytes.
+    """
+    check_raw(raw, max_pixels=raw.width * raw.height)
+    channels, order = _CHANNELS[raw.format]
+    bytes_N = np.frombuffer(view, np.uint8, count=raw.blob.size)
+    shape = (raw.height, raw.width, channels)
+    pixels_HWC = np.lib.stride_tricks.as_strided(bytes_N, shape, (raw.row_stride, channels, 1))
+    return Image.fromarray(np.ascontiguousarray(pixels_HWC[:, :, order]))
+
+
+def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
+    """SHA-256 hex of the bytes; of raw pixels, of their layout and the bytes."""
+    digest = hashlib.sha256()
+    if raw is not None:
+        digest.update(f"{raw.format}:{raw.width}x{raw.height}:{raw.row_stride}\n".encode())
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def image_id(key: str) -> str:
+    """How a client names the picture with this content key."""
+    return "img_" + key[:32]
+
+
+def _too_large(actual: int, limit: int, unit: str) -> ImageTooLarge:
+    return ImageTooLarge(
+        f"the image has {actual} {unit}, the limit is {limit}",
+        field="image",
+        limit=limit,
+        actual=actual,
+        unit=unit,
+    )
+
+
+def _parse(data: memoryview) -> ImageHeader:
+    if bytes(data[:3]) == b"\xff\xd8\xff":
+        return ImageHeader("image/jpeg", *_jpeg_size(data))
+    if bytes(data[:8]) == b"\x89PNG\r\n\x1a\n" and bytes(data[12:16]) == b"IHDR":
+        return ImageHeader("image/png", *struct.unpack_from(">II", data, 16))
+    if bytes(data[:4]) == b"RIFF" and bytes(data[8:12]) == b"WEBP":
+        return ImageHeader("image/webp", *_webp_size(data))
+    raise ImageUndecodable("not a JPEG, PNG or WebP image", field="image")
+
+
+def _jpeg_size(data: memoryview) -> tuple[int, int]:
+    """Width and height of the first frame header (SOF); walks the segments, reads no entropy."""
+    at = 2
+    while True:
+        if data[at] != 0xFF:
+            raise ImageUndecodable("broken JPEG segment", field="image")
+        marker = data[at + 1]
+        if marker == 0xFF or marker == 0x01 or 0xD0 <= marker <= 0xD7:
+            at += 1 if marker == 0xFF else 2  # fill byte, or a marker without a segment
+            continue
+        if marker in (0xD9, 0xDA):
+            raise ImageUndecodable("JPEG without a frame header", field="image")
+        (length,) = struct.unpack_from(">H", data, at + 2)
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack_from(">HH", data, at + 5)
+            return width, height
+        at += 2 + max(length, 2)
+
+
+def _webp_size(data: memoryview) -> tuple[int, int]:
+    """Canvas size by the kind of the first chunk: extended, lossless or lossy."""
+    kind = bytes(data[12:16])
+    if kind == b"VP8X":
+        low_w, high_w, low_h, high_h = struct.unpack_from("<HBHB", data, 24)
+        return (low_w | high_w << 16) + 1, (low_h | high_h << 16) + 1
+    if kind == b"VP8L" and data[20] == 0x2F:
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if kind == b"VP8 " and bytes(data[23:26]) == b"\x9d\x01\x2a":
+        width, height = struct.unpack_from("<HH", data, 26)
+        return width & 0x3FFF, height & 0x3FFF
+    raise ImageUndecodable("broken WebP header", field="image")
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Mode RGB; 16-bit grey is cut to its high byte, as Pillow does for 16-bit colour."""
+    image.info.pop("transparency", None)  # dropped like alpha, and never a colour to match
+    if image.mode.startswith("I"):
+        samples_HW = np.asarray(image).astype(np.int64).clip(0, 0xFFFF) >> 8
+        image = Image.fromarray(samples_HW.astype(np.uint8))
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _orient(rgb: Image.Image, source: Image.Image) -> Image.Image:
+    try:
+        orientation = source.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:  # noqa: BLE001 - a broken EXIF block must not lose a good picture
+        orientation = 1
+    method = _TRANSPOSE.get(orientation)
+    return rgb if method is None else rgb.transpose(method)

@@ -1,0 +1,59 @@
+"""A timeline of a short run: `python -m legato_engine.trace --output trace.json`."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from legato_engine.assembly import SilentSink, assemble
+from legato_engine.bench import add_model_arguments
+from legato_engine.config import EngineConfig
+from legato_engine.timeline import Timeline
+from legato_engine.workload import Workload
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a few requests and write what happened when."""
+    arguments = _parse(argv)
+    config = EngineConfig(
+        model=arguments.model,
+        weights=arguments.weights,
+        tokenizer=arguments.tokenizer,
+        random_weights=arguments.random_weights,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        threads=arguments.threads,
+        max_running=arguments.streams,
+        cuda_graphs=not arguments.no_cuda_graphs,
+    )
+    assembly = assemble(config)
+    timeline = Timeline(assembly.runner.times, config.trace_steps)
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=arguments.depth, observer=timeline)
+    workload = Workload(
+        assembly, kind=arguments.task, count=arguments.streams, length=arguments.length
+    )
+    for sequence in workload.sequences():
+        scheduler.submit(sequence)
+    scheduler.drain()
+    arguments.output.write_text(timeline.to_json())
+    Console().print(f"{len(timeline.steps)} launches in {arguments.output}")
+    assembly.device.close()
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="legato_engine.trace", description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--output", default=pathlib.Path("trace.json"), type=pathlib.Path)
+    parser.add_argument("--streams", default=4, type=int)
+    parser.add_argument("--length", default=32, type=int, help="tokens per request")
+    parser.add_argument("--depth", default=2, type=int, choices=(1, 2))
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

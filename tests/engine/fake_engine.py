@@ -1,0 +1,122 @@
+"""An engine process without a model: it speaks the protocol and does what a question tells it.
+
+Questions: "echo" answers, "hang" never does, "slow" sends deltas one by one without an end, "die"
+exits at once, "freeze" stops the heartbeats and everything else. Model "broken" never gets ready.
+"""
+
+import argparse
+import os
+import sys
+import threading
+import time
+
+import msgspec
+from legato_engine.blobs import take_blob
+from legato_engine.config import EngineConfig
+from legato_engine.core import FinishReason, QueryResult, TextDelta, Timings, Usage
+from legato_engine.errors import ImageUndecodable, to_value
+from legato_engine.messages import (
+    Abort,
+    Delta,
+    Done,
+    Failed,
+    Heartbeat,
+    Load,
+    Loading,
+    ModelInfo,
+    Ready,
+    Shutdown,
+    Started,
+)
+from legato_engine.transport import CommandReceiver, ReportSender
+
+INFO = ModelInfo(
+    name="fake",
+    device="none",
+    tasks=("query",),
+    max_context_tokens=64,
+    max_output_tokens=32,
+    max_running=4,
+    max_waiting=8,
+    num_parameters=0,
+    dtype="float32",
+)
+
+
+def answer(reports, request, namespace):
+    """Do what the question says."""
+    name = request.request_id
+    if request.image is not None:
+        take_blob(request.image.blob, namespace)
+    reports.send(
+        Started(request_id=name, model="fake", input_tokens=3, cached_tokens=0, queue_time=0.0)
+    )
+    question = request.task.question
+    if question == "die":
+        os._exit(3)
+    if question == "bad":
+        reports.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
+    if question == "freeze":
+        time.sleep(3600)
+    if question == "hang":
+        return
+    for piece in ("a", "b", "c"):
+        reports.send(Delta(request_id=name, events=(TextDelta(text=piece),)))
+    if question != "slow":
+        reports.send(
+            Done(
+                request_id=name,
+                result=QueryResult(answer="abc"),
+                finish_reason=FinishReason.STOP,
+                usage=Usage(input_tokens=3, output_tokens=3),
+                timings=Timings(),
+            )
+        )
+
+
+def beat(arguments, config, live, frozen):
+    """Send heartbeats until frozen or orphaned."""
+    sender = ReportSender(arguments.endpoint)
+    step = 0
+    while not frozen.is_set():
+        step += 1
+        if os.getppid() != int(arguments.parent):
+            os._exit(1)
+        sender.send(Heartbeat(step=step, load=Load(running=len(live)), estimated_wait=0.5))
+        time.sleep(config.heartbeat_interval)
+
+
+def main():
+    """Serve until told to stop."""
+    parser = argparse.ArgumentParser()
+    for name in ("--config", "--endpoint", "--namespace", "--parent"):
+        parser.add_argument(name, required=True)
+    arguments = parser.parse_args()
+    config = msgspec.json.decode(arguments.config, type=EngineConfig)
+    if config.model == "broken":
+        sys.exit(1)
+    reports = ReportSender(arguments.endpoint)
+    live = set()
+    frozen = threading.Event()
+    threading.Thread(target=beat, args=(arguments, config, live, frozen), daemon=True).start()
+    reports.send(Loading(stage="weights", fraction=0.5))
+    wake = os.eventfd(0)
+    commands = CommandReceiver(arguments.endpoint, wake)
+    reports.send(Ready(model=INFO, pid=os.getpid()))
+    while True:
+        commands.wait(None)
+        for command in commands.receive():
+            if isinstance(command, Shutdown):
+                reports.close(100)
+                return
+            if isinstance(command, Abort):
+                live.discard(command.request_id)
+                continue
+            live.add(command.request.request_id)
+            if command.request.task.question == "freeze":
+                frozen.set()
+            answer(reports, command.request, arguments.namespace)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The client against a process that speaks the protocol without a model."""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+
+import pytest
+import uvloop
+from legato_engine.blobs import blob_folder
+from legato_engine.client import EngineClient, EngineLimits, EngineState
+from legato_engine.config import EngineConfig
+from legato_engine.core import EncodedImage, QueryTask, Request, TextDelta
+from legato_engine.errors import (
+    Draining,
+    EngineLost,
+    EngineStarting,
+    ImageUndecodable,
+    InvalidField,
+)
+from legato_engine.messages import Delta, Done, Started
+
+FAKE = (sys.executable, str(pathlib.Path(__file__).with_name("fake_engine.py")))
+pytestmark = pytest.mark.usefixtures("child_python_path")
+
+
+@contextlib.asynccontextmanager
+async def running(*, model="fake", ready=True, **limits):
+    """A started client that must end with nothing open."""
+    config = EngineConfig(model=model, heartbeat_interval=0.02)
+    limits = EngineLimits(**{"backoff_first": 0.05, **limits})
+    client = EngineClient(config, limits=limits, command=FAKE)
+    await client.start()
+    try:
+        if ready:
+            await client.wait_ready()
+        yield client
+    finally:
+        await client.close()
+        assert client.num_open == 0
+        assert list(blob_folder().glob(f"{client.blobs.namespace}*")) == []
+
+
+def ask(question, name="r", image=None):
+    """A request that tells the fake engine what to do."""
+    return Request(request_id=name, task=QueryTask(question=question), image=image)
+
+
+async def until(condition):
+    """Poll what has no event to wait for."""
+    while not condition():  # noqa: ASYNC110 - the condition is another process's
+        await asyncio.sleep(0.005)
+
+
+async def test_answer():
+    """A request's reports arrive in order and end with the result."""
+    async with running() as client:
+        assert client.model.name == "fake"
+        reports = [r async for r in client.submit(ask("echo"))]
+        assert isinstance(reports[0], Started)
+        assert isinstance(reports[-1], Done)
+        texts = [e.text for r in reports if isinstance(r, Delta) for e in r.events]
+        assert "".join(texts) == "abc"
+        assert client.num_open == 0
+
+
+async def test_heartbeats_are_seen():
+    """Step, load and estimate are those of the last heartbeat."""
+    async with running() as client:
+        stream = client.submit(ask("hang"))
+        await until(lambda: client.load.running == 1)
+        assert client.step > 0
+        assert client.estimated_wait == 0.5
+        stream.abort()
+        await until(lambda: client.load.running == 0)
+
+
+async def test_failure_of_one_request():
+    """A failed request raises its own error; the engine serves on."""
+    async with running() as client:
+        stream = client.submit(ask("bad"))
+        with pytest.raises(ImageUndecodable):
+            [r async for r in stream]
+        assert isinstance([r async for r in client.submit(ask("echo", "r2"))][-1], Done)
+
+
+async def test_refused_before_ready():
+    """A request before the engine is ready is told that it starts."""
+    async with running(ready=False) as client:
+        with pytest.raises(EngineStarting):
+            client.submit(ask("echo"))
+
+
+async def test_same_id_twice():
+    """A second request with an id that is open is refused; the first is untouched."""
+    async with running() as client:
+        first = client.submit(ask("slow"))
+        with pytest.raises(InvalidField):
+            client.submit(ask("echo"))
+        assert isinstance(await anext(first), Started)
+
+
+@pytest.mark.parametrize("question", ["die", "kill"])
+async def test_engine_death(question):
+    """When the engine dies every open stream fails with EngineLost at once, then it recovers."""
+    async with running() as client:
+        states = []
+        client.subscribe(states.append)
+        others = [client.submit(ask("slow", f"o{i}")) for i in range(5)]
+        for stream in others:
+            await anext(stream)
+        if question == "kill":
+            os.killpg(client._process.pid, signal.SIGKILL)
+        else:
+            client.submit(ask("die"))
+        for stream in others:
+            with pytest.raises(EngineLost):
+                [r async for r in stream]
+        assert states == [EngineState.LOST], "streams fail before the restart, not after it"
+        with pytest.raises(EngineLost):
+            client.submit(ask("echo", "while-lost"))
+        await client.wait_ready()
+        assert states == [EngineState.LOST, EngineState.STARTING, EngineState.READY]
+        assert client.restarts == 1
+        assert isinstance([r async for r in client.submit(ask("echo"))][-1], Done)
+
+
+async def test_engine_that_never_starts():
+    """An engine that cannot start is tried again and again, and requests are refused meanwhile."""
+    async with running(model="broken", ready=False, backoff_cap=0.05) as client:
+        await until(lambda: client.restarts >= 3)
+        with pytest.raises((EngineLost, EngineStarting)):
+            client.submit(ask("echo"))
+
+
+async def test_frozen_engine_is_replaced():
+    """An engine whose heartbeats stop is aborted and restarted."""
+    async with running(silence=0.3) as client:
+        stream = client.submit(ask("freeze"))
+        with pytest.raises(EngineLost):
+            [r async for r in stream]
+        await client.wait_ready()
+        assert client.restarts == 1
+
+
+async def test_stopped_engine_is_replaced():
+    """An engine that was stopped by a signal is killed and restarted."""
+    async with running(silence=0.3) as client:
+        os.kill(client._process.pid, signal.SIGSTOP)
+        await until(lambda: client.restarts == 1)
+        await client.wait_ready()
+
+
+async def test_abort_races():
+    """Aborting at any moment leaves nothing open and no other stream disturbed."""
+    async with running() as client:
+        streams = [client.submit(ask("slow", f"s{i}")) for i in range(200)]
+        for i, stream in enumerate(streams):
+            if i % 3 == 0:
+                await asyncio.sleep(0)
+            stream.abort()
+        again = [client.submit(ask("echo", f"s{i}")) for i in range(200)]
+        for stream in again:
+            assert isinstance([r async for r in stream][-1], Done)
+        assert client.num_open == 0
+
+
+async def test_blob_ends_with_its_request():
+    """A blob is gone when its request ended, was refused, or died with the engine."""
+    async with running() as client:
+
+        def picture():
+            return EncodedImage(blob=client.blobs.put(b"picture"), mime_type="image/png")
+
+        [r async for r in client.submit(ask("echo", image=picture()))]
+        assert len(client.blobs) == 0
+        with contextlib.suppress(EngineLost):
+            [r async for r in client.submit(ask("die", image=picture()))]
+        with pytest.raises((EngineLost, EngineStarting)):
+            client.submit(ask("echo", image=picture()))
+        assert len(client.blobs) == 0
+        assert list(blob_folder().glob(f"{client.blobs.namespace}*")) == []
+
+
+async def test_drain():
+    """While draining, what runs goes on and nothing new is taken; a death then stays final."""
+    async with running() as client:
+        stream = client.submit(ask("slow"))
+        client.drain()
+        with pytest.raises(Draining):
+            client.submit(ask("echo", "late"))
+        assert isinstance(await anext(stream), Started)
+        delta = await anext(stream)
+        assert isinstance(delta.events[0], TextDelta)
+        client._process.kill()
+        with pytest.raises(EngineLost):
+            [r async for r in stream]
+        await asyncio.wait_for(client._supervision, 5)
+        assert client.state is EngineState.DRAINING
+
+
+async def test_close_fails_what_is_open():
+    """Closing fails open streams with Draining and leaves no process behind."""
+    async with running() as client:
+        stream = client.submit(ask("hang"))
+        pid = client._process.pid
+        await client.close()
+        await client.close()
+        with pytest.raises(Draining):
+            [r async for r in stream]
+        assert client.state is EngineState.STOPPED
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_uvloop():
+    """The client runs on uvloop, through a crash and back."""
+
+    async def scenario():
+        async with running() as client:
+            with contextlib.suppress(EngineLost):
+                [r async for r in client.submit(ask("die"))]
+            await client.wait_ready()
+            reports = [r async for r in client.submit(ask("echo"))]
+            assert isinstance(reports[-1], Done)
+
+    uvloop.run(scenario())

@@ -1,0 +1,430 @@
+"""The engine without its process, on a real model with random weights."""
+
+import dataclasses
+import io
+import random
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from legato_engine.assembly import assemble
+from legato_engine.blobs import BlobStore, new_namespace
+from legato_engine.config import EngineConfig
+from legato_engine.core import (
+    CachedImage,
+    CaptionResult,
+    CaptionTask,
+    DetectResult,
+    DetectTask,
+    EncodedImage,
+    FinishReason,
+    PixelFormat,
+    PointTask,
+    QueryTask,
+    RawImage,
+    Request,
+    SamplingParams,
+    SegmentTask,
+    TextDelta,
+)
+from legato_engine.errors import InternalError, from_value
+from legato_engine.messages import Delta, Done, Failed, Load, Queued, Started
+from PIL import Image
+
+CONFIG = EngineConfig(
+    model="random-tiny", device="cpu", threads=1, max_running=3, max_waiting=8, page_size=16
+)
+
+
+@pytest.fixture(scope="module")
+def assembly():
+    """One model for all tests."""
+    made = assemble(CONFIG)
+    yield made
+    made.device.close()
+
+
+def png(seed=0, size=(40, 30), **options):
+    """A PNG of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", **options)
+    return buffer.getvalue()
+
+
+class World:
+    """A core, the blobs it reads and the reports it sent."""
+
+    def __init__(self, assembly, **changes):
+        config = msgspec.structs.replace(assembly.config, **changes)
+        assembly = dataclasses.replace(assembly, config=config)
+        self.reports = []
+        self.woken = threading.Event()
+        self.blobs = BlobStore(new_namespace())
+        self.core = assembly.core(
+            namespace=self.blobs.namespace, send=self.reports.append, wake=self.woken.set
+        )
+
+    def encoded(self, data):
+        """A picture file in a blob."""
+        return EncodedImage(blob=self.blobs.put(data), mime_type="image/png")
+
+    def submit(self, name, task, image=None, **fields):
+        """Hand a request to the core."""
+        sampling = fields.pop("sampling", SamplingParams(max_tokens=12))
+        self.core.submit(
+            Request(request_id=name, task=task, image=image, sampling=sampling, **fields)
+        )
+
+    def of(self, name, kind=object):
+        """Reports of one request."""
+        return [
+            r for r in self.reports if getattr(r, "request_id", "") == name and isinstance(r, kind)
+        ]
+
+    def run(self, *names):
+        """Step until every named request has ended."""
+        while not all(self.of(name, Done | Failed) for name in names):
+            if not self.core.busy:
+                self.woken.wait(10)
+                self.woken.clear()
+            self.core.step()
+        return [self.of(name, Done | Failed)[-1] for name in names]
+
+    def error(self, name):
+        """A failed request's error."""
+        return from_value(self.of(name, Failed)[-1].error)
+
+    def close(self):
+        """Finish; everything must have been given back."""
+        while self.core.busy:
+            self.core.step()
+        load = self.core.load()
+        assert load == Load(
+            pages_total=load.pages_total,
+            prefix_pages=load.prefix_pages,
+            images_cached=load.images_cached,
+        )
+        self.core.close()
+        self.blobs.close()
+
+
+@pytest.fixture
+def world(assembly):
+    """A core over the shared model."""
+    made = World(assembly)
+    yield made
+    made.close()
+
+
+class GatedFrontend:
+    """A frontend whose pictures are prepared only once `gate` is set."""
+
+    def __init__(self, frontend):
+        self._frontend = frontend
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+
+    def prepare_image(self, *arguments):
+        """Wait for the gate."""
+        self.entered.set()
+        self.gate.wait(30)
+        return self._frontend.prepare_image(*arguments)
+
+    def __getattr__(self, name):
+        return getattr(self._frontend, name)
+
+
+@pytest.fixture
+def gated(assembly):
+    """A core whose pictures wait for a gate."""
+    frontend = GatedFrontend(assembly.frontend)
+    made = World(dataclasses.replace(assembly, frontend=frontend))
+    yield made, frontend
+    frontend.gate.set()
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        QueryTask(question="what?"),
+        QueryTask(question="what?", reasoning=True),
+        CaptionTask(),
+        DetectTask(object="cat", max_objects=3),
+        PointTask(object="cat", max_objects=3),
+        SegmentTask(object="cat"),
+    ],
+    ids=lambda task: type(task).__name__,
+)
+def test_every_task_on_a_picture(world, task):
+    """A request reports Started, deltas and Done, in that order, with usage and timings."""
+    world.submit("r", task, world.encoded(png()))
+    (done,) = world.run("r")
+    assert isinstance(done, Done)
+    kinds = [type(r) for r in world.of("r")]
+    assert kinds[0] is Started
+    assert kinds[-1] is Done
+    assert set(kinds[1:-1]) <= {Delta}
+    started = world.of("r")[0]
+    assert started.image == done.image
+    assert (done.image.width, done.image.height, done.image.cache_hit) == (40, 30, False)
+    usage = done.usage
+    assert usage.input_tokens == started.input_tokens > usage.image_tokens > 0
+    assert usage.output_tokens > 0
+    timings = done.timings
+    assert 0 < timings.first_token <= timings.total
+    assert timings.image > 0
+
+
+def test_text_deltas_add_up_to_the_result(world):
+    """The deltas of a caption spell its result."""
+    world.submit("r", CaptionTask(), world.encoded(png()))
+    (done,) = world.run("r")
+    texts = [e.text for d in world.of("r", Delta) for e in d.events if isinstance(e, TextDelta)]
+    assert isinstance(done.result, CaptionResult)
+    assert "".join(texts) == done.result.caption
+
+
+def test_question_without_a_picture(world):
+    """A question needs no image; its Started names none."""
+    world.submit("r", QueryTask(question="hello"))
+    (done,) = world.run("r")
+    assert done.image is None
+    assert done.usage.image_tokens == 0
+
+
+def test_picture_is_cached_by_content_and_by_id(world):
+    """The same bytes, and the id that was given for them, are hits with the same answer."""
+    world.submit("a", DetectTask(object="x"), world.encoded(png()))
+    (first,) = world.run("a")
+    world.submit("b", DetectTask(object="x"), world.encoded(png()))
+    world.submit("c", DetectTask(object="x"), CachedImage(image_id=first.image.image_id))
+    for done in world.run("b", "c"):
+        assert done.image.cache_hit
+        assert done.image.image_id == first.image.image_id
+        assert done.usage.cached_tokens > 0
+        assert done.result == first.result
+    assert world.core.load().images_cached == 1
+
+
+def test_uncached_picture_leaves_nothing(world):
+    """With cache_image off neither the picture nor its prefix is kept."""
+    world.submit("a", DetectTask(object="x"), world.encoded(png()), cache_image=False)
+    (done,) = world.run("a")
+    assert world.core.load().images_cached == 0
+    assert world.core.load().prefix_pages == 0
+    world.submit("b", DetectTask(object="x"), CachedImage(image_id=done.image.image_id))
+    world.run("b")
+    assert type(world.error("b")).__name__ == "ImageNotFound"
+
+
+def test_raw_picture_answers_like_its_file(world):
+    """Raw pixels and the PNG of them are the same picture."""
+    data = png()
+    pixels = np.asarray(Image.open(io.BytesIO(data)))
+    raw = RawImage(
+        blob=world.blobs.put(pixels.tobytes()),
+        width=40,
+        height=30,
+        row_stride=120,
+        format=PixelFormat.RGB8,
+    )
+    world.submit("raw", CaptionTask(), raw)
+    world.submit("png", CaptionTask(), world.encoded(data))
+    raw_done, png_done = world.run("raw", "png")
+    assert raw_done.result == png_done.result
+
+
+def test_oriented_picture(world):
+    """ImageInfo gives the size as displayed."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    world.submit("r", CaptionTask(), world.encoded(png(exif=exif.tobytes())))
+    (done,) = world.run("r")
+    assert (done.image.width, done.image.height) == (30, 40)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"model": "other"}, "ModelNotFound"),
+        ({"adapter": "other"}, "AdapterNotFound"),
+        ({"task": QueryTask(question="word " * 1000)}, "PromptTooLong"),
+        ({"task": DetectTask(object="cat")}, "InvalidField"),
+        ({"image": CachedImage(image_id="img_unknown")}, "ImageNotFound"),
+        ({"deadline": 0.0}, "DeadlineExceeded"),
+        ({"deadline": 0.0, "image": CachedImage(image_id="img_unknown")}, None),
+    ],
+)
+def test_one_bad_request(world, fields, kind):
+    """A request that cannot run fails alone, with the error that says why."""
+    world.submit("good", QueryTask(question="hello"))
+    world.submit("bad", **{"task": QueryTask(question="hello"), **fields})
+    good, bad = world.run("good", "bad")
+    assert isinstance(good, Done)
+    assert isinstance(bad, Failed)
+    assert kind in (None, type(world.error("bad")).__name__)
+
+
+@pytest.mark.parametrize("data", [b"", b"GIF89a", png()[:200]])
+def test_bad_picture(world, data):
+    """A picture that cannot be decoded fails its request alone."""
+    world.submit("bad", CaptionTask(), world.encoded(data))
+    world.run("bad")
+    assert type(world.error("bad")).__name__ == "ImageUndecodable"
+
+
+def test_blob_of_a_stranger(world):
+    """A blob outside of the namespace is an internal error, and is not opened."""
+    other = BlobStore(new_namespace())
+    ref = other.put(png())
+    world.submit("bad", CaptionTask(), EncodedImage(blob=ref, mime_type="image/png"))
+    world.run("bad")
+    assert isinstance(world.error("bad"), InternalError)
+    other.close()
+
+
+def test_bug_in_the_frontend_is_internal(assembly):
+    """An exception nobody foresaw becomes InternalError without its text."""
+
+    class Broken(GatedFrontend):
+        def prepare_image(self, *arguments):
+            raise ValueError("secret")
+
+    world = World(dataclasses.replace(assembly, frontend=Broken(assembly.frontend)))
+    world.submit("bad", CaptionTask(), world.encoded(png()))
+    world.run("bad")
+    assert isinstance(world.error("bad"), InternalError)
+    assert "secret" not in world.error("bad").message
+    world.close()
+
+
+def test_queued_is_told_once_to_those_that_wait(world):
+    """Only requests that find no row free are told their place in the queue."""
+    names = [f"r{i}" for i in range(7)]
+    for name in names:
+        world.submit(name, QueryTask(question="hello"))
+    world.run(*names)
+    assert world.of("r0", Queued) == []
+    queued = [world.of(name, Queued) for name in names]
+    assert [len(reports) for reports in queued[1:]] == [1] * 6
+    assert [reports[0].position for reports in queued[1:]] == list(range(6))
+    for name in names:
+        assert isinstance(world.of(name)[-2], Delta | Started)
+
+
+def test_full_queue(gated):
+    """Requests over max_waiting are refused, those whose picture is being prepared included."""
+    world, frontend = gated
+    for i in range(CONFIG.max_waiting):
+        world.submit(f"r{i}", CaptionTask(), world.encoded(png()))
+    assert world.core.load().waiting == CONFIG.max_waiting
+    world.submit("late", QueryTask(question="hello"))
+    assert type(world.error("late")).__name__ == "QueueFull"
+    assert int(world.error("late").metadata["retry_after_ms"]) > 0
+    frontend.gate.set()
+    for done in world.run(*(f"r{i}" for i in range(CONFIG.max_waiting))):
+        assert isinstance(done, Done)
+
+
+def test_deadline_while_preparing(gated):
+    """A request whose deadline passes while its picture is prepared fails at that time."""
+    world, frontend = gated
+    world.submit("r", CaptionTask(), world.encoded(png()), deadline=time.monotonic() + 0.01)
+    frontend.entered.wait(10)
+    assert world.core.next_deadline() < time.monotonic() + 1
+    while not world.of("r", Failed):
+        world.core.step()
+    assert type(world.error("r")).__name__ == "DeadlineExceeded"
+    frontend.gate.set()
+    assert world.core.load().waiting == 0
+
+
+def test_abort_while_preparing(gated):
+    """A request aborted while its picture is prepared never starts."""
+    world, frontend = gated
+    world.submit("r", CaptionTask(), world.encoded(png()))
+    frontend.entered.wait(10)
+    world.core.abort("r")
+    assert world.core.load().waiting == 0
+    frontend.gate.set()
+    world.woken.wait(10)
+    world.core.step()
+    assert world.of("r") == []
+
+
+@pytest.mark.parametrize("num_steps", range(8))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_abort_after_any_step(assembly, num_steps, depth):
+    """Abort at any step ends the reports and gives everything back; others are untouched."""
+    world = World(assembly, pipeline_depth=depth)
+    world.submit("other", QueryTask(question="hello"))
+    world.submit("r", QueryTask(question="hello"))
+    for _ in range(num_steps):
+        world.core.step()
+    world.core.abort("r")
+    world.core.abort("r")
+    seen = len(world.of("r"))
+    world.run("other")
+    assert len(world.of("r")) == seen
+    world.close()
+
+
+def test_abort_of_unknown_and_ended(world):
+    """Aborting what is not there does nothing."""
+    world.core.abort("never")
+    world.submit("r", QueryTask(question="hello"))
+    world.run("r")
+    world.core.abort("r")
+    assert isinstance(world.of("r")[-1], Done)
+
+
+def test_answers_do_not_depend_on_depth_or_order(assembly):
+    """Blocking or pipelined, in any order of arrival: every request gets the same answer."""
+    requests = {
+        "q": (QueryTask(question="hello"), None),
+        "t": (QueryTask(question="why?"), 0),
+        "c": (CaptionTask(), 1),
+        "d": (DetectTask(object="cat", max_objects=4), 0),
+        "p": (PointTask(object="dog", max_objects=4), 1),
+        "s": (SegmentTask(object="dog"), 2),
+    }
+    answers = []
+    for depth in (1, 2, 2, 2):
+        world = World(assembly, pipeline_depth=depth)
+        order = random.Random(len(answers)).sample(sorted(requests), len(requests))
+        for name in order:
+            task, picture = requests[name]
+            image = None if picture is None else world.encoded(png(picture))
+            world.submit(name, task, image, sampling=SamplingParams(temperature=0.7, max_tokens=20))
+            for _ in range(len(answers)):
+                world.core.step()
+        world.run(*requests)
+        answers.append({n: (world.of(n, Done)[0].result, n) for n in requests})
+        world.close()
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_seed_comes_from_the_request_id(world):
+    """A retried request id answers the same, another id may not, and a given seed wins."""
+    warm = SamplingParams(temperature=1.0, max_tokens=24)
+    world.submit("same", QueryTask(question="hello"), sampling=warm)
+    (first,) = world.run("same")
+    world.reports.clear()
+    world.submit("same", QueryTask(question="hello"), sampling=warm)
+    (second,) = world.run("same")
+    assert first.result == second.result
+    world.submit("other", QueryTask(question="hello"), sampling=warm)
+    (third,) = world.run("other")
+    assert third.result != first.result
+
+
+def test_max_objects_ends_a_detection(world):
+    """A detection ends for max_objects exactly when it has found that many."""
+    world.submit("r", DetectTask(object="cat", max_objects=1), world.encoded(png()))
+    (done,) = world.run("r")
+    assert isinstance(done.result, DetectResult)
+    assert (len(done.result.objects) == 1) == (done.finish_reason is FinishReason.MAX_OBJECTS)

@@ -1,0 +1,138 @@
+"""One request's stream of reports."""
+
+import asyncio
+
+import pytest
+from legato_engine.core import (
+    Box,
+    FinishReason,
+    OutlineEvent,
+    Point,
+    PointEvent,
+    QueryResult,
+    QueryTask,
+    ReasoningDelta,
+    Request,
+    TextDelta,
+    Timings,
+    TokenInfo,
+    Usage,
+)
+from legato_engine.errors import EngineLost, PromptTooLong, to_value
+from legato_engine.messages import Delta, Done, Failed
+from legato_engine.stream import RequestStream, merge_events
+
+DONE = Done(
+    request_id="r",
+    result=QueryResult(answer="ab"),
+    finish_reason=FinishReason.STOP,
+    usage=Usage(input_tokens=1, output_tokens=2),
+    timings=Timings(),
+)
+
+
+def delta(*events):
+    """A delta of request r."""
+    return Delta(request_id="r", events=events)
+
+
+@pytest.fixture
+def aborted():
+    """Streams that asked for an abort."""
+    return []
+
+
+@pytest.fixture
+def stream(aborted):
+    """A stream under test."""
+    return RequestStream(Request(request_id="r", task=QueryTask(question="?")), aborted.append)
+
+
+async def test_lagging_consumer_gets_one_delta(stream):
+    """Deltas that piled up arrive as one, with neighbouring text joined."""
+    for text in "abc":
+        stream.feed(delta(TextDelta(text=text)))
+    stream.feed(DONE)
+    assert [r async for r in stream] == [delta(TextDelta(text="abc")), DONE]
+
+
+async def test_prompt_consumer_gets_each_delta(stream):
+    """A consumer that keeps up gets every delta as it was sent."""
+    for text in "ab":
+        stream.feed(delta(TextDelta(text=text)))
+        assert await anext(stream) == delta(TextDelta(text=text))
+
+
+async def test_failure_is_raised_once(stream):
+    """A failure reaches the reader as its own error, then the stream is at its end."""
+    stream.feed(Failed(request_id="r", error=to_value(PromptTooLong("long", limit=4))))
+    with pytest.raises(PromptTooLong) as caught:
+        await anext(stream)
+    assert caught.value.metadata == {"limit": "4"}
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_nothing_follows_the_end(stream):
+    """What arrives after the terminal report is dropped."""
+    stream.feed(DONE)
+    stream.feed(delta(TextDelta(text="x")))
+    stream.fail(EngineLost("gone"))
+    assert [r async for r in stream] == [DONE]
+
+
+async def test_abort_wakes_the_reader(stream, aborted):
+    """A reader that waits when the stream is aborted sees its end; a second abort is nothing."""
+    reader = asyncio.ensure_future(anext(stream, None))
+    await asyncio.sleep(0)
+    stream.abort()
+    stream.abort()
+    assert await reader is None
+    assert aborted == [stream]
+
+
+async def test_abort_after_the_end_tells_nobody(stream, aborted):
+    """Aborting an ended stream does not reach the engine."""
+    stream.feed(DONE)
+    stream.abort()
+    assert aborted == []
+
+
+async def test_cancelled_read_loses_nothing(stream):
+    """A report that comes after a cancelled read is there for the next one."""
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    stream.feed(DONE)
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    assert await anext(stream) == DONE
+
+
+def test_merge_keeps_order_and_all_content():
+    """Only neighbours of one kind are joined; boxes, points and tokens all survive."""
+    token = TokenInfo(token_id=1, text="a")
+    box = Box(x_min=0, y_min=0, x_max=1, y_max=1)
+    point = PointEvent(point=Point(x=0, y=0), label="x")
+    events = [
+        ReasoningDelta(text="r"),
+        ReasoningDelta(text="s"),
+        TextDelta(text="a", tokens=(token,)),
+        TextDelta(text="b", tokens=(token,)),
+        point,
+        point,
+        TextDelta(text="c"),
+        OutlineEvent(index=0, box=box),
+        OutlineEvent(index=0, path_delta="M"),
+        OutlineEvent(index=1, path_delta="L"),
+        OutlineEvent(index=1, box=box),
+    ]
+    assert merge_events(events) == (
+        ReasoningDelta(text="rs"),
+        TextDelta(text="ab", tokens=(token, token)),
+        point,
+        point,
+        TextDelta(text="c"),
+        OutlineEvent(index=0, box=box, path_delta="M"),
+        OutlineEvent(index=1, path_delta="L"),
+        OutlineEvent(index=1, box=box),
+    )
