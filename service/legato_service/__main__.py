@@ -1,0 +1,27 @@
+"""`python -m legato_service`: read the command line, serve, leave with an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import uvloop
+from legato_engine.client import EngineClient
+from rich.console import Console
+
+from legato_service import arguments, logs
+from legato_service.console import Announcer, LogAnnouncer, TerminalAnnouncer
+from legato_service.life import serve
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; the exit code, see `life.serve`."""
+    config = arguments.parse(argv)
+    console = Console(stderr=True)
+    logs.configure(config.log_level, terminal=console.is_terminal)
+    announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
+    return uvloop.run(serve(config, announcer, lambda: EngineClient(config.engine)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The command line as a `ServiceConfig`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from legato_engine.config import EngineConfig
+
+from legato_service.config import ServiceConfig, check
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
+    """The settings; exits 2 with a message when they make no sense."""
+    parser = _parser()
+    given = vars(parser.parse_args(arguments))
+    config = ServiceConfig(
+        engine=EngineConfig(**{name: given[name] for name in _fields(EngineConfig, given)}),
+        **{name: given[name] for name in _fields(ServiceConfig, given)},
+    )
+    try:
+        check(config)
+    except ValueError as error:
+        parser.error(str(error))
+    return config
+
+
+def _fields(kind: type[EngineConfig] | type[ServiceConfig], given: dict[str, object]) -> list[str]:
+    return [name for name in kind.__struct_fields__ if name in given]
+
+
+def _parser() -> argparse.ArgumentParser:
+    engine, service = EngineConfig(), ServiceConfig()
+    parser = argparse.ArgumentParser(
+        prog="python -m legato_service",
+        description="Serve a vision-language model over gRPC.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--listen", metavar="HOST:PORT", default=service.listen, help="where to listen")
+    add(
+        "--insecure",
+        action="store_true",
+        help="listen beyond loopback although there is no TLS and no authentication",
+    )
+    add("--model", default=engine.model, help="architecture to serve")
+    add("--weights", default=engine.weights, help="folder or .safetensors file")
+    add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
+    add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
+    add("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
+    add("--dtype", default=engine.dtype, choices=("auto", "f32", "bf16"), help="of the weights")
+    add("--threads", type=_whole, default=engine.threads, help="CPU threads, 0: all cores")
+    add("--pipeline-depth", type=int, choices=(1, 2), default=engine.pipeline_depth)
+    add("--max-running", type=_positive, default=engine.max_running, help="tasks that decode")
+    add("--max-waiting", type=_positive, default=engine.max_waiting, help="tasks that wait")
+    add("--max-image-pixels", type=_positive, default=engine.max_image_pixels)
+    add("--max-request-bytes", type=_positive, default=service.max_request_bytes)
+    add(
+        "--drain-grace",
+        metavar="SECONDS",
+        type=float,
+        default=service.drain_grace,
+        help="how long running requests may go on after SIGTERM",
+    )
+    add("--log-level", choices=LOG_LEVELS, default=service.log_level)
+    return parser
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number

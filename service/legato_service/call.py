@@ -1,0 +1,65 @@
+"""One RPC as the log will tell it: its names, and what it cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+import uuid
+from collections.abc import Iterable
+from contextvars import ContextVar
+
+from legato_engine import core
+from legato_engine.errors import InvalidField
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Call:
+    """Filled while the RPC runs, by whoever knows; read once, by the log line at its end."""
+
+    method: str
+    request_id: str = dataclasses.field(default_factory=lambda: str(uuid.uuid4()))
+    trace_id: str = ""
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    deadline: float | None = None  # absolute time.monotonic() seconds
+    usage: core.Usage | None = None
+    timings: core.Timings | None = None
+
+    def adopt(self, request_id: str) -> str:
+        """Take the caller's id when it gave one; raises `InvalidField` when it is malformed."""
+        if request_id:
+            if _REQUEST_ID.fullmatch(request_id) is None:
+                raise InvalidField(
+                    "request_id holds at most 64 of A-Z a-z 0-9 . _ : -", field="options.request_id"
+                )
+            self.request_id = request_id
+        return self.request_id
+
+
+CURRENT: ContextVar[Call] = ContextVar("legato_call")
+"""Set by the outermost interceptor for the length of an RPC."""
+
+
+def current() -> Call:
+    """The RPC that is being handled; only inside one."""
+    return CURRENT.get()
+
+
+def total(usages: Iterable[core.Usage]) -> core.Usage:
+    """What several tasks cost together."""
+    input_tokens = output_tokens = cached = image = reasoning = 0
+    for usage in usages:
+        input_tokens += usage.input_tokens
+        output_tokens += usage.output_tokens
+        cached += usage.cached_tokens
+        image += usage.image_tokens
+        reasoning += usage.reasoning_tokens
+    return core.Usage(
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=cached,
+        image_tokens=image,
+        reasoning_tokens=reasoning,
+    )

@@ -1,0 +1,237 @@
+"""Protobuf requests as `core` values. Pure; every rule that needs no image and no model is here.
+
+Each function raises `InvalidField` naming the offending field by its path from the request message.
+`path` is the prefix of that path: empty, or `task.detect.` and the like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
+from legato_engine import core
+from legato_engine.errors import (
+    AdapterNotFound,
+    InvalidField,
+    PromptTooLong,
+    TaskUnsupported,
+)
+
+MAX_QUESTION = 32_768  # characters: far above any context, low enough to copy without a thought
+MAX_OBJECT = 1_024
+MAX_REFS = 64
+MAX_STOPS, MAX_STOP = 8, 64
+MAX_TASKS, MAX_TASK_ID = 32, 64
+MIN_HEARTBEAT = 0.1  # seconds; shorter ones are raised to it
+
+_LENGTHS = {
+    task_pb2.CAPTION_LENGTH_UNSPECIFIED: core.CaptionLength.NORMAL,
+    task_pb2.CAPTION_LENGTH_SHORT: core.CaptionLength.SHORT,
+    task_pb2.CAPTION_LENGTH_NORMAL: core.CaptionLength.NORMAL,
+    task_pb2.CAPTION_LENGTH_LONG: core.CaptionLength.LONG,
+}
+
+
+def options(message: inference_pb2.RequestOptions) -> None:
+    """Check the options that this server does not have."""
+    if message.adapter:
+        raise AdapterNotFound("this server holds no adapters", resource=message.adapter)
+    if message.HasField("top_logprobs"):
+        raise TaskUnsupported("this server gives no log-probabilities", task="logprobs")
+    heartbeat(message)
+
+
+def heartbeat(message: inference_pb2.RequestOptions) -> float | None:
+    """Seconds of silence before a heartbeat, or None for no heartbeats."""
+    if not message.HasField("heartbeat_interval"):
+        return None
+    seconds = message.heartbeat_interval.ToNanoseconds() / 1e9
+    if seconds <= 0:
+        raise InvalidField("must be positive", field="options.heartbeat_interval")
+    return max(seconds, MIN_HEARTBEAT)
+
+
+def image(message: media_pb2.Image, spec: core.TaskSpec, path: str = "") -> None:
+    """Check that there is a picture where the task needs one."""
+    if message.WhichOneof("source") is not None:
+        return
+    if not isinstance(spec, core.QueryTask):
+        raise InvalidField("this task needs a picture", field="image")
+    if spec.spatial_refs:
+        raise InvalidField("places need a picture", field=f"{path}spatial_refs")
+
+
+def request(
+    request_id: str,
+    spec: core.TaskSpec,
+    sampling: core.SamplingParams,
+    opts: inference_pb2.RequestOptions,
+) -> core.Request:
+    """The request, still without its image and its deadline."""
+    return core.Request(
+        request_id=request_id,
+        task=spec,
+        sampling=sampling,
+        model=opts.model,
+        cache_image=opts.cache_image if opts.HasField("cache_image") else True,
+        return_tokens=opts.return_tokens,
+    )
+
+
+def query(
+    message: inference_pb2.QueryRequest | task_pb2.QueryTask, path: str = ""
+) -> core.QueryTask:
+    """Answer a question."""
+    return core.QueryTask(
+        question=_text(message.question, f"{path}question", MAX_QUESTION),
+        reasoning=message.reasoning,
+        spatial_refs=_refs(message.spatial_refs, path),
+    )
+
+
+def caption(
+    message: inference_pb2.CaptionRequest | task_pb2.CaptionTask, path: str = ""
+) -> core.CaptionTask:
+    """Describe the picture."""
+    if message.length not in _LENGTHS:
+        raise InvalidField(f"{message.length} is not a caption length", field=f"{path}length")
+    return core.CaptionTask(length=_LENGTHS[message.length])
+
+
+def detect(
+    message: inference_pb2.DetectRequest | task_pb2.DetectTask, path: str = ""
+) -> core.DetectTask:
+    """Box every instance."""
+    return core.DetectTask(
+        object=_text(message.object, f"{path}object", MAX_OBJECT),
+        max_objects=_at_least_one(message, "max_objects", path),
+    )
+
+
+def point(
+    message: inference_pb2.PointRequest | task_pb2.PointTask, path: str = ""
+) -> core.PointTask:
+    """Point at every instance."""
+    return core.PointTask(
+        object=_text(message.object, f"{path}object", MAX_OBJECT),
+        max_objects=_at_least_one(message, "max_objects", path),
+        spatial_refs=_refs(message.spatial_refs, path),
+    )
+
+
+def segment(
+    message: inference_pb2.SegmentRequest | task_pb2.SegmentTask, path: str = ""
+) -> core.SegmentTask:
+    """Outline an instance."""
+    return core.SegmentTask(
+        object=_text(message.object, f"{path}object", MAX_OBJECT),
+        spatial_refs=_refs(message.spatial_refs, path),
+    )
+
+
+_KINDS: dict[str, Callable[[Any, str], core.TaskSpec]] = {
+    "query": query,
+    "caption": caption,
+    "detect": detect,
+    "point": point,
+    "segment": segment,
+}
+
+
+def task(message: task_pb2.Task, path: str) -> core.TaskSpec:
+    """Any one skill; `path` is the task's own, without a dot at its end."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidField("a task needs its kind", field=path)
+    if len(message.task_id) > MAX_TASK_ID:
+        raise InvalidField(f"at most {MAX_TASK_ID} characters", field=f"{path}.task_id")
+    return _KINDS[kind](getattr(message, kind), f"{path}.{kind}.")
+
+
+def tasks(messages: Sequence[task_pb2.Task]) -> list[core.TaskSpec]:
+    """The tasks of RunTasks: 1 to 32, their ids distinct."""
+    if not 1 <= len(messages) <= MAX_TASKS:
+        raise InvalidField(
+            f"1 to {MAX_TASKS} tasks", field="tasks", limit=MAX_TASKS, actual=len(messages)
+        )
+    seen: set[str] = set()
+    for index, message in enumerate(messages):
+        if message.task_id and message.task_id in seen:
+            raise InvalidField("task ids must differ", field=f"tasks[{index}].task_id")
+        seen.add(message.task_id)
+    return [task(message, f"tasks[{index}]") for index, message in enumerate(messages)]
+
+
+def sampling(message: task_pb2.Sampling, path: str = "") -> core.SamplingParams:
+    """How to sample; absent fields stay None."""
+    at = f"{path}sampling."
+    if message.HasField("temperature") and not 0 <= message.temperature < math.inf:
+        raise InvalidField("must be finite and at least 0", field=f"{at}temperature")
+    if message.HasField("top_p") and not 0 < message.top_p <= 1:
+        raise InvalidField("must be in (0, 1]", field=f"{at}top_p")
+    if len(message.stop) > MAX_STOPS:
+        raise InvalidField(f"at most {MAX_STOPS} stop strings", field=f"{at}stop")
+    for index, stop in enumerate(message.stop):
+        if not 1 <= len(stop) <= MAX_STOP:
+            raise InvalidField(f"1 to {MAX_STOP} characters", field=f"{at}stop[{index}]")
+    return core.SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else None,
+        top_p=message.top_p if message.HasField("top_p") else None,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        max_tokens=_at_least_one(message, "max_tokens", at),
+        seed=message.seed if message.HasField("seed") else None,
+        stop=tuple(message.stop),
+    )
+
+
+def _text(value: str, field: str, limit: int) -> str:
+    if not value.strip():
+        raise InvalidField("must not be empty", field=field)
+    if len(value) > limit:
+        raise PromptTooLong(
+            f"{len(value)} characters, the limit is {limit}",
+            field=field,
+            limit=limit,
+            actual=len(value),
+        )
+    return value
+
+
+def _at_least_one(message: Message, name: str, path: str) -> int | None:
+    if not message.HasField(name):
+        return None
+    value: int = getattr(message, name)
+    if value < 1:
+        raise InvalidField("must be at least 1", field=f"{path}{name}")
+    return value
+
+
+def _refs(messages: Sequence[geometry_pb2.SpatialRef], path: str) -> tuple[core.SpatialRef, ...]:
+    if len(messages) > MAX_REFS:
+        raise InvalidField(f"at most {MAX_REFS} places", field=f"{path}spatial_refs")
+    return tuple(
+        _ref(message, f"{path}spatial_refs[{index}]") for index, message in enumerate(messages)
+    )
+
+
+def _ref(message: geometry_pb2.SpatialRef, field: str) -> core.SpatialRef:
+    kind = message.WhichOneof("ref")
+    if kind is None:
+        raise InvalidField("a place is a point or a box", field=field)
+    if kind == "point":
+        spot = message.point
+        _inside((spot.x, spot.y), f"{field}.point")
+        return core.Point(x=spot.x, y=spot.y)
+    box = message.box
+    _inside((box.x_min, box.y_min, box.x_max, box.y_max), f"{field}.box")
+    if box.x_min > box.x_max or box.y_min > box.y_max:
+        raise InvalidField("edges are swapped", field=f"{field}.box")
+    return core.Box(x_min=box.x_min, y_min=box.y_min, x_max=box.x_max, y_max=box.y_max)
+
+
+def _inside(values: tuple[float, ...], field: str) -> None:
+    if not all(0 <= value <= 1 for value in values):  # NaN compares false, and so is refused
+        raise InvalidField("coordinates are finite and in [0, 1]", field=field)

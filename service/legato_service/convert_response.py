@@ -1,0 +1,227 @@
+"""`core` values as protobuf responses. Pure."""
+
+from __future__ import annotations
+
+from google.protobuf import duration_pb2
+from google.rpc import status_pb2
+from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
+from legato_engine import core
+from legato_engine.messages import Done, Queued, Started
+
+_FINISH = {
+    core.FinishReason.STOP: task_pb2.FINISH_REASON_STOP,
+    core.FinishReason.LENGTH: task_pb2.FINISH_REASON_LENGTH,
+    core.FinishReason.MAX_OBJECTS: task_pb2.FINISH_REASON_MAX_OBJECTS,
+    core.FinishReason.CANCELLED: task_pb2.FINISH_REASON_CANCELLED,
+}
+
+
+# ---------------------------------------------------------------- results
+
+
+def query(result: core.QueryResult) -> task_pb2.QueryResult:
+    """The answer, with the thoughts where there were any."""
+    return task_pb2.QueryResult(answer=result.answer, reasoning=_reasoning(result))
+
+
+def caption(result: core.CaptionResult) -> task_pb2.CaptionResult:
+    """The caption."""
+    return task_pb2.CaptionResult(caption=result.caption)
+
+
+def detect(result: core.DetectResult) -> task_pb2.DetectResult:
+    """All boxes."""
+    return task_pb2.DetectResult(objects=[_object(found) for found in result.objects])
+
+
+def point(result: core.PointResult) -> task_pb2.PointResult:
+    """All points."""
+    return task_pb2.PointResult(points=[_pointed(found) for found in result.points])
+
+
+def segment(result: core.SegmentResult) -> task_pb2.SegmentResult:
+    """All outlines."""
+    return task_pb2.SegmentResult(segments=[_outline(found) for found in result.segments])
+
+
+def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
+    """How one task of a request ended, when it ended well."""
+    message = task_pb2.TaskResult(
+        task_id=task_id,
+        finish_reason=_FINISH[done.finish_reason],
+        usage=usage(done.usage),
+        timings=timings(done.timings),
+    )
+    match done.result:
+        case core.QueryResult() as result:
+            message.query.CopyFrom(query(result))
+        case core.CaptionResult() as result:
+            message.caption.CopyFrom(caption(result))
+        case core.DetectResult() as result:
+            message.detect.CopyFrom(detect(result))
+        case core.PointResult() as result:
+            message.point.CopyFrom(point(result))
+        case core.SegmentResult() as result:
+            message.segment.CopyFrom(segment(result))
+    return message
+
+
+def task_error(task_id: str, status: status_pb2.Status) -> task_pb2.TaskResult:
+    """How one task of a request ended, when it failed."""
+    return task_pb2.TaskResult(task_id=task_id, error=status)
+
+
+# ---------------------------------------------------------------- about the request
+
+
+def info(
+    request_id: str, model: str, done: Done, stamp: media_pb2.FrameStamp | None
+) -> inference_pb2.ResponseInfo:
+    """What an answer tells beside its result; `stamp` None when the request had none."""
+    return inference_pb2.ResponseInfo(
+        request_id=request_id,
+        model=model,
+        finish_reason=_FINISH[done.finish_reason],
+        usage=usage(done.usage),
+        timings=timings(done.timings),
+        image=image(done.image),
+        stamp=stamp,
+    )
+
+
+def usage(value: core.Usage) -> task_pb2.Usage:
+    """Tokens in and out."""
+    return task_pb2.Usage(
+        input_tokens=value.input_tokens,
+        output_tokens=value.output_tokens,
+        cached_tokens=value.cached_tokens,
+        image_tokens=value.image_tokens,
+        reasoning_tokens=value.reasoning_tokens,
+    )
+
+
+def timings(value: core.Timings) -> task_pb2.Timings:
+    """Where the time went."""
+    return task_pb2.Timings(
+        queue=duration(value.queue),
+        image=duration(value.image),
+        prefill=duration(value.prefill),
+        first_token=duration(value.first_token),
+        decode=duration(value.decode),
+        total=duration(value.total),
+    )
+
+
+def image(value: core.ImageInfo | None) -> media_pb2.ImageInfo | None:
+    """The picture as answered about."""
+    if value is None:
+        return None
+    return media_pb2.ImageInfo(
+        image_id=value.image_id,
+        width=value.width,
+        height=value.height,
+        cache_hit=value.cache_hit,
+    )
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds, to the nanosecond."""
+    message = duration_pb2.Duration()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message
+
+
+# ---------------------------------------------------------------- events
+
+
+def queued(report: Queued) -> inference_pb2.GenerateResponse:
+    """The request waits."""
+    return inference_pb2.GenerateResponse(
+        queued=inference_pb2.Queued(
+            position=report.position, estimated_wait=duration(report.estimated_wait)
+        )
+    )
+
+
+def started(report: Started, request_id: str) -> inference_pb2.GenerateResponse:
+    """The request runs."""
+    return inference_pb2.GenerateResponse(
+        started=inference_pb2.Started(
+            request_id=request_id,
+            model=report.model,
+            input_tokens=report.input_tokens,
+            cached_tokens=report.cached_tokens,
+            image=image(report.image),
+            queue_time=duration(report.queue_time),
+        )
+    )
+
+
+def delta(event: core.Event) -> inference_pb2.GenerateResponse:
+    """What one step added."""
+    match event:
+        case core.TextDelta():
+            tokens = [
+                inference_pb2.Token(token_id=token.token_id, text=token.text)
+                for token in event.tokens
+            ]
+            text = inference_pb2.TextDelta(text=event.text, tokens=tokens)
+            return inference_pb2.GenerateResponse(text=text)
+        case core.ReasoningDelta():
+            reasoning = inference_pb2.ReasoningDelta(
+                text=event.text, grounding=[_grounding(value) for value in event.grounding]
+            )
+            return inference_pb2.GenerateResponse(reasoning=reasoning)
+        case core.PointEvent():
+            return inference_pb2.GenerateResponse(point=_pointed(event))
+        case core.ObjectEvent():
+            return inference_pb2.GenerateResponse(object=_object(event))
+        case core.OutlineEvent():
+            outline = inference_pb2.OutlineDelta(
+                index=event.index,
+                path_delta=event.path_delta,
+                box=None if event.box is None else _box(event.box),
+            )
+            return inference_pb2.GenerateResponse(outline=outline)
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def _reasoning(result: core.QueryResult) -> task_pb2.Reasoning | None:
+    if result.reasoning is None:
+        return None
+    grounding = [_grounding(value) for value in result.grounding]
+    return task_pb2.Reasoning(text=result.reasoning, grounding=grounding)
+
+
+def _grounding(value: core.Grounding) -> task_pb2.Grounding:
+    return task_pb2.Grounding(
+        start_index=value.start_index,
+        end_index=value.end_index,
+        points=[_point(spot) for spot in value.points],
+    )
+
+
+def _object(value: core.ObjectEvent) -> geometry_pb2.DetectedObject:
+    return geometry_pb2.DetectedObject(box=_box(value.box), label=value.label)
+
+
+def _pointed(value: core.PointEvent) -> geometry_pb2.PointedObject:
+    return geometry_pb2.PointedObject(point=_point(value.point), label=value.label)
+
+
+def _outline(value: core.Outline) -> geometry_pb2.Outline:
+    return geometry_pb2.Outline(
+        path=value.path, box=_box(value.box), label=value.label, coarse=value.coarse
+    )
+
+
+def _point(value: core.Point) -> geometry_pb2.Point:
+    return geometry_pb2.Point(x=value.x, y=value.y)
+
+
+def _box(value: core.Box) -> geometry_pb2.Box:
+    return geometry_pb2.Box(
+        x_min=value.x_min, y_min=value.y_min, x_max=value.x_max, y_max=value.y_max
+    )

@@ -1,0 +1,76 @@
+"""The engine as the service sees it: `legato_engine.client.EngineClient`, or a fake of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from legato_engine import core
+from legato_engine.client import EngineState
+from legato_engine.messages import Load, ModelInfo
+from legato_engine.stream import StreamReport
+
+
+class Stream(Protocol):
+    """Reports of one request, in order; `Done` is the last. A failure is raised as its error.
+
+    Unread `Delta`s are joined, so a slow reader holds at most one answer's worth of text.
+    """
+
+    async def __anext__(self) -> StreamReport:
+        """The next report; StopAsyncIteration after `Done`."""
+        ...
+
+    def abort(self) -> None:
+        """Have the engine forget the request; harmless after its end and when repeated."""
+        ...
+
+
+class Engine(Protocol):
+    """Where requests go. Only ever used from one event loop."""
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine process stands."""
+        ...
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """What it serves, once it has said so."""
+        ...
+
+    @property
+    def load(self) -> Load:
+        """What it holds, as of the last heartbeat."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Launches committed, as of the last heartbeat."""
+        ...
+
+    @property
+    def last_heartbeat(self) -> float:
+        """When the engine process last gave a sign of life, `time.monotonic()` seconds."""
+        ...
+
+    @property
+    def estimated_wait(self) -> float:
+        """Seconds a request arriving now would wait."""
+        ...
+
+    def subscribe(self, callback: Callable[[EngineState], None]) -> object:
+        """Be told of every change of `state`."""
+        ...
+
+    def submit(self, request: core.Request) -> Stream:
+        """Start a request, registered before this returns.
+
+        Raises `EngineStarting`, `EngineLost` or `Draining`. The picture's blob is the engine's to
+        discard from here on, also when this raises.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Take no new requests; those that run go on."""
+        ...

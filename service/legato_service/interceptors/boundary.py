@@ -1,0 +1,181 @@
+"""The outermost interceptor: names the RPC, maps its failure once, writes its one log line.
+
+Handlers of every kind run as coroutines that write: a peer that goes away then reaches the handler
+as CancelledError at an await, and an async generator is closed in its own task, its `finally`
+blocks included. CancelledError is always re-raised: swallowing it leaks memory in grpc.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeAlias, cast
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from legato_engine.errors import ClientTooSlow, InternalError, InvalidRequest, LegatoError
+
+from legato_service import trace
+from legato_service.call import CURRENT, Call
+from legato_service.dispatch import Context
+from legato_service.errors import Failure, failure
+
+log = structlog.get_logger("legato.rpc")
+
+REQUEST_ID = "x-request-id"
+QUIET = ("/grpc.health.", "/grpc.reflection.")  # logged at debug level
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # here every message is opaque
+
+
+class Boundary(grpc.aio.ServerInterceptor):
+    """Wraps every handler; `stall_timeout` seconds is how long a peer may take no message."""
+
+    def __init__(self, stall_timeout: float) -> None:
+        self._stall_timeout = stall_timeout
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """The wrapped handler; an unknown method stays grpc's to refuse."""
+        handler = await continuation(handler_call_details)
+        return handler and self._wrapped(handler, handler_call_details.method)
+
+    def _wrapped(self, handler: Handler, method: str) -> Handler:
+        inner = _behaviour(handler)
+        serialize = handler.response_serializer
+
+        async def one(received: Any, context: Context) -> Any:
+            async with _edge(method, context) as call:
+                response = await inner(_request(handler, received), context)
+                await context.send_initial_metadata(((REQUEST_ID, call.request_id),))
+                return response
+
+        async def many(received: Any, context: Context) -> None:
+            async with (
+                _edge(method, context) as call,
+                aclosing(inner(_request(handler, received), context)) as responses,
+            ):
+                await self._write(responses, context, call)
+
+        if handler.request_streaming and handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(many, None, serialize)
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(one, None, serialize)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(many, None, serialize)
+        return grpc.unary_unary_rpc_method_handler(one, None, serialize)
+
+    async def _write(self, responses: AsyncIterator[Any], context: Context, call: Call) -> None:
+        """Write all; initial metadata goes with the first message.
+
+        A call refused before that is still retryable by the client's own policy.
+        """
+        first = True
+        async for response in responses:
+            if first:
+                await context.send_initial_metadata(((REQUEST_ID, call.request_id),))
+                first = False
+            try:
+                async with asyncio.timeout(self._stall_timeout):
+                    await context.write(response)
+            except TimeoutError:
+                raise ClientTooSlow(
+                    f"no message was taken for {self._stall_timeout:g} s",
+                    limit_ms=round(self._stall_timeout * 1000),
+                ) from None
+
+
+def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
+    """The handler's function; streaming ones are async generators throughout this server."""
+    behaviour: Any = (  # grpc types it for synchronous servers only
+        handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+    )
+    return cast("Callable[[Any, Context], Any]", behaviour)
+
+
+def _request(handler: Handler, received: Any) -> Any:
+    """The request message, or for streamed requests an iterator of them, parsed on this side.
+
+    grpc's own parsing answers malformed bytes with UNKNOWN and the parser's text.
+    """
+    parse = handler.request_deserializer
+
+    def message(data: bytes) -> Any:
+        try:
+            return parse(data) if parse else data
+        except DecodeError:
+            raise InvalidRequest("the request is not a valid protobuf message") from None
+
+    async def messages() -> AsyncIterator[Any]:
+        async for data in received:
+            yield message(data)
+
+    return messages() if handler.request_streaming else message(received)
+
+
+@asynccontextmanager
+async def _edge(method: str, context: Context) -> AsyncIterator[Call]:
+    """An RPC from its first line to its log line; a failure inside ends it with its status."""
+    call = Call(method)
+    CURRENT.set(call)
+    outcome: Failure | None = None
+    try:
+        call.trace_id = trace.trace_id(context.invocation_metadata())
+        yield call
+    except asyncio.CancelledError:
+        late = call.deadline is not None and time.monotonic() >= call.deadline
+        _log_end(call, "DEADLINE_EXCEEDED" if late else "CANCELLED")
+        raise
+    except grpc.aio.AbortError:  # the handler answered with a status of its own
+        _log_end(call, _code_name(context))
+        raise
+    except LegatoError as error:
+        if isinstance(error, InternalError):
+            log.error("internal_error", request_id=call.request_id, exc_info=error)
+        outcome = failure(error, call.request_id)
+    except Exception as error:
+        log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
+        outcome = failure(error, call.request_id)
+    if outcome is None:
+        context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
+        _log_end(call, "OK")
+    else:
+        # Logged first: the abort of a peer that reads nothing may wait as long as its connection.
+        _log_end(call, outcome.code.name, outcome.reason)
+        trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
+        await context.abort(outcome.code, outcome.message, trailers)
+
+
+def _code_name(context: Context) -> str:
+    code = context.code()
+    names = (known.name for known in grpc.StatusCode if code in (known, known.value[0]))
+    return next(names, "UNKNOWN")
+
+
+def _log_end(call: Call, code: str, reason: str = "") -> None:
+    """One line per RPC: names, times and counts; never a prompt, a picture or an answer."""
+    fields: dict[str, object] = {"request_id": call.request_id, "method": call.method, "code": code}
+    if reason:
+        fields["reason"] = reason
+    if call.trace_id:
+        fields["trace_id"] = call.trace_id
+    fields["total_ms"] = _ms(time.monotonic() - call.started)
+    if call.timings is not None:
+        fields["queue_ms"] = _ms(call.timings.queue)
+        fields["prefill_ms"] = _ms(call.timings.prefill)
+        fields["decode_ms"] = _ms(call.timings.decode)
+    if call.usage is not None:
+        fields["input_tokens"] = call.usage.input_tokens
+        fields["output_tokens"] = call.usage.output_tokens
+    write = log.debug if call.method.startswith(QUIET) else log.info
+    write("rpc", **fields)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

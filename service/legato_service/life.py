@@ -1,0 +1,101 @@
+"""The life of the service process: start, serve, drain, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+
+import structlog
+from legato_engine.client import EngineClient, EngineState
+
+from legato_service.config import ServiceConfig
+from legato_service.console import Announcer
+from legato_service.server import Server
+
+log = structlog.get_logger("legato.service")
+
+EXIT_OK = 0
+EXIT_FAILED = 1  # the address is taken, or the engine never came up
+START_ATTEMPTS = 5  # engines that may die before one was ever ready
+_LOOK_EVERY = 0.1  # seconds between two looks at a loading engine
+
+
+class Signals:
+    """SIGTERM and SIGINT: the first asks to drain, the second to cut. Needs a running loop."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self.number = 0
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        self.number = number
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def serve(
+    config: ServiceConfig, announcer: Announcer, make_engine: Callable[[], EngineClient]
+) -> int:
+    """Serve until a signal says otherwise; the exit code. The engine is made within the loop.
+
+    0 after a drain, also one whose grace ran out; 1 when serving never began; 128 plus the signal's
+    number when a second signal cut the drain short.
+    """
+    signals = Signals()
+    engine = make_engine()
+    server = Server(config, engine, engine.blobs)
+    try:
+        port = await server.start()
+    except OSError as error:
+        log.error("cannot_listen", listen=config.listen, error=str(error))
+        return EXIT_FAILED
+    address = f"{config.listen.rpartition(':')[0]}:{port}"
+    try:
+        await engine.start()
+        if not await _first_of(signals.first.wait(), _come_up(engine, address, announcer)):
+            log.error("engine_never_ready", attempts=START_ATTEMPTS)
+            return EXIT_FAILED
+        announcer.close()
+        return await _leave(server, signals, config.drain_grace)
+    finally:
+        announcer.close()
+        await server.stop()
+        await engine.close()
+        log.info("stopped")
+
+
+async def _come_up(engine: EngineClient, address: str, announcer: Announcer) -> bool:
+    """Announce the start, then never return; False when the engine is given up."""
+    while engine.state is not EngineState.READY:
+        if engine.restarts >= START_ATTEMPTS:
+            return False
+        announcer.loading(engine.progress)
+        await asyncio.sleep(_LOOK_EVERY)
+    if engine.model is not None:
+        announcer.ready(address, engine.model)
+    return await asyncio.Event().wait()
+
+
+async def _leave(server: Server, signals: Signals, grace: float) -> int:
+    log.info("draining", in_flight=server.num_in_flight, grace=grace)
+    await _first_of(signals.second.wait(), server.drain(grace))
+    if signals.second.is_set():
+        log.warning("cut", in_flight=server.num_in_flight)
+        return 128 + signals.number
+    if server.num_in_flight:
+        log.warning("grace_over", in_flight=server.num_in_flight)
+    return EXIT_OK
+
+
+async def _first_of(one: Coroutine[None, None, bool], other: Coroutine[None, None, bool]) -> bool:
+    """The result of whichever ends first; the other is cancelled."""
+    tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    return next(task.result() for task in tasks if task in done)

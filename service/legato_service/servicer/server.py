@@ -1,0 +1,96 @@
+"""ServerService: what this server is and what it can do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import uuid
+
+from legato.v1 import server_pb2 as pb
+from legato.v1 import server_pb2_grpc
+from legato_engine.errors import EngineStarting, InvalidField
+from legato_engine.messages import ModelInfo
+
+from legato_service import convert_response
+from legato_service.config import ServiceConfig
+from legato_service.dispatch import Context
+from legato_service.engine import Engine
+
+CONTRACT_REVISION = 1  # grows by one with each released addition to the contract
+MINIMUM_CLIENT_REVISION = 1
+CAPABILITIES: tuple[str, ...] = ()  # words of `GetServerInfoResponse.capabilities`
+PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
+
+
+class ServerServicer(server_pb2_grpc.ServerServiceServicer):
+    """Answers about the server itself; needs no room in the engine."""
+
+    def __init__(self, config: ServiceConfig, engine: Engine) -> None:
+        self._config = config
+        self._engine = engine
+        self._instance_id = str(uuid.uuid4())
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        """Version, limits and capabilities; what only the model knows is 0 until it is loaded."""
+        return pb.GetServerInfoResponse(
+            name="legato",
+            version=_version(),
+            instance_id=self._instance_id,
+            contract_revision=CONTRACT_REVISION,
+            minimum_client_revision=MINIMUM_CLIENT_REVISION,
+            limits=self._limits(self._engine.model),
+            capabilities=CAPABILITIES,
+        )
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
+        """The models, a page at a time; a page token is the offset of its page."""
+        if request.page_size < 0:
+            raise InvalidField("must not be negative", field="page_size")
+        models = self._models()
+        start = _offset(request.page_token, len(models))
+        end = start + min(request.page_size or PAGE_SIZE, MAX_PAGE_SIZE)
+        more = str(end) if end < len(models) else ""
+        return pb.ListModelsResponse(models=models[start:end], next_page_token=more)
+
+    def _models(self) -> list[pb.Model]:
+        model = self._engine.model
+        if model is None:
+            raise EngineStarting("the model is loading")
+        return [
+            pb.Model(
+                name=model.name,
+                tasks=model.tasks,
+                streaming_regions=True,
+                max_context_tokens=model.max_context_tokens,
+            )
+        ]
+
+    def _limits(self, model: ModelInfo | None) -> pb.Limits:
+        return pb.Limits(
+            max_request_bytes=self._config.max_request_bytes,
+            max_image_pixels=self._config.engine.max_image_pixels,
+            max_context_tokens=model.max_context_tokens if model else 0,
+            max_output_tokens=model.max_output_tokens if model else 0,
+            max_running=self._config.engine.max_running,
+            max_waiting=self._config.engine.max_waiting,
+            default_deadline=convert_response.duration(self._config.unary_deadline),
+        )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("legato")
+    except importlib.metadata.PackageNotFoundError:  # run from a folder that was never installed
+        return "0"
+
+
+def _offset(token: str, count: int) -> int:
+    """Where the page begins; raises `InvalidField` for a token that this server never gives."""
+    if not token:
+        return 0
+    if not (token.isascii() and token.isdigit() and 0 < int(token[:9]) < count):
+        raise InvalidField("not a page token of this server", field="page_token")
+    return int(token)

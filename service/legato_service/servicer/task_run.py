@@ -1,0 +1,160 @@
+"""RunTasks: several tasks on one picture, whose bytes reach the engine once."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import msgspec
+import structlog
+from legato.v1 import inference_pb2 as pb
+from legato.v1 import media_pb2, task_pb2
+from legato_engine import core
+from legato_engine.errors import (
+    Busy,
+    DeadlineExceeded,
+    ImageNotFound,
+    ImageTooLarge,
+    ImageUndecodable,
+    InternalError,
+    LegatoError,
+    Unavailable,
+)
+from legato_engine.messages import Done, ModelInfo
+
+from legato_service import call, convert_request, convert_response
+from legato_service.dispatch import Context, Dispatcher, outcome, started
+from legato_service.engine import Stream
+from legato_service.errors import failure
+from legato_service.picture import InlinePicture, Picture
+
+log = structlog.get_logger("legato.rpc")
+
+SHARED_FAILURES = (
+    Busy,
+    DeadlineExceeded,
+    ImageNotFound,
+    ImageTooLarge,
+    ImageUndecodable,
+    Unavailable,
+)
+"""What is wrong with the server or the picture fails the call; anything else only its task."""
+
+
+class TaskRun:
+    """One RunTasks call. Raises `InvalidField` when its list of tasks is malformed."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, request: pb.RunTasksRequest, request_id: str
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._request_id = request_id
+        self._image = request.image
+        self._task_ids = [message.task_id for message in request.tasks]
+        self._asked = [
+            self._ask(index, spec, message, request.options)
+            for index, (spec, message) in enumerate(
+                zip(convert_request.tasks(request.tasks), request.tasks, strict=True)
+            )
+        ]
+
+    def _ask(
+        self, index: int, spec: core.TaskSpec, task: task_pb2.Task, options: pb.RequestOptions
+    ) -> core.Request:
+        """A task's own request. No caller's id holds a `#`, so these ids are nobody else's.
+
+        The picture is kept for the later tasks whatever the options say: it is encoded once.
+        """
+        sampling = convert_request.sampling(task.sampling, f"tasks[{index}].")
+        request_id = f"{self._request_id}#{index}"
+        asked = convert_request.request(request_id, spec, sampling, options)
+        return msgspec.structs.replace(asked, cache_image=True)
+
+    def check(self) -> ModelInfo:
+        """The model that will answer; raises as `Dispatcher.check` does."""
+        models = [
+            self._dispatcher.check(asked, f"tasks[{index}].")
+            for index, asked in enumerate(self._asked)
+        ]
+        return models[0]
+
+    async def execute(
+        self, picture: Picture, deadline: float, context: Context
+    ) -> list[Done | LegatoError]:
+        """How each task ended, in order; raises what fails them all.
+
+        The first task that starts carries the picture's bytes, the others name what it put into the
+        engine's cache. All run at the same time; unread reports pile up in bounded streams.
+        """
+        begun: list[Stream | LegatoError] = []
+        with ExitStack() as running:
+            for index, asked in enumerate(self._asked):
+                try:
+                    self._check_picture(index, asked)
+                    stream = running.enter_context(
+                        self._dispatcher.submit(asked, picture, deadline, context)
+                    )
+                    if isinstance(picture, InlinePicture) and index + 1 < len(self._asked):
+                        picture = await _held(stream, deadline) or picture
+                except SHARED_FAILURES:
+                    raise
+                except LegatoError as error:
+                    begun.append(error)
+                else:
+                    begun.append(stream)
+            return [await _ended(each, deadline) for each in begun]
+
+    def response(
+        self,
+        outcomes: list[Done | LegatoError],
+        model: ModelInfo,
+        stamp: media_pb2.FrameStamp | None,
+    ) -> pb.RunTasksResponse:
+        """The answer, its results in the order of the tasks."""
+        done = [each for each in outcomes if isinstance(each, Done)]
+        image_time = max((each.timings.image for each in done), default=0.0)
+        total_time = time.monotonic() - call.current().started
+        info = pb.ResponseInfo(
+            request_id=self._request_id,
+            model=model.name,
+            usage=convert_response.usage(call.total(each.usage for each in done)),
+            timings=task_pb2.Timings(
+                image=convert_response.duration(image_time),
+                total=convert_response.duration(total_time),
+            ),
+            image=convert_response.image(done[0].image) if done else None,
+            stamp=stamp,
+        )
+        results = [
+            self._result(task_id, each)
+            for task_id, each in zip(self._task_ids, outcomes, strict=True)
+        ]
+        return pb.RunTasksResponse(results=results, info=info)
+
+    def _result(self, task_id: str, ended: Done | LegatoError) -> task_pb2.TaskResult:
+        if isinstance(ended, Done):
+            return convert_response.task_result(task_id, ended)
+        if isinstance(ended, InternalError):
+            log.error("internal_error", request_id=self._request_id, exc_info=ended)
+        return convert_response.task_error(task_id, failure(ended, self._request_id).status)
+
+    def _check_picture(self, index: int, asked: core.Request) -> None:
+        """Without a picture, tasks that need one fail by themselves."""
+        convert_request.image(self._image, asked.task, f"tasks[{index}].query.")
+
+
+async def _held(stream: Stream, deadline: float) -> core.CachedImage | None:
+    """The name of the picture that `stream` brought into the engine; None when it is not held."""
+    image = (await started(stream, deadline)).image
+    return core.CachedImage(image_id=image.image_id) if image and image.image_id else None
+
+
+async def _ended(begun: Stream | LegatoError, deadline: float) -> Done | LegatoError:
+    if isinstance(begun, LegatoError):
+        return begun
+    try:
+        return await outcome(begun, deadline)
+    except SHARED_FAILURES:
+        raise
+    except LegatoError as error:
+        return error

@@ -1,0 +1,36 @@
+"""Services of the contract that this server does not have: a plain UNIMPLEMENTED that says so."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+
+from legato_service.dispatch import Context
+
+
+def handler(service: ServiceDescriptor) -> grpc.GenericRpcHandler:
+    """Answers every RPC of `service`, whatever it is sent."""
+    methods = {method.name: _refusal(method) for method in service.methods}
+    return grpc.method_handlers_generic_handler(service.full_name, methods)
+
+
+def _refusal(method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
+    message = f"{method.full_name} is not built in this server"
+
+    async def one(request: object, context: Context) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+
+    async def many(request: object, context: Context) -> AsyncIterator[bytes]:
+        await one(request, context)
+        yield b""  # makes this an async generator, as all streaming handlers here are
+
+    if method.client_streaming and method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(many)
+    if method.client_streaming:
+        return grpc.stream_unary_rpc_method_handler(one)
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(many)
+    return grpc.unary_unary_rpc_method_handler(one)

@@ -1,0 +1,215 @@
+"""An engine that answers by script, with the real client's streams and blobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from legato_engine import core
+from legato_engine.blobs import BlobStore, new_namespace
+from legato_engine.client import EngineState
+from legato_engine.errors import Draining, EngineLost, EngineStarting, LegatoError
+from legato_engine.messages import Delta, Done, Load, ModelInfo, Started
+from legato_engine.stream import RequestStream, StreamReport
+
+MODEL = ModelInfo(
+    name="fake-1",
+    device="cpu",
+    tasks=("query", "caption", "detect", "point", "segment"),
+    max_context_tokens=2048,
+    max_output_tokens=512,
+    max_running=16,
+    max_waiting=256,
+    num_parameters=1_000_000,
+    dtype="f32",
+)
+BOX = core.Box(x_min=0.1, y_min=0.2, x_max=0.5, y_max=0.75)
+POINT = core.Point(x=0.25, y=0.5)
+USAGE = core.Usage(input_tokens=740, output_tokens=9, cached_tokens=730, image_tokens=729)
+TIMINGS = core.Timings(
+    queue=0.001, image=0.002, prefill=0.003, first_token=0.006, decode=0.5, total=0.506
+)
+IMAGE = core.ImageInfo(image_id="img_0", width=640, height=480, cache_hit=False)
+
+Script = Callable[["FakeEngine", RequestStream], None]
+
+
+class FakeEngine:
+    """Runs `script` on every request; the default answers it at once."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.script = script or answer
+        self.state = EngineState.READY
+        self.model: ModelInfo | None = MODEL
+        self.load = Load()
+        self.step = 0
+        self.estimated_wait = 0.0
+        self.silent_since: float | None = None
+        self.blobs = BlobStore(new_namespace())
+        self.requests: list[core.Request] = []
+        self.streams: dict[str, RequestStream] = {}
+        self.aborted: list[str] = []  # what the engine process would have been told
+        self._subscribers: list[Callable[[EngineState], None]] = []
+
+    @property
+    def last_heartbeat(self) -> float:
+        """Now, unless it fell silent."""
+        return time.monotonic() if self.silent_since is None else self.silent_since
+
+    def subscribe(self, callback: Callable[[EngineState], None]) -> None:
+        """Tell `callback` of every new state."""
+        self._subscribers.append(callback)
+
+    def become(self, state: EngineState) -> None:
+        """Change state; a lost engine takes its requests with it."""
+        self.state = state
+        if state is EngineState.LOST:
+            for stream in list(self.streams.values()):
+                self._forget(stream)
+                stream.fail(EngineLost("the engine process died"))
+        for callback in self._subscribers:
+            callback(state)
+
+    def drain(self) -> None:
+        """As the real one: no new requests."""
+        self.become(EngineState.DRAINING)
+
+    def submit(self, request: core.Request) -> RequestStream:
+        """As the real one: register at once, discard the blob whatever happens."""
+        refusals: dict[EngineState, LegatoError] = {
+            EngineState.STARTING: EngineStarting("loading"),
+            EngineState.LOST: EngineLost("restarting"),
+            EngineState.DRAINING: Draining("draining"),
+        }
+        stream = RequestStream(request, self._on_abort)
+        if self.state in refusals:
+            self._forget(stream)
+            raise refusals[self.state]
+        self.requests.append(request)
+        self.streams[request.request_id] = stream
+        self.script(self, stream)
+        return stream
+
+    def feed(self, stream: RequestStream, *reports: StreamReport) -> None:
+        """Reports arrive."""
+        for report in reports:
+            stream.feed(report)
+        if stream.ended:
+            self._forget(stream)
+
+    def fail(self, stream: RequestStream, error: LegatoError) -> None:
+        """The request fails."""
+        self._forget(stream)
+        stream.fail(error)
+
+    def _on_abort(self, stream: RequestStream) -> None:
+        self.aborted.append(stream.request_id)
+        self._forget(stream)
+
+    def _forget(self, stream: RequestStream) -> None:
+        self.streams.pop(stream.request_id, None)
+        if isinstance(stream.request.image, core.EncodedImage | core.RawImage):
+            self.blobs.discard(stream.request.image.blob)
+
+
+def started(request: core.Request) -> Started:
+    """Prefill was launched."""
+    return Started(
+        request_id=request.request_id,
+        model=MODEL.name,
+        input_tokens=USAGE.input_tokens,
+        cached_tokens=USAGE.cached_tokens,
+        queue_time=TIMINGS.queue,
+        image=image_of(request),
+    )
+
+
+def delta(request: core.Request, *events: core.Event) -> Delta:
+    """What one step added."""
+    return Delta(request_id=request.request_id, events=events)
+
+
+def done(
+    request: core.Request,
+    result: core.TaskResult,
+    reason: core.FinishReason = core.FinishReason.STOP,
+) -> Done:
+    """The end."""
+    return Done(
+        request_id=request.request_id,
+        result=result,
+        finish_reason=reason,
+        usage=USAGE,
+        timings=TIMINGS,
+        image=image_of(request),
+    )
+
+
+def image_of(request: core.Request) -> core.ImageInfo | None:
+    """The picture as answered about; a picture named by its id was seen before."""
+    if request.image is None:
+        return None
+    if isinstance(request.image, core.CachedImage):
+        return core.ImageInfo(
+            image_id=request.image.image_id, width=640, height=480, cache_hit=True
+        )
+    return IMAGE
+
+
+def solution(task: core.TaskSpec) -> tuple[Sequence[core.Event], core.TaskResult]:
+    """The events of a task's answer, and the answer."""
+    match task:
+        case core.QueryTask(reasoning=True):
+            thoughts = core.ReasoningDelta(text="Hm. ")
+            return (thoughts, core.TextDelta(text="Four.")), core.QueryResult(
+                answer="Four.", reasoning="Hm. "
+            )
+        case core.QueryTask():
+            return words("Three", " red", " cups."), core.QueryResult(answer="Three red cups.")
+        case core.CaptionTask():
+            return words("A", " shelf."), core.CaptionResult(caption="A shelf.")
+        case core.DetectTask(object=label):
+            found = core.ObjectEvent(box=BOX, label=label)
+            return (found, found), core.DetectResult(objects=(found, found))
+        case core.PointTask(object=label):
+            spot = core.PointEvent(point=POINT, label=label)
+            return (spot,), core.PointResult(points=(spot,))
+        case core.SegmentTask(object=label):
+            pieces = (
+                core.OutlineEvent(index=0, box=BOX),
+                core.OutlineEvent(index=0, path_delta="M 0 0 "),
+                core.OutlineEvent(index=0, path_delta="L 1 1 Z"),
+            )
+            outline = core.Outline(path="M 0 0 L 1 1 Z", box=BOX, label=label)
+            return pieces, core.SegmentResult(segments=(outline,))
+
+
+def words(*texts: str) -> tuple[core.TextDelta, ...]:
+    """Text in pieces."""
+    return tuple(core.TextDelta(text=text) for text in texts)
+
+
+def answer(engine: FakeEngine, stream: RequestStream) -> None:
+    """Answer at once, one delta per event."""
+    request = stream.request
+    events, result = solution(request.task)
+    deltas = [delta(request, event) for event in events]
+    engine.feed(stream, started(request), *deltas, done(request, result))
+
+
+def hold(engine: FakeEngine, stream: RequestStream) -> None:
+    """Say nothing; the test goes on by itself."""
+
+
+def begin(engine: FakeEngine, stream: RequestStream) -> None:
+    """Start and go no further."""
+    engine.feed(stream, started(stream.request))
+
+
+def refuse(error: LegatoError) -> Script:
+    """Fail every request with `error`."""
+
+    def script(engine: FakeEngine, stream: RequestStream) -> None:
+        engine.fail(stream, error)
+
+    return script

@@ -1,0 +1,141 @@
+"""A real server on a loopback port in front of a fake engine, and what tests read from it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2_grpc
+from legato.v1 import inference_pb2_grpc, media_pb2, server_pb2_grpc
+from legato_engine.config import EngineConfig
+from legato_service.config import ServiceConfig
+from legato_service.server import Server
+from PIL import Image
+
+from tests.service.fakes import FakeEngine
+
+DETAILS = {
+    kind.DESCRIPTOR.full_name: kind
+    for kind in (
+        error_details_pb2.ErrorInfo,
+        error_details_pb2.RequestInfo,
+        error_details_pb2.BadRequest,
+        error_details_pb2.ResourceInfo,
+        error_details_pb2.RetryInfo,
+        error_details_pb2.PreconditionFailure,
+    )
+}
+
+
+def picture_bytes(kind: str = "PNG", size: tuple[int, int] = (8, 6)) -> bytes:
+    """A small image file."""
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (200, 30, 30)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def picture() -> media_pb2.Image:
+    """A small picture, as a request carries it."""
+    return media_pb2.Image(encoded=media_pb2.EncodedImage(data=picture_bytes()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A server that listens, and a channel to it."""
+
+    server: Server
+    engine: FakeEngine
+    port: int
+    channel: Any  # untyped, as the stubs: the typing of grpc has no name for what they are
+
+    @property
+    def inference(self) -> Any:
+        """A stub of InferenceService."""
+        return inference_pb2_grpc.InferenceServiceStub(self.channel)
+
+    @property
+    def info(self) -> Any:
+        """A stub of ServerService."""
+        return server_pb2_grpc.ServerServiceStub(self.channel)
+
+    @property
+    def health(self) -> Any:
+        """A stub of the health service."""
+        return health_pb2_grpc.HealthStub(self.channel)
+
+
+@asynccontextmanager
+async def running(
+    engine: FakeEngine | None = None,
+    channel_options: Sequence[tuple[str, int | str]] = (),
+    engine_settings: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Running]:
+    """Serve for the length of the block; settings are fields of the two configurations."""
+    engine = engine or FakeEngine()
+    config = ServiceConfig(
+        engine=EngineConfig(**(engine_settings or {})),
+        **{"listen": "127.0.0.1:0", "health_interval": 0.01, **settings},
+    )
+    server = Server(config, engine, engine.blobs)
+    port = await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options) as channel:
+            yield Running(server, engine, port, channel)
+    finally:
+        await server.stop()
+        engine.blobs.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A failed call as its client sees it."""
+
+    code: grpc.StatusCode
+    message: str
+    details: dict[str, Any]  # by the short name of the message
+    trailers: dict[str, Any]
+    size: int
+
+    @property
+    def reason(self) -> str:
+        """The reason of its ErrorInfo, empty without one."""
+        return self.details["ErrorInfo"].reason if "ErrorInfo" in self.details else ""
+
+
+async def refusal(awaitable: Any) -> Refusal:
+    """The failure of a call that must fail; `awaitable` is a call or a coroutine that reads one."""
+    try:
+        await awaitable
+    except grpc.aio.AioRpcError as error:
+        return read_refusal(error)
+    raise AssertionError("the call succeeded")
+
+
+def read_refusal(error: grpc.aio.AioRpcError) -> Refusal:
+    """What a failure carries."""
+    trailers = dict(error.trailing_metadata() or ())
+    data = trailers.get("grpc-status-details-bin", b"")
+    status = status_pb2.Status.FromString(data)
+    details: dict[str, Any] = {}
+    for packed in status.details:
+        kind = DETAILS[packed.TypeName()]
+        message = kind()
+        assert packed.Unpack(message)
+        details[kind.DESCRIPTOR.name] = message
+    if data:
+        assert status.code == error.code().value[0]
+        assert status.message == error.details()
+    return Refusal(error.code(), error.details() or "", details, trailers, len(data))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return once `condition` holds; the test's own timeout bounds it."""
+    while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
+        await asyncio.sleep(0.005)

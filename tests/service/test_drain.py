@@ -1,0 +1,67 @@
+"""Draining: nothing admitted is lost, nothing new is taken."""
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2
+from legato.v1 import inference_pb2, server_pb2, task_pb2
+
+from tests.grammar import Grammar
+from tests.service.fakes import FakeEngine, answer, begin, delta, done, solution
+from tests.service.harness import refusal, running, until
+
+QUESTION = inference_pb2.QueryRequest(question="How many?")
+TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
+STREAM = inference_pb2.GenerateRequest(task=TASK)
+INFERENCE = "legato.v1.InferenceService"
+
+
+async def test_a_drain_finishes_what_runs_and_refuses_the_rest():
+    """Running calls end well, new ones are UNAVAILABLE DRAINING, health withdraws first."""
+    engine = FakeEngine(begin)
+    async with running(engine) as server:
+        unary = server.inference.Query(QUESTION)
+        stream = server.inference.Generate(STREAM)
+        grammar = Grammar()
+        grammar.feed(await stream.read())
+        await until(lambda: len(engine.streams) == 2)
+        watch = server.health.Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+
+        draining = asyncio.create_task(server.server.drain(60))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        failed = await refusal(server.inference.Query(QUESTION))
+        assert failed.code is grpc.StatusCode.UNAVAILABLE
+        assert failed.reason == "DRAINING"
+        assert "RetryInfo" in failed.details
+        assert await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
+
+        for each in list(engine.streams.values()):
+            events, result = solution(each.request.task)
+            engine.feed(each, delta(each.request, *events), done(each.request, result))
+        assert await draining
+        assert (await unary).answer
+        while (event := await stream.read()) is not grpc.aio.EOF:
+            grammar.feed(event)
+        grammar.end(ok=True)
+        watch.cancel()
+
+
+async def test_a_drain_lasts_no_longer_than_its_grace():
+    """What does not end in time is cut when the server stops, and the engine forgets it."""
+    engine = FakeEngine(begin)
+    async with running(engine) as server:
+        call = server.inference.Query(QUESTION)
+        await until(lambda: bool(engine.streams))
+        assert not await server.server.drain(0.05)
+        await server.server.stop()
+        failed = await refusal(call)
+        assert failed.code is grpc.StatusCode.UNAVAILABLE
+        await until(lambda: not engine.streams)
+    assert engine.aborted == [engine.requests[0].request_id]
+
+
+async def test_an_idle_server_drains_at_once():
+    """With nothing in flight there is nothing to wait for."""
+    async with running(FakeEngine(answer)) as server:
+        assert await server.server.drain(0)

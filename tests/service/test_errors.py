@@ -1,0 +1,262 @@
+"""The error table, as data and over the wire."""
+
+import json
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+from legato.v1 import error_pb2, inference_pb2, media_pb2, task_pb2
+from legato_engine import errors
+from legato_engine.client import EngineState
+from legato_service.errors import (
+    TABLE,
+    DuplicateRequest,
+    SharedMemoryRefused,
+    failure,
+    row_of,
+)
+
+from tests.service.fakes import FakeEngine, answer, hold, refuse
+from tests.service.harness import picture, refusal, running, until
+
+QUESTION = inference_pb2.QueryRequest(question="How many?")
+
+# Errors that the engine sends: what the peer sees of them.
+FROM_ENGINE = [
+    (errors.InvalidField("no", field="sampling.top_k"), "INVALID_ARGUMENT", "INVALID_FIELD"),
+    (errors.ImageUndecodable("cut", field="image"), "INVALID_ARGUMENT", "IMAGE_UNDECODABLE"),
+    (errors.ImageTooLarge("big", limit=1, actual=2), "INVALID_ARGUMENT", "IMAGE_TOO_LARGE"),
+    (errors.PromptTooLong("long", limit=1, actual=2), "INVALID_ARGUMENT", "PROMPT_TOO_LONG"),
+    (errors.ImageNotFound("gone", resource="img_1"), "NOT_FOUND", "IMAGE_NOT_FOUND"),
+    (errors.ModelNotFound("none", resource="m"), "NOT_FOUND", "MODEL_NOT_FOUND"),
+    (errors.AdapterNotFound("none", resource="a"), "NOT_FOUND", "ADAPTER_NOT_FOUND"),
+    (errors.TaskUnsupported("no", task="segment"), "FAILED_PRECONDITION", "TASK_UNSUPPORTED"),
+    (errors.QueueFull("full", retry_after_ms=200), "RESOURCE_EXHAUSTED", "QUEUE_FULL"),
+    (errors.DeadlineExceeded("late"), "DEADLINE_EXCEEDED", ""),
+    (errors.DeadlineUnreachable("no"), "DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE"),
+    (errors.ClientTooSlow("slow"), "ABORTED", "CLIENT_TOO_SLOW"),
+    (errors.EngineStarting("loading"), "UNAVAILABLE", "ENGINE_STARTING"),
+    (errors.EngineLost("died"), "UNAVAILABLE", "ENGINE_LOST"),
+    (errors.Draining("bye"), "UNAVAILABLE", "DRAINING"),
+    (errors.InternalError("secret"), "INTERNAL", "INTERNAL"),
+]
+DETAIL_OF = {
+    "INVALID_ARGUMENT": "BadRequest",
+    "NOT_FOUND": "ResourceInfo",
+    "FAILED_PRECONDITION": "PreconditionFailure",
+    "RESOURCE_EXHAUSTED": "RetryInfo",
+    "UNAVAILABLE": "RetryInfo",
+    "ALREADY_EXISTS": "ResourceInfo",
+}
+
+
+def leaves(kind):
+    """The error types without subtypes below `kind`."""
+    below = kind.__subclasses__()
+    return {leaf for child in below for leaf in leaves(child)} if below else {kind}
+
+
+def check_shape(failed, code, reason, request_id):
+    """A failure has its code, its reason, the request's id and the detail of its code."""
+    assert failed.code is grpc.StatusCode[code]
+    assert failed.reason == reason
+    assert failed.details["RequestInfo"].request_id == request_id
+    assert failed.trailers["x-request-id"] == request_id
+    if reason:
+        assert failed.details["ErrorInfo"].domain == "legato"
+    extra = set(failed.details) - {"ErrorInfo", "RequestInfo"}
+    assert extra == ({DETAIL_OF[code]} if code in DETAIL_OF else set())
+    assert ("grpc-retry-pushback-ms" in failed.trailers) == ("RetryInfo" in extra)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"), FROM_ENGINE, ids=[type(row[0]).__name__ for row in FROM_ENGINE]
+)
+async def test_every_error_of_the_engine_arrives_whole(error, code, reason):
+    """Each error type reaches the client as its code, reason and details."""
+    asked = inference_pb2.QueryRequest(
+        question="?", options=inference_pb2.RequestOptions(request_id="r-1")
+    )
+    async with running(FakeEngine(refuse(error))) as server:
+        failed = await refusal(server.inference.Query(asked))
+    check_shape(failed, code, reason, "r-1")
+    if reason:
+        expected = {} if reason == "INTERNAL" else error.metadata
+        assert dict(failed.details["ErrorInfo"].metadata) == expected
+    assert "secret" not in failed.message
+
+
+def test_the_cases_above_are_all_there_are():
+    """Every error type of the engine is among the cases; a new one fails this test."""
+    covered = {type(error) for error, _, _ in FROM_ENGINE}
+    service_only = {SharedMemoryRefused, DuplicateRequest}
+    assert leaves(errors.LegatoError) - service_only <= covered
+    assert covered | service_only <= set(TABLE) | {errors.InvalidField, errors.QueueFull} | {
+        errors.InternalError
+    }
+
+
+def test_every_reason_is_in_the_contract():
+    """What is sent as reason names a value of ErrorReason."""
+    known = set(error_pb2.ErrorReason.keys())
+    for row in TABLE.values():
+        assert not row.reason or f"ERROR_REASON_{row.reason}" in known
+
+
+def test_a_type_without_a_row_takes_its_nearest_bases():
+    """A subtype that the table does not know is answered as its base."""
+
+    class QueueOfImagesFull(errors.QueueFull):
+        pass
+
+    class Odd(errors.LegatoError):
+        pass
+
+    assert row_of(QueueOfImagesFull).reason == "QUEUE_FULL"
+    assert row_of(Odd).reason == "INTERNAL"
+
+
+text = st.text(max_size=6000)
+
+
+@given(
+    kind=st.sampled_from(sorted(TABLE, key=lambda kind: kind.__name__)),
+    message=text,
+    metadata=st.dictionaries(st.sampled_from(["field", "resource", "task", "x" * 300]), text)
+    | st.dictionaries(st.text(max_size=300), text, max_size=30),
+)
+def test_details_stay_small(kind, message, metadata):
+    """However long the texts of an error are, its details stay under 4 KB."""
+    metadata.pop("retry_after_ms", None)
+    error = kind(message)
+    error.metadata = metadata
+    assert len(failure(error, "r" * 64).status.SerializeToString()) <= 4096
+
+
+@given(hint=st.integers(0, 10**9))
+def test_retry_hints_stay_sensible(hint):
+    """A hint is spread by a fifth, and never below 50 ms or above 10 s."""
+    failed = failure(errors.QueueFull("full", retry_after_ms=hint), "r")
+    assert failed.retry_after is not None
+    assert 0.05 <= failed.retry_after <= 10
+    assert failed.retry_after >= 0.05
+    assert failed.retry_after in (0.05, 10) or 0.8 <= failed.retry_after / (hint / 1000) <= 1.2
+    detail = error_details_pb2.RetryInfo()
+    assert any(each.Unpack(detail) for each in failed.status.details)
+    trailers = dict(failed.trailers())
+    assert int(trailers["grpc-retry-pushback-ms"]) == round(failed.retry_after * 1000)
+
+
+async def test_an_unknown_exception_tells_nothing():
+    """A bug is INTERNAL with the request's id and none of its text."""
+
+    def explode(engine, stream):
+        raise ValueError("secret")
+
+    asked = inference_pb2.QueryRequest(
+        question="?", options=inference_pb2.RequestOptions(request_id="r-2")
+    )
+    async with running(FakeEngine(explode)) as server:
+        failed = await refusal(server.inference.Query(asked))
+    check_shape(failed, "INTERNAL", "INTERNAL", "r-2")
+    assert "secret" not in failed.message + str(failed.trailers)
+
+
+async def test_options_that_this_server_lacks():
+    """Adapters, unknown models, log-probabilities and shared images are refused by their rows."""
+    options = inference_pb2.RequestOptions
+    shared = media_pb2.Image(shared=media_pb2.SharedImage(region="legato-0-x"))
+    cases = [
+        (options(adapter="cups@12"), None, "NOT_FOUND", "ADAPTER_NOT_FOUND"),
+        (options(model="other"), None, "NOT_FOUND", "MODEL_NOT_FOUND"),
+        (options(top_logprobs=0), None, "FAILED_PRECONDITION", "TASK_UNSUPPORTED"),
+        (options(), shared, "FAILED_PRECONDITION", "SHM_REFUSED"),
+    ]
+    async with running() as server:
+        for number, (opts, image, code, reason) in enumerate(cases):
+            opts.request_id = f"r-{number}"
+            asked = inference_pb2.QueryRequest(question="?", options=opts, image=image)
+            failed = await refusal(server.inference.Query(asked))
+            check_shape(failed, code, reason, f"r-{number}")
+
+
+async def test_resources_are_named():
+    """ResourceInfo says what kind of thing is missing, and which."""
+    options = inference_pb2.RequestOptions(model="other")
+    async with running() as server:
+        failed = await refusal(
+            server.inference.Query(inference_pb2.QueryRequest(question="?", options=options))
+        )
+    resource = failed.details["ResourceInfo"]
+    assert (resource.resource_type, resource.resource_name) == ("model", "other")
+
+
+async def test_an_engine_that_loads_is_unavailable():
+    """Before the model is known, requests are told to come back."""
+    engine = FakeEngine()
+    engine.state, engine.model = EngineState.STARTING, None
+    async with running(engine) as server:
+        failed = await refusal(server.inference.Query(QUESTION))
+    assert failed.reason == "ENGINE_STARTING"
+
+
+async def test_an_id_in_flight_is_not_taken_twice():
+    """ALREADY_EXISTS names the id; once the first request has ended the id is free again."""
+    asked = inference_pb2.QueryRequest(
+        question="?", options=inference_pb2.RequestOptions(request_id="mine")
+    )
+    engine = FakeEngine(hold)
+    async with running(engine) as server:
+        first = server.inference.Query(asked)
+        await until(lambda: bool(engine.streams))
+        failed = await refusal(server.inference.Query(asked))
+        check_shape(failed, "ALREADY_EXISTS", "DUPLICATE_REQUEST", "mine")
+        assert failed.details["ResourceInfo"].resource_name == "mine"
+        answer(engine, engine.streams["mine"])
+        await first
+        engine.script = answer
+        assert (await server.inference.Query(asked)).answer
+
+
+async def test_a_client_retries_by_its_own_policy():
+    """A refusal before admission carries no headers, so gRPC's own retry works."""
+
+    def fail_twice(engine, stream):
+        attempt = len(engine.requests) % 3
+        if attempt == 1:
+            engine.fail(stream, errors.QueueFull("full", retry_after_ms=1))
+        elif attempt == 2:
+            engine.fail(stream, errors.EngineLost("died"))
+        else:
+            answer(engine, stream)
+
+    policy = {
+        "maxAttempts": 3,
+        "initialBackoff": "0.01s",
+        "maxBackoff": "0.1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+    }
+    config = {"methodConfig": [{"name": [{}], "retryPolicy": policy}]}
+    options = [("grpc.service_config", json.dumps(config))]
+    async with running(FakeEngine(fail_twice), options) as server:
+        assert (await server.inference.Query(QUESTION)).answer
+        task = task_pb2.Task(query=task_pb2.QueryTask(question="?"))
+        call = server.inference.Generate(inference_pb2.GenerateRequest(task=task))
+        events = [event async for event in call]
+        assert events[-1].HasField("finished")
+        assert len(server.engine.requests) == 6
+
+
+async def test_bad_requests_with_a_picture_leave_no_blob():
+    """A request that is refused after its picture was staged leaves nothing in shared memory."""
+    engine = FakeEngine()
+    engine.become(EngineState.LOST)
+    async with running(engine) as server:
+        failed = await refusal(
+            server.inference.Caption(inference_pb2.CaptionRequest(image=picture()))
+        )
+        assert len(engine.blobs) == 0
+    assert failed.reason == "ENGINE_LOST"

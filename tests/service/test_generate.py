@@ -1,0 +1,144 @@
+"""Generate: the event grammar, coalescing and heartbeats."""
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+from legato.v1 import inference_pb2, media_pb2, task_pb2
+from legato_engine import core
+from legato_engine.messages import Queued
+
+from tests.grammar import Grammar, check, replay
+from tests.service.fakes import FakeEngine, delta, done, hold, solution, started, words
+from tests.service.harness import picture, running, until
+
+TASKS = {
+    "query": task_pb2.Task(query=task_pb2.QueryTask(question="How many?")),
+    "reasoning": task_pb2.Task(query=task_pb2.QueryTask(question="2+2?", reasoning=True)),
+    "caption": task_pb2.Task(caption=task_pb2.CaptionTask()),
+    "detect": task_pb2.Task(detect=task_pb2.DetectTask(object="cup")),
+    "point": task_pb2.Task(point=task_pb2.PointTask(object="cup")),
+    "segment": task_pb2.Task(segment=task_pb2.SegmentTask(object="cup")),
+}
+
+
+def request(kind="query", **options):
+    """Ask one task of a picture."""
+    return inference_pb2.GenerateRequest(
+        image=picture(),
+        task=TASKS[kind],
+        options=inference_pb2.RequestOptions(**options),
+        stamp=media_pb2.FrameStamp(sequence=3),
+    )
+
+
+@pytest.mark.parametrize("kind", TASKS)
+async def test_every_skill_keeps_the_grammar(kind):
+    """A stream is started, deltas, finished, and finished repeats every delta."""
+    async with running() as server:
+        grammar = await replay(server.inference.Generate(request(kind)))
+    finished = grammar.events[-1].finished
+    assert finished.info.stamp.sequence == 3
+    assert finished.info.usage.output_tokens == 9
+
+
+async def test_the_task_id_comes_back():
+    """The caller's name for the task is in the result."""
+    asked = request()
+    asked.task.task_id = "count"
+    async with running() as server:
+        grammar = await replay(server.inference.Generate(asked))
+    assert grammar.events[-1].finished.result.task_id == "count"
+
+
+async def test_a_request_that_waits_says_so_first():
+    """Queued events come before started, with the position."""
+
+    def wait_then_answer(engine, stream):
+        asked = stream.request
+        queued = [
+            Queued(request_id=asked.request_id, position=at, estimated_wait=at / 2) for at in (1, 0)
+        ]
+        _, result = solution(asked.task)
+        engine.feed(stream, *queued, started(asked), delta(asked, *words("Three red cups.")))
+        engine.feed(stream, done(asked, result))
+
+    async with running(FakeEngine(wait_then_answer)) as server:
+        grammar = await replay(server.inference.Generate(request()))
+    assert [event.queued.position for event in grammar.of("queued")] == [1, 0]
+    assert grammar.of("queued")[0].queued.estimated_wait.ToMilliseconds() == 500
+
+
+async def test_regions_are_messages_of_their_own():
+    """Objects that complete in one step are sent one by one, whole."""
+
+    def both_at_once(engine, stream):
+        asked = stream.request
+        events, result = solution(asked.task)
+        engine.feed(stream, started(asked), delta(asked, *events), done(asked, result))
+
+    async with running(FakeEngine(both_at_once)) as server:
+        grammar = await replay(server.inference.Generate(request("detect")))
+    assert len(grammar.of("object")) == 2
+
+
+async def test_text_that_piled_up_travels_as_one_message():
+    """A step's worth of text, and whatever queued meanwhile, is one event."""
+    async with running() as server:
+        grammar = await replay(server.inference.Generate(request()))
+    assert [event.text.text for event in grammar.of("text")] == ["Three red cups."]
+
+
+async def test_tokens_come_along_when_asked_for():
+    """`return_tokens` reaches the engine, and its tokens reach the client."""
+
+    def with_tokens(engine, stream):
+        asked = stream.request
+        assert asked.return_tokens
+        text = core.TextDelta(text="Hi", tokens=(core.TokenInfo(token_id=5, text="Hi"),))
+        result = core.QueryResult(answer="Hi")
+        engine.feed(stream, started(asked), delta(asked, text), done(asked, result))
+
+    async with running(FakeEngine(with_tokens)) as server:
+        grammar = await replay(server.inference.Generate(request(return_tokens=True)))
+    (token,) = grammar.of("text")[0].text.tokens
+    assert (token.token_id, token.text) == (5, "Hi")
+    assert not token.HasField("logprob")
+
+
+async def test_silence_is_broken_by_heartbeats():
+    """Heartbeats come after the asked silence, before started and after it, and lose no report."""
+    engine = FakeEngine(hold)
+    interval = duration_pb2.Duration(nanos=1)  # raised to the least the contract allows
+    async with running(engine) as server:
+        call = server.inference.Generate(request(heartbeat_interval=interval))
+        grammar = Grammar()
+        grammar.feed(await call.read())
+        assert grammar.events[-1].HasField("heartbeat")
+        (stream,) = engine.streams.values()
+        asked = stream.request
+        engine.feed(stream, started(asked))
+        while not (grammar.of("started") and grammar.events[-1].HasField("heartbeat")):
+            grammar.feed(await call.read())
+        _, result = solution(asked.task)
+        engine.feed(stream, delta(asked, *words("Three red cups.")), done(asked, result))
+        async for event in _rest(call):
+            grammar.feed(event)
+    grammar.end(ok=True)
+
+
+async def test_without_an_interval_there_are_no_heartbeats():
+    """Silence stays silent unless the caller asked otherwise."""
+    engine = FakeEngine(hold)
+    async with running(engine) as server:
+        call = server.inference.Generate(request())
+        await until(lambda: bool(engine.streams))
+        (stream,) = engine.streams.values()
+        asked = stream.request
+        engine.feed(stream, started(asked), done(asked, core.QueryResult(answer="")))
+        grammar = check([event async for event in _rest(call)], ok=True)
+    assert not grammar.of("heartbeat")
+
+
+async def _rest(call):
+    while (event := await call.read()) is not grpc.aio.EOF:
+        yield event

@@ -1,0 +1,144 @@
+"""The service process as its supervisor sees it: logs, signals and exit codes."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from legato.v1 import inference_pb2, inference_pb2_grpc, task_pb2
+
+from tests.service.harness import refusal
+
+TASK = task_pb2.Task(query=task_pb2.QueryTask(question="wait"))
+STREAM = inference_pb2.GenerateRequest(task=TASK)
+ENGINE = "tests.service.fake_process"
+STILLBORN = "tests.service.fakes"  # a module that just ends
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+class Process:
+    """A service process and what it logged so far."""
+
+    def __init__(self, process):
+        self.process = process
+        self.lines = []
+
+    async def line(self, event):
+        """The next log line of this name; fails when the process ends without it."""
+        while data := await self.process.stderr.readline():
+            self.lines.append(json.loads(data))
+            if self.lines[-1]["event"] == event:
+                return self.lines[-1]
+        raise AssertionError(f"no {event} in {self.lines}")
+
+    async def code(self):
+        """Its exit code, once all of its log is read."""
+        self.lines += [json.loads(line) for line in (await self.process.stderr.read()).splitlines()]
+        return await self.process.wait()
+
+
+@asynccontextmanager
+async def service(*arguments, engine=ENGINE):
+    """A running service process on a free port."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.service.fake_service", engine),
+        *("--listen", "127.0.0.1:0", *arguments),
+        env=ENVIRONMENT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Process(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def stub(channel):
+    """The inference service behind a channel."""
+    return inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+def question(text):
+    """Ask the fake engine."""
+    return inference_pb2.QueryRequest(question=text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_and_exits_0(number):
+    """The first signal refuses new work, cuts what the grace does not end, and exits 0."""
+    async with service("--drain-grace", "0.5") as running:
+        address = (await running.line("ready"))["address"]
+        async with grpc.aio.insecure_channel(address) as channel:
+            assert (await stub(channel).Query(question("hello"))).answer == "hello"
+            waiting = stub(channel).Generate(STREAM)
+            assert (await waiting.read()).HasField("started")
+            running.process.send_signal(number)
+            assert (await running.line("draining"))["in_flight"] == 1
+            failed = await refusal(stub(channel).Query(question("late")))
+            assert failed.reason == "DRAINING"
+            assert (await refusal(waiting.read())).code is grpc.StatusCode.UNAVAILABLE
+        assert await running.code() == 0
+    assert running.lines[-1]["event"] == "stopped"
+
+
+async def test_a_second_signal_cuts():
+    """The second signal ends the drain at once; the exit code names it."""
+    async with service("--drain-grace", "600") as running:
+        address = (await running.line("ready"))["address"]
+        async with grpc.aio.insecure_channel(address) as channel:
+            waiting = stub(channel).Generate(STREAM)
+            assert (await waiting.read()).HasField("started")
+            running.process.send_signal(signal.SIGTERM)
+            await running.line("draining")
+            running.process.send_signal(signal.SIGINT)
+            assert await running.code() == 128 + signal.SIGINT
+            waiting.cancel()
+
+
+async def test_a_signal_while_the_model_loads_exits_0():
+    """Nothing has to be ready for the process to leave."""
+    async with service(engine=STILLBORN) as running:
+        await running.line("loading")
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.code() == 0
+
+
+async def test_an_engine_that_never_comes_up_is_given_up():
+    """After a few attempts the process fails, for its supervisor to see."""
+    async with service(engine=STILLBORN) as running:
+        await running.line("engine_never_ready")
+        assert await running.code() == 1
+
+
+async def test_a_taken_port_fails_the_start():
+    """Exit code 1 and a log line that names the address."""
+    async with service() as first:
+        address = (await first.line("ready"))["address"]
+        async with service("--listen", address) as second:
+            assert (await second.line("cannot_listen"))["listen"] == address
+            assert await second.code() == 1
+
+
+def test_the_service_leaves_torch_alone():
+    """Importing the service process loads no torch: it starts in a moment and stays small."""
+    code = "import sys, legato_service.__main__; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True)
+
+
+def test_help_names_every_option():
+    """The command line explains itself."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "legato_service", "--help"],
+        env=ENVIRONMENT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for option in ("--listen", "--weights", "--pipeline-depth", "--drain-grace", "--insecure"):
+        assert option in shown

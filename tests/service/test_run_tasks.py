@@ -1,0 +1,180 @@
+"""RunTasks: results in order, one picture, errors by task."""
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from legato.v1 import inference_pb2, media_pb2, task_pb2
+from legato_engine import core
+from legato_engine.errors import (
+    EngineLost,
+    ImageUndecodable,
+    InternalError,
+    PromptTooLong,
+    QueueFull,
+)
+
+from tests.service.fakes import FakeEngine, answer, begin
+from tests.service.harness import picture, refusal, running, until
+
+QUERY = task_pb2.Task(task_id="q", query=task_pb2.QueryTask(question="How many?"))
+CAPTION = task_pb2.Task(task_id="c", caption=task_pb2.CaptionTask())
+DETECT = task_pb2.Task(task_id="d", detect=task_pb2.DetectTask(object="cup"))
+
+
+def request(*tasks, image=True, **options):
+    """Ask several tasks of one picture."""
+    return inference_pb2.RunTasksRequest(
+        image=picture() if image else None,
+        tasks=tasks,
+        options=inference_pb2.RequestOptions(**options),
+    )
+
+
+def failing(kind, error):
+    """Fail tasks of one kind, answer the others."""
+
+    def script(engine, stream):
+        if isinstance(stream.request.task, kind):
+            engine.fail(stream, error)
+        else:
+            answer(engine, stream)
+
+    return script
+
+
+async def test_results_keep_the_order_of_the_tasks():
+    """Each task's result stands where the task stood, under its id."""
+    async with running() as server:
+        response = await server.inference.RunTasks(request(DETECT, QUERY, CAPTION))
+    assert [result.task_id for result in response.results] == ["d", "q", "c"]
+    assert [result.WhichOneof("result") for result in response.results] == [
+        "detect",
+        "query",
+        "caption",
+    ]
+    assert response.results[1].query.answer == "Three red cups."
+
+
+async def test_the_pictures_bytes_travel_once():
+    """The first task carries the picture and has it kept; the others name it."""
+    async with running() as server:
+        await server.inference.RunTasks(request(DETECT, QUERY, CAPTION, cache_image=False))
+        images = [asked.image for asked in server.engine.requests]
+        assert all(asked.cache_image for asked in server.engine.requests)
+    assert isinstance(images[0], core.EncodedImage)
+    assert images[1:] == [core.CachedImage(image_id="img_0")] * 2
+
+
+async def test_all_tasks_run_at_the_same_time():
+    """Once the first has started, the others are submitted without waiting for its end."""
+    engine = FakeEngine(begin)
+    async with running(engine) as server:
+        call = server.inference.RunTasks(request(DETECT, QUERY, CAPTION))
+        await until(lambda: len(engine.streams) == 3)
+        call.cancel()
+        await until(lambda: not engine.streams)
+    assert len(engine.aborted) == 3
+
+
+async def test_the_call_tells_the_sum():
+    """Usage is added up; only picture and total time are told for the call."""
+    async with running() as server:
+        info = (await server.inference.RunTasks(request(QUERY, CAPTION))).info
+    assert info.usage.output_tokens == 18
+    assert info.timings.image.ToMilliseconds() == 2
+    assert info.timings.HasField("total")
+    assert not info.timings.HasField("decode")
+    assert info.finish_reason == task_pb2.FINISH_REASON_UNSPECIFIED
+    assert info.image.image_id == "img_0"
+
+
+async def test_a_task_may_fail_alone():
+    """A failed task has its own status with all details; its siblings have their results."""
+    script = failing(core.QueryTask, PromptTooLong("too long", limit=2048, actual=3000))
+    async with running(FakeEngine(script)) as server:
+        response = await server.inference.RunTasks(request(QUERY, DETECT, request_id="r"))
+        carrier = server.engine.requests[1].image
+    status = response.results[0].error
+    info, about = error_details_pb2.ErrorInfo(), error_details_pb2.RequestInfo()
+    found = [detail for detail in status.details if detail.Unpack(info)]
+    assert found
+    assert info.reason == "PROMPT_TOO_LONG"
+    assert info.metadata["limit"] == "2048"
+    assert any(detail.Unpack(about) for detail in status.details)
+    assert about.request_id == "r"
+    assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert response.results[0].task_id == "q"
+    assert len(response.results[1].detect.objects) == 2
+    assert isinstance(carrier, core.EncodedImage), "the next task brings the picture instead"
+
+
+async def test_a_bug_in_one_task_keeps_its_text_to_itself():
+    """INTERNAL of a task carries no text of ours."""
+    script = failing(core.QueryTask, InternalError("row 3 was not finite"))
+    async with running(FakeEngine(script)) as server:
+        response = await server.inference.RunTasks(request(QUERY, DETECT))
+    status = response.results[0].error
+    assert status.code == grpc.StatusCode.INTERNAL.value[0]
+    assert b"row 3" not in status.SerializeToString()
+
+
+async def test_without_a_picture_only_questions_succeed():
+    """A task that needs a picture fails by itself when there is none."""
+    async with running() as server:
+        response = await server.inference.RunTasks(request(QUERY, CAPTION, image=False))
+    assert response.results[0].query.answer
+    assert response.results[1].error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ImageUndecodable("truncated"), grpc.StatusCode.INVALID_ARGUMENT),
+        (EngineLost("died"), grpc.StatusCode.UNAVAILABLE),
+        (QueueFull("full"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ],
+)
+async def test_what_all_tasks_share_fails_the_call(error, code):
+    """A bad picture, a lost engine or a full queue is the call's status, and nothing runs on."""
+    engine = FakeEngine(failing(core.CaptionTask, error))
+    async with running(engine) as server:
+        failed = await refusal(server.inference.RunTasks(request(QUERY, CAPTION, DETECT)))
+        assert not engine.streams
+    assert failed.code is code
+
+
+async def test_a_picture_that_is_named_needs_no_first_task():
+    """All tasks name the picture that the client named."""
+    named = request(QUERY, CAPTION, image=False)
+    named.image.CopyFrom(media_pb2.Image(image_id="img_9"))
+    async with running() as server:
+        await server.inference.RunTasks(named)
+        images = {asked.image for asked in server.engine.requests}
+    assert images == {core.CachedImage(image_id="img_9")}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "field"),
+    [
+        ([], "tasks"),
+        ([CAPTION] * 33, "tasks"),
+        ([QUERY, QUERY], "tasks[1].task_id"),
+        ([QUERY, task_pb2.Task()], "tasks[1]"),
+        ([task_pb2.Task(task_id="x" * 65, caption=task_pb2.CaptionTask())], "tasks[0].task_id"),
+        ([QUERY, task_pb2.Task(detect=task_pb2.DetectTask())], "tasks[1].detect.object"),
+        (
+            [
+                task_pb2.Task(
+                    caption=task_pb2.CaptionTask(), sampling=task_pb2.Sampling(max_tokens=10_000)
+                )
+            ],
+            "tasks[0].sampling.max_tokens",
+        ),
+    ],
+)
+async def test_a_malformed_list_fails_the_call(tasks, field):
+    """The field that is wrong is named by its place in the list, and nothing reaches the engine."""
+    async with running() as server:
+        failed = await refusal(server.inference.RunTasks(request(*tasks)))
+        assert not server.engine.requests
+    assert failed.details["BadRequest"].field_violations[0].field == field

@@ -1,0 +1,175 @@
+"""Requests that are refused before the engine hears of them, as a table."""
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import json_format
+from legato.v1 import inference_pb2
+
+from tests.service.harness import picture_bytes, refusal, running
+
+MAX_BYTES, MAX_PIXELS = 65_536, 1000
+
+
+def file(data, mime_type=""):
+    """Caption an image file."""
+    return {"image": {"encoded": {"data": data, "mime_type": mime_type}}}
+
+
+def raw(size=24, **layout):
+    """Caption a raw picture of `size` bytes, 4 by 2 pixels unless said otherwise."""
+    shape = {"width": 4, "height": 2, "format": "PIXEL_FORMAT_RGB8", **layout}
+    return {"image": {"raw": {"layout": shape, "data": bytes(size)}}}
+
+
+def asked(**fields):
+    """A valid question, and these fields."""
+    return {"question": "?", **fields}
+
+
+def sampled(**fields):
+    """A valid question with this sampling."""
+    return asked(sampling=fields)
+
+
+def cup(**fields):
+    """A valid picture and object, and these fields."""
+    return {**file(PNG), "object": "cup", **fields}
+
+
+def placed(**ref):
+    """A valid request for points, and this place."""
+    return cup(spatial_refs=[ref])
+
+
+PNG = picture_bytes()
+UNDECODABLE, TOO_LARGE, TOO_LONG = "IMAGE_UNDECODABLE", "IMAGE_TOO_LARGE", "PROMPT_TOO_LONG"
+FORMAT = "image.raw.layout.format"
+
+# Field and how a request gets it wrong; the reason is INVALID_FIELD unless a third says otherwise.
+TABLE: dict[str, list[Any]] = {
+    "Query": [
+        ("question", {}),
+        ("question", asked(question="x" * 40_000), TOO_LONG),
+        ("sampling.temperature", sampled(temperature=-0.1)),
+        ("sampling.temperature", sampled(temperature=math.inf)),
+        ("sampling.temperature", sampled(temperature=math.nan)),
+        ("sampling.top_p", sampled(top_p=0)),
+        ("sampling.top_p", sampled(top_p=1.01)),
+        ("sampling.top_p", sampled(top_p=math.nan)),
+        ("sampling.max_tokens", sampled(max_tokens=0)),
+        ("sampling.max_tokens", sampled(max_tokens=513)),
+        ("sampling.stop", sampled(stop=["."] * 9)),
+        ("sampling.stop[1]", sampled(stop=[".", ""])),
+        ("sampling.stop[0]", sampled(stop=["x" * 65])),
+        ("spatial_refs", asked(spatial_refs=[{"point": {}}])),
+        ("options.request_id", asked(options={"request_id": "a b"})),
+        ("options.request_id", asked(options={"request_id": "x" * 65})),
+    ],
+    "Caption": [
+        ("image", {}),
+        ("image", {"image": {}}),
+        ("image.image_id", {"image": {"image_id": ""}}),
+        ("length", {**file(PNG), "length": 9}),
+        ("image.encoded.data", file(b""), UNDECODABLE),
+        ("image.encoded.data", file(b"hello"), UNDECODABLE),
+        ("image.encoded.data", file(PNG[:20]), UNDECODABLE),
+        ("image.encoded.data", file(picture_bytes("BMP")), UNDECODABLE),
+        ("image.encoded.mime_type", file(PNG, "image/jpeg"), UNDECODABLE),
+        ("image.encoded.data", file(picture_bytes(size=(40, 40))), TOO_LARGE),
+        ("image.encoded.data", file(PNG + bytes(MAX_BYTES)), TOO_LARGE),
+        ("image.raw", raw(width=1 << 31, height=1 << 31), TOO_LARGE),
+        ("image.raw", raw(MAX_BYTES + 1), TOO_LARGE),
+        ("image.raw.layout.width", raw(width=0)),
+        ("image.raw.layout.height", raw(height=0)),
+        (FORMAT, raw(format="PIXEL_FORMAT_UNSPECIFIED")),
+        (FORMAT, raw(format="PIXEL_FORMAT_NV12")),
+        (FORMAT, raw(format="PIXEL_FORMAT_YUYV")),
+        (FORMAT, raw(format=99)),
+        (FORMAT, {"image": {"raw": {"data": b"x"}}}),
+        ("image.raw.layout.row_stride_bytes", raw(row_stride_bytes=11)),
+        ("image.raw.data", raw(23), UNDECODABLE),
+        ("image.raw.data", raw(27, row_stride_bytes=16), UNDECODABLE),
+    ],
+    "Detect": [
+        ("image", {"object": "cup"}),
+        ("object", file(PNG)),
+        ("max_objects", cup(max_objects=0)),
+    ],
+    "Point": [
+        ("object", cup(object=" \n")),
+        ("max_objects", cup(max_objects=0)),
+        ("spatial_refs[0]", placed()),
+        ("spatial_refs[0].point", placed(point={"x": 1.1})),
+        ("spatial_refs[0].point", placed(point={"x": math.nan})),
+        ("spatial_refs", cup(spatial_refs=[{"point": {}}] * 65)),
+    ],
+    "Segment": [
+        ("object", cup(object="x" * 2000), TOO_LONG),
+        ("spatial_refs[0].box", placed(box={"x_min": 0.5, "x_max": 0.4})),
+        ("spatial_refs[0].box", placed(box={"y_min": -0.1, "y_max": 0.4})),
+    ],
+    "Generate": [
+        ("task", file(PNG)),
+        ("image", {"task": {"caption": {}}}),
+        ("task.point.object", {"task": {"point": {}}}),
+        ("task.query.spatial_refs", {"task": {"query": asked(spatial_refs=[{"point": {}}])}}),
+        ("task.sampling.top_p", {"task": {"query": asked(), "sampling": {"top_p": 2}}}),
+        ("task.sampling.max_tokens", {"task": {"query": asked(), "sampling": {"maxTokens": 600}}}),
+        (
+            "options.heartbeat_interval",
+            {"task": {"query": asked()}, "options": {"heartbeat_interval": "0s"}},
+        ),
+        (
+            "options.heartbeat_interval",
+            {"task": {"query": asked()}, "options": {"heartbeat_interval": "-1s"}},
+        ),
+    ],
+}
+CASES = [
+    pytest.param(rpc, *case, *(["INVALID_FIELD"] if len(case) == 2 else []), id=f"{rpc}-{case[0]}")
+    for rpc, cases in TABLE.items()
+    for case in cases
+]
+
+
+@pytest.mark.parametrize(("rpc", "field", "request_fields", "reason"), CASES)
+async def test_a_bad_request_is_refused_by_its_field(rpc, field, request_fields, reason):
+    """INVALID_ARGUMENT names the reason and the field, and the engine never hears of it."""
+    limits = {"max_image_pixels": MAX_PIXELS}
+    async with running(engine_settings=limits, max_request_bytes=MAX_BYTES) as server:
+        call = getattr(server.inference, rpc)(_message(rpc, request_fields))
+        failed = await refusal(call.read() if rpc == "Generate" else call)
+        assert not server.engine.requests
+        assert len(server.engine.blobs) == 0
+    assert failed.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert failed.reason == reason
+    (violation,) = failed.details["BadRequest"].field_violations
+    assert violation.field == field
+    metadata = failed.details["ErrorInfo"].metadata
+    assert metadata["field"] == field
+    assert field in failed.message
+    if reason in (TOO_LARGE, TOO_LONG):
+        assert int(metadata["actual"]) > int(metadata["limit"])
+
+
+def _message(rpc, fields):
+    """The fields as a message; bytes and non-finite numbers are not JSON and are translated."""
+    message = getattr(inference_pb2, f"{rpc}Request")()
+    json_format.ParseDict(_json(fields), message)
+    for kind, source in fields.get("image", {}).items():
+        if kind != "image_id":
+            getattr(message.image, kind).data = source["data"]
+    return message
+
+
+def _json(value):
+    if isinstance(value, dict):
+        return {key: _json(each) for key, each in value.items() if key != "data"}
+    if isinstance(value, list):
+        return [_json(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity"
+    return value
