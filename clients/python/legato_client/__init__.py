@@ -1,0 +1,140 @@
+"""A light client for Legato servers: grpcio and protobuf, nothing else.
+
+    from legato_client import Client
+
+    with Client("127.0.0.1:50051") as client:
+        for found in client.detect("street.jpg", "bicycle").objects:
+            print(found.label, found.box)
+
+`AsyncClient` has the same calls for asyncio. `generate` yields typed events while the answer is
+being made. Every failure is a `LegatoError`.
+"""
+
+from legato_client._async_client import AsyncClient
+from legato_client._client import Client
+from legato_client._errors import (
+    Aborted,
+    AlreadyExists,
+    Busy,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    FieldViolation,
+    IncompleteStream,
+    InternalError,
+    InvalidArgument,
+    LegatoError,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+from legato_client._events import (
+    Event,
+    Finished,
+    OutlineDelta,
+    Queued,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+)
+from legato_client._images import CachedImage, ImageInput
+from legato_client._server import Limits, ModelInfo, ServerInfo
+from legato_client._tasks import (
+    CaptionLength,
+    CaptionTask,
+    DetectTask,
+    Options,
+    PointTask,
+    QueryTask,
+    Sampling,
+    SegmentTask,
+    SpatialRef,
+    Task,
+)
+from legato_client._types import (
+    Box,
+    CaptionResult,
+    Detection,
+    DetectResult,
+    FrameStamp,
+    Grounding,
+    ImageInfo,
+    Outline,
+    Point,
+    PointedObject,
+    PointResult,
+    QueryResult,
+    Reasoning,
+    ResponseInfo,
+    Result,
+    SegmentResult,
+    Timings,
+    Token,
+    Usage,
+)
+
+__all__ = [
+    "Aborted",
+    "AlreadyExists",
+    "AsyncClient",
+    "Box",
+    "Busy",
+    "CachedImage",
+    "Cancelled",
+    "CaptionLength",
+    "CaptionResult",
+    "CaptionTask",
+    "Client",
+    "DeadlineExceeded",
+    "DetectResult",
+    "DetectTask",
+    "Detection",
+    "Event",
+    "FailedPrecondition",
+    "FieldViolation",
+    "Finished",
+    "FrameStamp",
+    "Grounding",
+    "ImageInfo",
+    "ImageInput",
+    "IncompleteStream",
+    "InternalError",
+    "InvalidArgument",
+    "LegatoError",
+    "Limits",
+    "ModelInfo",
+    "NotFound",
+    "Options",
+    "Outline",
+    "OutlineDelta",
+    "PermissionDenied",
+    "Point",
+    "PointResult",
+    "PointTask",
+    "PointedObject",
+    "QueryResult",
+    "QueryTask",
+    "Queued",
+    "Reasoning",
+    "ReasoningDelta",
+    "ResourceExhausted",
+    "ResponseInfo",
+    "Result",
+    "Sampling",
+    "SegmentResult",
+    "SegmentTask",
+    "ServerInfo",
+    "SpatialRef",
+    "Started",
+    "Task",
+    "TextDelta",
+    "Timings",
+    "Token",
+    "Unauthenticated",
+    "Unavailable",
+    "Unimplemented",
+    "Usage",
+]

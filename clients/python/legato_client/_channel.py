@@ -1,0 +1,106 @@
+"""Everything a channel of this package is told: sizes, keep-alive, retries, metadata."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+from legato_client._errors import Busy, InvalidArgument, LegatoError
+from legato_client._version import version
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_TIMEOUT = 60.0  # seconds, unary
+DEFAULT_STREAM_TIMEOUT = 600.0  # seconds, Generate from start to end
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+MAX_ATTEMPTS = 3
+
+Metadata = tuple[tuple[str, str], ...]
+ChannelOptions = tuple[tuple[str, Any], ...]
+
+# gRPC retries a stream only while no response has begun, so one policy serves every method.
+SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [
+                {"service": "legato.v1.InferenceService"},
+                {"service": "legato.v1.ServerService"},
+            ],
+            "retryPolicy": {
+                "maxAttempts": MAX_ATTEMPTS,
+                "initialBackoff": "0.05s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+    "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
+}
+
+
+def default_target() -> str:
+    """The server named by LEGATO_SERVER, else the local default port."""
+    return os.environ.get("LEGATO_SERVER") or DEFAULT_TARGET
+
+
+def channel_options(max_message_bytes: int) -> ChannelOptions:
+    """GRPC channel arguments."""
+    return (
+        ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+        ("grpc.enable_retries", 1),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # A restarted server is found again within seconds, not after the default's two minutes.
+        ("grpc.max_reconnect_backoff_ms", 5_000),
+        # Slower than the fastest ping a Legato server allows (10 s). The ping timeout is what finds
+        # a frozen peer; the keep-alive timeout alone only finds a vanished host.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
+    )
+
+
+def call_metadata(token: str | None, extra: Metadata) -> Metadata:
+    """Headers of every call; keys in lower case as gRPC demands."""
+    own: Metadata = (("legato-client", f"python/{version()}"),)
+    if token:
+        own += (("authorization", f"Bearer {token}"),)
+    return own + extra
+
+
+def check_size(num_bytes: int, limit: int) -> None:
+    """Refuse an oversize request here, where the error can say so.
+
+    In the transport it would fail as RESOURCE_EXHAUSTED without details, which looks like load.
+    """
+    if num_bytes > limit:
+        raise InvalidArgument(
+            f"the request has {num_bytes} bytes, the limit is {limit}",
+            reason="IMAGE_TOO_LARGE",
+            metadata={"limit": str(limit), "actual": str(num_bytes)},
+        )
+
+
+class Deadline:
+    """A point in time that all attempts of a call share."""
+
+    def __init__(self, timeout: float) -> None:
+        self._end = time.monotonic() + timeout
+
+    def left(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+
+def busy_delay(error: LegatoError, attempt: int, time_left: float) -> float | None:
+    """Seconds to wait before attempt `attempt` + 1, or None when the error must be raised.
+
+    gRPC itself retries UNAVAILABLE; a busy server is asked again only when it says when.
+    """
+    if not isinstance(error, Busy) or error.retry_after is None:
+        return None
+    if attempt >= MAX_ATTEMPTS or error.retry_after >= time_left:
+        return None
+    return error.retry_after

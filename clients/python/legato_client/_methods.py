@@ -1,0 +1,82 @@
+"""The calls this client makes: path, answer type and how to read it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+from legato.v1 import inference_pb2, server_pb2
+
+from legato_client import _convert, _events
+from legato_client._errors import IncompleteStream
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+ValueT = TypeVar("ValueT")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Method(Generic[ResponseT, ValueT]):
+    """One RPC; `parse` turns an answer message into a value."""
+
+    path: str
+    response: type[ResponseT]
+    parse: Callable[[ResponseT], ValueT]
+
+
+def serialize(message: Message) -> bytes:
+    """A request's bytes."""
+    return message.SerializeToString()
+
+
+_INFERENCE = "/legato.v1.InferenceService/"
+_SERVER = "/legato.v1.ServerService/"
+
+QUERY = Method(_INFERENCE + "Query", inference_pb2.QueryResponse, _convert.query)
+CAPTION = Method(_INFERENCE + "Caption", inference_pb2.CaptionResponse, _convert.caption)
+DETECT = Method(_INFERENCE + "Detect", inference_pb2.DetectResponse, _convert.detect)
+POINT = Method(_INFERENCE + "Point", inference_pb2.PointResponse, _convert.point)
+SEGMENT = Method(_INFERENCE + "Segment", inference_pb2.SegmentResponse, _convert.segment)
+RUN_TASKS = Method(_INFERENCE + "RunTasks", inference_pb2.RunTasksResponse, _convert.run_tasks)
+GENERATE = Method(_INFERENCE + "Generate", inference_pb2.GenerateResponse, _convert.event)
+GET_SERVER_INFO = Method(
+    _SERVER + "GetServerInfo", server_pb2.GetServerInfoResponse, _convert.server_info
+)
+LIST_MODELS = Method(_SERVER + "ListModels", server_pb2.ListModelsResponse, _convert.models)
+
+
+class EventReader:
+    """Checks one Generate stream's grammar while turning its messages into events.
+
+    Whatever code a broken path ends a stream with, the absence of `Finished` is what tells.
+    """
+
+    def __init__(self) -> None:
+        self._next_index = 0
+        self._finished: _events.Finished | None = None
+
+    def read(self, message: inference_pb2.GenerateResponse) -> _events.Event | None:
+        """The event, or None for one to be skipped; `Finished` is kept for the end.
+
+        Raises IncompleteStream when an event was lost, and the task's own error when it failed.
+        """
+        if message.index != self._next_index:
+            raise IncompleteStream(
+                f"event {self._next_index} of the stream is missing, got {message.index}"
+            )
+        self._next_index += 1
+        event = GENERATE.parse(message)
+        if isinstance(event, _events.Finished):
+            self._finished = event
+            return None
+        return event
+
+    def end(self) -> _events.Finished:
+        """The last event, given once the stream ended with OK: to stop at it cancels nothing.
+
+        Raises IncompleteStream when there was none.
+        """
+        if self._finished is None:
+            raise IncompleteStream("the stream ended before the answer was finished")
+        return self._finished

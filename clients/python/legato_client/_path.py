@@ -1,0 +1,97 @@
+"""SVG path text to polygons.
+
+A model writes outlines as short paths of straight strokes. Curves are legal too and become chords
+to their end points, which is as exact as a coarse outline is.
+"""
+
+from __future__ import annotations
+
+import re
+
+Ring = tuple[tuple[float, float], ...]
+
+_PIECE = re.compile(r"[A-Za-z]|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_SEPARATOR = re.compile(r"[\s,]*")
+_NUM_ARGUMENTS = {"M": 2, "L": 2, "T": 2, "H": 1, "V": 1, "S": 4, "Q": 4, "C": 6, "A": 7, "Z": 0}
+
+
+def polygons(path: str) -> tuple[Ring, ...]:
+    """The rings of a path, each a tuple of (x, y) without a repeated last point.
+
+    Rings of fewer than three points enclose nothing and are left out. Raises ValueError for text
+    that is not a path.
+    """
+    rings: list[list[tuple[float, float]]] = []
+    x = y = 0.0
+    closed = False
+    for command, numbers in _strokes(path):
+        upper = command.upper()
+        if upper == "Z":
+            if rings:
+                x, y = rings[-1][0]
+            closed = True
+            continue
+        if upper != "M" and not rings:
+            raise ValueError(f"path draws before it moves: {path!r}")
+        if upper == "M" or closed:
+            rings.append([] if upper == "M" else [(x, y)])
+            closed = False
+        base_x, base_y = (0.0, 0.0) if command == upper else (x, y)
+        if upper != "V":
+            x = base_x + (numbers[0] if upper == "H" else numbers[-2])
+        if upper != "H":
+            y = base_y + numbers[-1]
+        rings[-1].append((x, y))
+    return tuple(ring for ring in map(_open, rings) if len(ring) >= 3)
+
+
+def _open(ring: list[tuple[float, float]]) -> Ring:
+    return tuple(ring[:-1] if len(ring) > 1 and ring[0] == ring[-1] else ring)
+
+
+def _strokes(path: str) -> list[tuple[str, list[float]]]:
+    """Commands with exactly their own numbers; repeated number groups repeat the command."""
+    strokes: list[tuple[str, list[float]]] = []
+    command, numbers = "", list[float]()
+    for piece in _pieces(path):
+        if piece.isalpha():
+            if numbers:
+                raise ValueError(f"path command {command} lacks numbers: {path!r}")
+            command = piece
+            if _count(command, path) == 0:
+                strokes.append((command, []))
+            continue
+        if not command or _count(command, path) == 0:
+            raise ValueError(f"path has a number without a command: {path!r}")
+        numbers.append(float(piece))
+        if len(numbers) == _count(command, path):
+            strokes.append((command, numbers))
+            numbers = []
+            command = {"M": "L", "m": "l"}.get(command, command)
+    if numbers:
+        raise ValueError(f"path ends inside command {command}: {path!r}")
+    return strokes
+
+
+def _count(command: str, path: str) -> int:
+    try:
+        return _NUM_ARGUMENTS[command.upper()]
+    except KeyError:
+        raise ValueError(f"path has an unknown command {command}: {path!r}") from None
+
+
+def _pieces(path: str) -> list[str]:
+    pieces: list[str] = []
+    position = _end_of_separator(path, 0)
+    while position < len(path):
+        match = _PIECE.match(path, position)
+        if match is None:
+            raise ValueError(f"not a path: {path!r}")
+        pieces.append(match.group())
+        position = _end_of_separator(path, match.end())
+    return pieces
+
+
+def _end_of_separator(path: str, position: int) -> int:
+    match = _SEPARATOR.match(path, position)
+    return match.end() if match else position

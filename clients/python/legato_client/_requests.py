@@ -1,0 +1,203 @@
+"""Python values to protobuf requests: pure functions shared by both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from google.protobuf import timestamp_pb2
+from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
+
+from legato_client._tasks import (
+    CaptionTask,
+    DetectTask,
+    Options,
+    PointTask,
+    QueryTask,
+    Sampling,
+    SegmentTask,
+    SpatialRef,
+    Task,
+)
+from legato_client._types import FrameStamp, Point
+
+_LENGTHS: dict[str, task_pb2.CaptionLength.ValueType] = {
+    "short": task_pb2.CAPTION_LENGTH_SHORT,
+    "normal": task_pb2.CAPTION_LENGTH_NORMAL,
+    "long": task_pb2.CAPTION_LENGTH_LONG,
+}
+
+
+def query(
+    image: media_pb2.Image | None, task: QueryTask, options: Options
+) -> inference_pb2.QueryRequest:
+    """A Query request."""
+    return inference_pb2.QueryRequest(
+        image=image,
+        question=task.question,
+        reasoning=task.reasoning,
+        spatial_refs=_refs(task.spatial_refs),
+        sampling=_sampling(task.sampling),
+        options=_options(options),
+        stamp=_stamp(options.stamp),
+    )
+
+
+def caption(
+    image: media_pb2.Image, task: CaptionTask, options: Options
+) -> inference_pb2.CaptionRequest:
+    """A Caption request."""
+    return inference_pb2.CaptionRequest(
+        image=image,
+        length=_length(task),
+        sampling=_sampling(task.sampling),
+        options=_options(options),
+        stamp=_stamp(options.stamp),
+    )
+
+
+def detect(
+    image: media_pb2.Image, task: DetectTask, options: Options
+) -> inference_pb2.DetectRequest:
+    """A Detect request."""
+    return inference_pb2.DetectRequest(
+        image=image,
+        object=task.object,
+        max_objects=task.max_objects,
+        sampling=_sampling(task.sampling),
+        options=_options(options),
+        stamp=_stamp(options.stamp),
+    )
+
+
+def point(image: media_pb2.Image, task: PointTask, options: Options) -> inference_pb2.PointRequest:
+    """A Point request."""
+    return inference_pb2.PointRequest(
+        image=image,
+        object=task.object,
+        max_objects=task.max_objects,
+        spatial_refs=_refs(task.spatial_refs),
+        sampling=_sampling(task.sampling),
+        options=_options(options),
+        stamp=_stamp(options.stamp),
+    )
+
+
+def segment(
+    image: media_pb2.Image, task: SegmentTask, options: Options
+) -> inference_pb2.SegmentRequest:
+    """A Segment request."""
+    return inference_pb2.SegmentRequest(
+        image=image,
+        object=task.object,
+        spatial_refs=_refs(task.spatial_refs),
+        sampling=_sampling(task.sampling),
+        options=_options(options),
+        stamp=_stamp(options.stamp),
+    )
+
+
+def run_tasks(
+    image: media_pb2.Image | None, tasks: Sequence[Task], options: Options
+) -> inference_pb2.RunTasksRequest:
+    """A RunTasks request."""
+    return inference_pb2.RunTasksRequest(
+        image=image,
+        tasks=[_task(task) for task in tasks],
+        options=_options(options),
+        stamp=_stamp(options.stamp),
+    )
+
+
+def generate(
+    image: media_pb2.Image | None, task: Task, options: Options
+) -> inference_pb2.GenerateRequest:
+    """A Generate request."""
+    return inference_pb2.GenerateRequest(
+        image=image, task=_task(task), options=_options(options), stamp=_stamp(options.stamp)
+    )
+
+
+def _task(task: Task) -> task_pb2.Task:
+    message = task_pb2.Task(task_id=task.task_id, sampling=_sampling(task.sampling))
+    match task:
+        case QueryTask():
+            message.query.CopyFrom(
+                task_pb2.QueryTask(
+                    question=task.question,
+                    reasoning=task.reasoning,
+                    spatial_refs=_refs(task.spatial_refs),
+                )
+            )
+        case CaptionTask():
+            message.caption.CopyFrom(task_pb2.CaptionTask(length=_length(task)))
+        case DetectTask():
+            message.detect.CopyFrom(
+                task_pb2.DetectTask(object=task.object, max_objects=task.max_objects)
+            )
+        case PointTask():
+            message.point.CopyFrom(
+                task_pb2.PointTask(
+                    object=task.object,
+                    max_objects=task.max_objects,
+                    spatial_refs=_refs(task.spatial_refs),
+                )
+            )
+        case SegmentTask():
+            message.segment.CopyFrom(
+                task_pb2.SegmentTask(object=task.object, spatial_refs=_refs(task.spatial_refs))
+            )
+    return message
+
+
+def _length(task: CaptionTask) -> task_pb2.CaptionLength.ValueType:
+    if task.length not in _LENGTHS:
+        raise ValueError(f"caption length must be one of {sorted(_LENGTHS)}, got {task.length!r}")
+    return _LENGTHS[task.length]
+
+
+def _sampling(sampling: Sampling) -> task_pb2.Sampling | None:
+    if sampling == Sampling():
+        return None
+    return task_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        stop=sampling.stop,
+    )
+
+
+def _refs(refs: Iterable[SpatialRef]) -> list[geometry_pb2.SpatialRef]:
+    return [
+        geometry_pb2.SpatialRef(point=geometry_pb2.Point(x=ref.x, y=ref.y))
+        if isinstance(ref, Point)
+        else geometry_pb2.SpatialRef(
+            box=geometry_pb2.Box(x_min=ref.x_min, y_min=ref.y_min, x_max=ref.x_max, y_max=ref.y_max)
+        )
+        for ref in refs
+    ]
+
+
+def _options(options: Options) -> inference_pb2.RequestOptions | None:
+    message = inference_pb2.RequestOptions(
+        request_id=options.request_id,
+        model=options.model,
+        adapter=options.adapter,
+        cache_image=options.cache_image,
+        return_tokens=options.return_tokens,
+        top_logprobs=options.top_logprobs,
+    )
+    return message if message.ByteSize() else None
+
+
+def _stamp(stamp: FrameStamp | None) -> media_pb2.FrameStamp | None:
+    if stamp is None:
+        return None
+    capture_time = None
+    if stamp.capture_time_ns is not None:
+        capture_time = timestamp_pb2.Timestamp()
+        capture_time.FromNanoseconds(stamp.capture_time_ns)
+    return media_pb2.FrameStamp(
+        frame_id=stamp.frame_id, capture_time=capture_time, sequence=stamp.sequence
+    )

@@ -1,0 +1,97 @@
+"""What a caller asks, as frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from legato_client._types import Box, FrameStamp, Point
+
+SpatialRef = Point | Box
+CaptionLength = Literal["short", "normal", "long"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens; None leaves the server's default (greedy for spatial tasks).
+
+    `temperature` 0 is greedy, `top_p` lies in (0, 1], `top_k` 0 is off.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What any request may carry besides its task.
+
+    `request_id` empty lets the server choose one. `model` empty means the served default.
+    `cache_image` None leaves the server's default. `return_tokens` adds token ids to text events.
+    """
+
+    request_id: str = ""
+    model: str = ""
+    adapter: str = ""
+    cache_image: bool | None = None
+    return_tokens: bool = False
+    top_logprobs: int | None = None
+    stamp: FrameStamp | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTask:
+    """Answer a question, about the picture when there is one."""
+
+    question: str
+    reasoning: bool = False
+    spatial_refs: tuple[SpatialRef, ...] = ()
+    sampling: Sampling = Sampling()
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionTask:
+    """Describe the picture."""
+
+    length: CaptionLength = "normal"
+    sampling: Sampling = Sampling()
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DetectTask:
+    """Box every instance of `object`."""
+
+    object: str
+    max_objects: int | None = None
+    sampling: Sampling = Sampling()
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PointTask:
+    """Point at every instance of `object`."""
+
+    object: str
+    max_objects: int | None = None
+    spatial_refs: tuple[SpatialRef, ...] = ()
+    sampling: Sampling = Sampling()
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTask:
+    """Outline `object`."""
+
+    object: str
+    spatial_refs: tuple[SpatialRef, ...] = ()
+    sampling: Sampling = Sampling()
+    task_id: str = ""
+
+
+Task = QueryTask | CaptionTask | DetectTask | PointTask | SegmentTask

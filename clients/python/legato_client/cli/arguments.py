@@ -1,0 +1,89 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from legato_client import Client, Options, Sampling
+from legato_client._channel import DEFAULT_TIMEOUT, default_target
+from legato_client.cli.exits import HELP, CommandError, ExitCode
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that documents the exit codes and reports errors like every other failure."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(epilog=HELP, allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exiting, so that `--json` holds for usage errors too."""
+        raise CommandError(f"{message} (see {self.prog} --help)", ExitCode.USAGE)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Where the server is and how to answer."""
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        default=default_target(),
+        help="default: %(default)s, or the environment variable LEGATO_SERVER",
+    )
+    group.add_argument(
+        "--timeout",
+        type=_positive,
+        default=DEFAULT_TIMEOUT,
+        metavar="SECONDS",
+        help="deadline of the call, default %(default)g",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document, errors too")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen, and by which model."""
+    group = parser.add_argument_group("sampling (defaults are the server's)")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=count, metavar="K")
+    group.add_argument("--max-tokens", type=count, metavar="N")
+    group.add_argument("--seed", type=count)
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT")
+    group.add_argument("--model", default="", help="a served model, default: the server's")
+
+
+def connect(args: argparse.Namespace) -> Client:
+    """The client that the server options describe."""
+    return Client(args.server, timeout=args.timeout, stream_timeout=args.timeout)
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """What the sampling options say."""
+    return Sampling(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+        stop=tuple(args.stop),
+    )
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    """What the other request options say."""
+    return Options(model=args.model)
+
+
+def count(text: str) -> int:
+    """An argument that the contract carries unsigned."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value

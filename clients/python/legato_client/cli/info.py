@@ -1,0 +1,40 @@
+"""`legato info`: what the server is, serves and accepts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from legato_client.cli import arguments
+from legato_client.cli.terminal import Terminal
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to argparse's sub-parsers."""
+    parser = commands.add_parser("info", help="version, models and limits of the server")
+    arguments.add_server_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    """Ask and show."""
+    with arguments.connect(args) as client:
+        server, models = client.server_info(), client.models()
+    terminal.heading(f"{server.name} {server.version} at {args.server}")
+    terminal.line(
+        f"contract revision {server.contract_revision}, "
+        f"capabilities: {', '.join(server.capabilities) or 'none'}"
+    )
+    terminal.table(
+        ("model", "tasks", "context"),
+        [(m.name, ", ".join(m.tasks), f"{m.max_context_tokens} tokens") for m in models],
+    )
+    limits = dataclasses.asdict(server.limits)
+    terminal.table(("limit", "value"), [(name, str(value)) for name, value in limits.items()])
+    terminal.document(
+        {
+            "server": dataclasses.asdict(server),
+            "models": [dataclasses.asdict(model) for model in models],
+        }
+    )

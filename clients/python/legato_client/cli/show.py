@@ -1,0 +1,181 @@
+"""Answers and their events, for people."""
+
+from __future__ import annotations
+
+from legato_client._events import (
+    Event,
+    Finished,
+    OutlineDelta,
+    Queued,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+)
+from legato_client._types import (
+    Box,
+    CaptionResult,
+    Detection,
+    DetectResult,
+    ImageInfo,
+    Outline,
+    Point,
+    PointedObject,
+    PointResult,
+    QueryResult,
+    ResponseInfo,
+    Result,
+    SegmentResult,
+)
+from legato_client.cli.terminal import Terminal
+
+
+class EventPrinter:
+    """Writes the events of one answer as they arrive."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._image: ImageInfo | None = None
+        self._inside_line = False
+        self._reasoning = False
+
+    def show(self, event: Event) -> None:
+        """Write one event."""
+        match event:
+            case Queued():
+                self._line(self._terminal.dim(f"waiting, {event.position} ahead"))
+            case Started():
+                self._image = event.image
+            case TextDelta() | ReasoningDelta():
+                self._text(event)
+            case Detection():
+                self._line(f"box     {event.label}  {box_text(event.box, self._image)}")
+            case PointedObject():
+                self._line(f"point   {event.label}  {point_text(event.point, self._image)}")
+            case OutlineDelta():
+                self._outline(event)
+            case Finished():
+                self._finished(event.result)
+
+    def _text(self, event: TextDelta | ReasoningDelta) -> None:
+        reasoning = isinstance(event, ReasoningDelta)
+        if self._reasoning and not reasoning:
+            self._end_line()
+        self._reasoning = reasoning
+        text = printable(event.text)
+        self._write(self._terminal.dim(text) if reasoning else text)
+
+    def _finished(self, result: Result) -> None:
+        if _found_nothing(result):
+            self._line("nothing found")
+        self._line(self._terminal.dim(summary(result.info)))
+
+    def _outline(self, event: OutlineDelta) -> None:
+        if event.box is not None:
+            self._line(f"outline {event.index + 1}  {box_text(event.box, self._image)}")
+        if event.path_delta:
+            self._write(printable(event.path_delta))
+
+    def _write(self, text: str) -> None:
+        self._terminal.write(text)
+        if text:
+            self._inside_line = not text.endswith("\n")
+
+    def _end_line(self) -> None:
+        if self._inside_line:
+            self._write("\n")
+
+    def _line(self, text: str) -> None:
+        self._end_line()
+        self._terminal.line(text)
+
+
+def show_result(terminal: Terminal, result: Result) -> None:
+    """Write a whole answer."""
+    image = result.info.image
+    match result:
+        case _ if _found_nothing(result):
+            terminal.line("nothing found")
+        case QueryResult():
+            if result.reasoning is not None:
+                terminal.line(terminal.dim(printable(result.reasoning.text)))
+            terminal.line(printable(result.answer))
+        case CaptionResult():
+            terminal.line(printable(result.caption))
+        case DetectResult():
+            rows = [_row(found, box_text(found.box, image)) for found in result.objects]
+            _table(terminal, "box", rows)
+        case PointResult():
+            rows = [_row(found, point_text(found.point, image)) for found in result.points]
+            _table(terminal, "point", rows)
+        case SegmentResult():
+            rows = [_row(found, box_text(found.box, image)) for found in result.segments]
+            _table(terminal, "box", rows)
+            for outline in result.segments:
+                terminal.line(printable(outline.path))
+    terminal.line(terminal.dim(summary(result.info)))
+
+
+def printable(text: str) -> str:
+    """A model's text without control characters, which could command the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def text_of(result: Result) -> str:
+    """The text of an answer that is text, else empty."""
+    match result:
+        case QueryResult():
+            return printable(result.answer)
+        case CaptionResult():
+            return printable(result.caption)
+        case _:
+            return ""
+
+
+def _found_nothing(result: Result) -> bool:
+    match result:
+        case DetectResult():
+            return not result.objects
+        case PointResult():
+            return not result.points
+        case SegmentResult():
+            return not result.segments
+        case _:
+            return False
+
+
+def box_text(box: Box, image: ImageInfo | None) -> str:
+    """A box in pixels where the picture's size is known, else in fractions."""
+    if image is None:
+        return f"({box.x_min:.3f}, {box.y_min:.3f}) to ({box.x_max:.3f}, {box.y_max:.3f})"
+    left, top, right, bottom = box.to_pixels(image.width, image.height)
+    return f"({left}, {top}) to ({right}, {bottom}) px"
+
+
+def point_text(point: Point, image: ImageInfo | None) -> str:
+    """A point in pixels where the picture's size is known, else in fractions."""
+    if image is None:
+        return f"({point.x:.3f}, {point.y:.3f})"
+    x, y = point.to_pixels(image.width, image.height)
+    return f"({x}, {y}) px"
+
+
+def summary(info: ResponseInfo) -> str:
+    """One line about how the answer came about."""
+    parts = [info.finish_reason, info.model]
+    if info.usage is not None:
+        parts.append(f"{info.usage.input_tokens} tokens in, {info.usage.output_tokens} out")
+    if info.timings is not None:
+        parts.append(f"{info.timings.total * 1000:.0f} ms on the server")
+    return ", ".join(part for part in parts if part)
+
+
+def _row(found: Detection | PointedObject | Outline, place: str) -> tuple[str, str, str]:
+    confidence = "" if found.confidence is None else f"{found.confidence:.2f}"
+    return found.label, place, confidence
+
+
+def _table(terminal: Terminal, place: str, rows: list[tuple[str, str, str]]) -> None:
+    if any(confidence for _, _, confidence in rows):
+        terminal.table(("object", place, "confidence"), rows)
+    else:
+        terminal.table(("object", place), [row[:2] for row in rows])

@@ -1,0 +1,131 @@
+"""Where the command writes: text for people, or one JSON document for machines."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from legato_client import _errors
+from legato_client.cli.exits import CommandError, ExitCode, exit_code_of
+
+_BOLD, _DIM, _RED, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
+
+
+class Terminal:
+    """Standard output and error of one run.
+
+    With `json_output` only `document` writes to `out`, and errors are JSON on `err`. Tables are
+    drawn by rich where it is installed and `out` is a terminal, else they are aligned columns.
+    """
+
+    def __init__(
+        self, json_output: bool, out: TextIO | None = None, err: TextIO | None = None
+    ) -> None:
+        self.json_output = json_output
+        self._out = out or sys.stdout
+        self._err = err or sys.stderr
+
+    @property
+    def interactive(self) -> bool:
+        """A person is watching."""
+        return not self.json_output and self._out.isatty()
+
+    def write(self, text: str) -> None:
+        """Text for people, at once and without a line end."""
+        if not self.json_output:
+            self._out.write(text)
+            self._out.flush()
+
+    def line(self, text: str = "") -> None:
+        """A line for people."""
+        self.write(text + "\n")
+
+    def heading(self, text: str) -> None:
+        """A line that starts a part."""
+        self.line(f"{_BOLD}{text}{_RESET}" if self.interactive else text)
+
+    def dim(self, text: str) -> str:
+        """Text of less weight."""
+        return f"{_DIM}{text}{_RESET}" if self.interactive else text
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Rows for people."""
+        if self.json_output:
+            return
+        if self.interactive and importlib.util.find_spec("rich"):
+            self._rich_table(headers, rows)
+            return
+        widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+        for row in (headers, *rows):
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            self.line("  ".join(cells).rstrip())
+
+    def document(self, value: dict[str, Any]) -> None:
+        """The one JSON document of a run."""
+        if self.json_output:
+            json.dump(value, self._out, ensure_ascii=False)
+            self._out.write("\n")
+
+    def fail(self, error: _errors.LegatoError | CommandError) -> ExitCode:
+        """Report a failure on standard error and name its exit code."""
+        if isinstance(error, CommandError):
+            code, report = error.exit_code, {"code": error.exit_code.name, "message": str(error)}
+            hint = ""
+        else:
+            code, report = exit_code_of(error), _report(error)
+            hint = _hint(error)
+        if self.json_output:
+            json.dump({"error": {"exit_code": int(code), **report}}, self._err, ensure_ascii=False)
+            self._err.write("\n")
+        else:
+            label = f"{_RED}error:{_RESET}" if self._err.isatty() else "error:"
+            self._err.write(f"legato: {label} {error}{hint}\n")
+        return code
+
+    @contextlib.contextmanager
+    def progress(self, text: str) -> Iterator[Any]:
+        """Show that something goes on; yields a function that changes the text."""
+        if self.interactive and importlib.util.find_spec("rich"):
+            console = importlib.import_module("rich.console").Console(file=self._out)
+            with console.status(text) as status:
+                yield status.update
+            return
+        self.line(text)
+        yield lambda _text: None
+
+    def _rich_table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*headers, header_style="bold", border_style="dim")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))  # a label is no markup
+        Console(file=self._out).print(table)
+
+
+def _report(error: _errors.LegatoError) -> dict[str, Any]:
+    return {
+        "code": error.code,
+        "reason": error.reason,
+        "message": error.message,
+        "request_id": error.request_id,
+        "metadata": error.metadata,
+        "field_violations": [dataclasses.asdict(v) for v in error.field_violations],
+        "retry_after": error.retry_after,
+    }
+
+
+def _hint(error: _errors.LegatoError) -> str:
+    parts = [f"\n  {v.field}: {v.description}" for v in error.field_violations]
+    if error.retry_after is not None:
+        parts.append(f"\n  try again in {error.retry_after:g} s")
+    if isinstance(error, _errors.Unavailable) and not error.reason:
+        parts.append("\n  is the server running? start one with `legato serve`")
+    return "".join(parts)

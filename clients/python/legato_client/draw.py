@@ -1,0 +1,200 @@
+"""Answers drawn onto their picture. Needs Pillow (`pip install "legato[cli]"`).
+
+Everything is drawn on a transparent layer of twice the size and scaled down onto the picture,
+which is what smooths lines and text.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import textwrap
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from legato_client._images import CachedImage, ImageInput
+from legato_client._types import (
+    Detection,
+    DetectResult,
+    Outline,
+    Point,
+    PointedObject,
+    PointResult,
+    Result,
+    SegmentResult,
+)
+
+Mark: TypeAlias = Detection | PointedObject | Outline
+
+# Bright on dark and on light ground, and apart from each other for most colour-blind readers.
+PALETTE = (
+    (0, 158, 255),
+    (255, 122, 0),
+    (46, 189, 89),
+    (233, 69, 148),
+    (255, 196, 0),
+    (137, 99, 255),
+    (0, 191, 179),
+    (214, 69, 48),
+)
+_SMOOTHING = 2
+_READABLE_SIDE = 640  # pixels; smaller pictures are enlarged so that labels do not hide them
+_FILL_ALPHA = 84
+_INK, _PAPER = (24, 26, 31), (250, 250, 248)
+
+
+def marks_of(result: Result) -> tuple[Mark, ...]:
+    """What of a result has a place in the picture; text has none."""
+    match result:
+        case DetectResult():
+            return result.objects
+        case PointResult():
+            return result.points
+        case SegmentResult():
+            return result.segments
+        case _:
+            return ()
+
+
+def annotate(
+    image: ImageInput, marks: Iterable[Mark] = (), *, lines: Iterable[str] = ()
+) -> Image.Image:
+    """A copy of the picture with boxes, points and outlines, and lines of text below it.
+
+    Marks of one label share a colour. An outline whose path cannot be read shows its box.
+    Raises TypeError for a `CachedImage`, whose pixels only the server has.
+    """
+    picture = _open(image)
+    marks = list(marks)
+    labels = list(dict.fromkeys(mark.label for mark in marks))
+    layer = _Layer(picture.size)
+    for mark in sorted(marks, key=_drawing_order):
+        layer.draw(mark, PALETTE[labels.index(mark.label) % len(PALETTE)])
+    picture = Image.alpha_composite(picture.convert("RGBA"), layer.flattened()).convert("RGB")
+    text = list(lines)
+    return _with_text(picture, text) if text else picture
+
+
+def _drawing_order(mark: Mark) -> int:
+    """Areas first, then boxes, then points: nothing small is hidden."""
+    return (Outline, Detection, PointedObject).index(type(mark))
+
+
+def _open(image: ImageInput) -> Image.Image:
+    """An upright RGB copy, enlarged by a whole factor when it is small."""
+    if isinstance(image, CachedImage):
+        raise TypeError("only the server has the pixels of a cached image")
+    source: Any = image
+    if isinstance(image, bytes | bytearray):
+        source = Image.open(io.BytesIO(image))
+    elif isinstance(image, str | os.PathLike):
+        source = Image.open(image)
+    elif not isinstance(image, Image.Image):
+        source = Image.fromarray(source)
+    upright = ImageOps.exif_transpose(source).convert("RGB")
+    factor = max(1, round(_READABLE_SIDE / max(upright.size)))
+    if factor == 1:
+        return upright.copy()
+    size = (upright.width * factor, upright.height * factor)
+    return upright.resize(size, Image.Resampling.LANCZOS)
+
+
+class _Layer:
+    """The transparent layer over a picture of `size` pixels."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        self._size = size
+        self._width, self._height = size[0] * _SMOOTHING, size[1] * _SMOOTHING
+        self._image = Image.new("RGBA", (self._width, self._height))
+        self._pen = ImageDraw.Draw(self._image)
+        self._stroke = max(2, min(size) // 200) * _SMOOTHING
+        self._font = ImageFont.load_default(max(13, min(size) // 34) * _SMOOTHING)
+
+    def draw(self, mark: Mark, colour: tuple[int, int, int]) -> None:
+        """Add one mark."""
+        match mark:
+            case Detection():
+                self._box(mark, colour)
+            case PointedObject():
+                self._point(mark, colour)
+            case Outline():
+                self._outline(mark, colour)
+
+    def flattened(self) -> Image.Image:
+        """The layer at the picture's own size."""
+        return self._image.resize(self._size, Image.Resampling.LANCZOS)
+
+    def _box(self, mark: Detection | Outline, colour: tuple[int, int, int]) -> None:
+        left, top, right, bottom = mark.box.to_pixels(self._width - 1, self._height - 1)
+        # A line, not a rectangle: it is centred on the edge, so a flat box still shows.
+        corners = ((left, top), (right, top), (right, bottom), (left, bottom), (left, top))
+        self._pen.line(corners, fill=(*colour, 255), width=self._stroke, joint="curve")
+        self._label(mark.label, left, top, colour)
+
+    def _point(self, mark: PointedObject, colour: tuple[int, int, int]) -> None:
+        x, y = mark.point.to_pixels(self._width - 1, self._height - 1)
+        radius = self._stroke * 2.5
+        for size, fill in ((radius + self._stroke, (255, 255, 255)), (radius, colour)):
+            self._pen.ellipse((x - size, y - size, x + size, y + size), fill=(*fill, 255))
+        self._label(mark.label, x + 2 * radius, y, colour)
+
+    def _outline(self, mark: Outline, colour: tuple[int, int, int]) -> None:
+        rings = _rings(mark)
+        if not rings:
+            self._box(mark, colour)
+            return
+        for ring in rings:
+            corners = [point.to_pixels(self._width - 1, self._height - 1) for point in ring]
+            self._pen.polygon(corners, fill=(*colour, _FILL_ALPHA))
+            self._pen.line(
+                [*corners, corners[0]], fill=(*colour, 255), width=self._stroke, joint="curve"
+            )
+        left, top, _, _ = mark.box.to_pixels(self._width - 1, self._height - 1)
+        self._label(mark.label, left, top, colour)
+
+    def _label(self, text: str, x: float, y: float, colour: tuple[int, int, int]) -> None:
+        """A chip with `text` that sits on (x, y), moved inside the picture."""
+        if not text:
+            return
+        pad = self._stroke + 2 * _SMOOTHING
+        _, _, width, height = self._pen.textbbox((0, 0), text, font=self._font)
+        chip_width, chip_height = width + 2 * pad, height + 2 * pad
+        left = min(max(0.0, x), max(0.0, self._width - chip_width))
+        top = min(max(0.0, y - chip_height), max(0.0, self._height - chip_height))
+        self._pen.rounded_rectangle(
+            (left, top, left + chip_width, top + chip_height), radius=pad, fill=(*colour, 235)
+        )
+        ink = _INK if _luminance(colour) > 140 else _PAPER
+        self._pen.text((left + pad, top + pad), text, font=self._font, fill=(*ink, 255))
+
+
+def _rings(mark: Outline) -> tuple[tuple[Point, ...], ...]:
+    try:
+        return mark.polygons()
+    except ValueError:
+        return ()
+
+
+def _luminance(colour: tuple[int, int, int]) -> float:
+    red, green, blue = colour
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def _with_text(picture: Image.Image, lines: list[str]) -> Image.Image:
+    """The picture above a panel of text, wrapped to its width."""
+    size = max(14, picture.width // 44)
+    font = ImageFont.load_default(size)
+    margin, line_height = size, round(size * 1.45)
+    columns = max(8, int((picture.width - 2 * margin) / (font.getlength("n" * 40) / 40)))
+    wrapped = [piece for line in lines for piece in textwrap.wrap(line, columns) or [""]]
+    panel_height = line_height * len(wrapped) + 2 * margin
+    page = Image.new("RGB", (picture.width, picture.height + panel_height), _PAPER)
+    page.paste(picture, (0, 0))
+    pen = ImageDraw.Draw(page)
+    for number, line in enumerate(wrapped):
+        pen.text(
+            (margin, picture.height + margin + number * line_height), line, font=font, fill=_INK
+        )
+    return page

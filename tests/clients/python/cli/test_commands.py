@@ -1,0 +1,245 @@
+"""The commands that ask a server, run in this process."""
+
+from __future__ import annotations
+
+import json
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from legato.v1 import inference_pb2, task_pb2
+from legato_client.cli import main
+from PIL import Image
+
+from tests.clients.python.fake_server import STREAMS, events, failure, retry_info
+
+Code = grpc.StatusCode
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """A picture file."""
+    path = tmp_path / "a.png"
+    Image.new("RGB", (200, 100), "white").save(path)
+    return str(path)
+
+
+@pytest.fixture
+def legato(server, monkeypatch, capsys):
+    """Run `legato` against the scripted server: exit code, standard output, standard error."""
+    monkeypatch.setenv("LEGATO_SERVER", server.target)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(list(words))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_detect(legato, picture, server):
+    """Boxes are shown in pixels, and the exit code is 0."""
+    code, out, err = legato("detect", picture, "cat", "--max-objects", "3", "--temperature", "0")
+    assert (code, err) == (0, "")
+    assert "cat" in out
+    assert "(50, 50) to (150, 100) px" in out
+    task = server.last("Generate").task
+    assert task.detect.max_objects == 3
+    assert task.sampling.HasField("temperature")
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("point", "IMAGE", "nose"), "(100, 25) px"),
+        (("segment", "IMAGE", "cat"), "M 0 0 L 1 0 L 1 1 z"),
+        (("caption", "IMAGE", "--length", "long"), "a cat"),
+        (("query", "IMAGE", "how many?"), "two cats"),
+        (("query", "how many?"), "two cats"),
+    ],
+)
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_other_tasks(legato, picture, words, shown, stream):
+    """Each command shows its answer, streamed or whole."""
+    words = tuple(picture if word == "IMAGE" else word for word in words)
+    code, out, _ = legato(*words, stream)
+    assert code == 0
+    assert shown in out
+
+
+def test_reasoning_has_its_own_lines(legato):
+    """What the model thought and what it answers do not run together."""
+    for stream in ("--stream", "--no-stream"):
+        assert "hm\ntwo cats\n" in legato("query", "?", "--reasoning", stream)[1]
+
+
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_nothing_found(legato, picture, server, stream):
+    """An empty answer is said, not left blank."""
+    empty = task_pb2.TaskResult(detect=task_pb2.DetectResult())
+    server.script["Generate"].append(events(finished=empty))
+    code, out, _ = legato("detect", picture, "owl", stream)
+    assert code == 0
+    assert "nothing found" in out
+
+
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_model_text_cannot_command_the_terminal(legato, picture, server, stream):
+    """Control characters in an answer are replaced before they reach a terminal."""
+    evil = "a\x1b[2Jb"
+    result = task_pb2.TaskResult(caption=task_pb2.CaptionResult(caption=evil))
+    delta = ("text", inference_pb2.TextDelta(text=evil))
+    server.script["Generate"].append(events(delta, finished=result))
+    out = legato("caption", picture, stream)[1]
+    assert "\x1b" not in out
+    assert "a\ufffd[2Jb" in out
+
+
+def test_query_without_a_picture(legato, server):
+    """A question alone is sent without a picture."""
+    assert legato("query", "why?")[0] == 0
+    assert not server.last("Generate").HasField("image")
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("detect", "cat"), "objects"),
+        (("point", "nose"), "points"),
+        (("segment", "cat"), "segments"),
+        (("caption",), "caption"),
+        (("query", "?"), "answer"),
+    ],
+)
+def test_json(legato, picture, words, key):
+    """`--json` writes one JSON document with the task, its answer and its info, nothing else."""
+    command, *rest = words
+    code, out, err = legato(command, picture, *rest, "--json")
+    answer = json.loads(out)
+    assert (code, err) == (0, "")
+    assert answer["task"] == command
+    assert answer[key]
+    assert set(answer["info"]) == {
+        "request_id", "model", "finish_reason", "usage", "timings", "image", "stamp"
+    }  # fmt: skip
+    assert answer["info"]["image"]["width"] == 200
+
+
+def test_json_box(legato, picture):
+    """A box in JSON has the names of the contract."""
+    _, out, _ = legato("detect", picture, "cat", "--json")
+    found = json.loads(out)["objects"][0]
+    assert found == {
+        "box": {"x_min": 0.25, "y_min": 0.5, "x_max": 0.75, "y_max": 1.0},
+        "label": "cat",
+        "confidence": None,
+        "track_id": "",
+    }
+
+
+def test_output(legato, picture, tmp_path):
+    """`--output` saves the annotated picture as PNG."""
+    target = tmp_path / "out.png"
+    code, out, _ = legato("detect", picture, "cat", "--output", str(target))
+    assert code == 0
+    assert str(target) in out
+    with Image.open(target) as drawn:
+        assert drawn.format == "PNG"
+        assert drawn.getcolors(1) is None, "only one colour"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "expected"),
+    [
+        (Code.INVALID_ARGUMENT, "INVALID_FIELD", 2),
+        (Code.NOT_FOUND, "MODEL_NOT_FOUND", 3),
+        (Code.DEADLINE_EXCEEDED, "DEADLINE_UNREACHABLE", 5),
+        (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", 6),
+        (Code.INTERNAL, "INTERNAL", 1),
+    ],
+)
+def test_exit_codes(legato, picture, server, code, reason, expected):
+    """Each kind of failure has its exit code, and the reason is shown."""
+    server.script["Generate"].append(failure(code, reason))
+    status, out, err = legato("detect", picture, "cat")
+    assert (status, out) == (expected, "")
+    assert reason in err
+
+
+def test_engine_lost(legato, picture, server):
+    """A stream that breaks because the engine died exits with 4."""
+    lost = failure(Code.UNAVAILABLE, "ENGINE_LOST")
+    server.script["Generate"].append([*STREAMS["detect"][:2], lost])
+    assert legato("detect", picture, "cat")[0] == 4
+
+
+def test_no_server(picture, capsys):
+    """Nobody listening exits with 4 and says how to start a server."""
+    status = main(["detect", picture, "cat", "--server", "127.0.0.1:1"])
+    assert status == 4
+    assert "legato serve" in capsys.readouterr().err
+
+
+def test_error_details(legato, picture, server):
+    """The text of an error names the fields at fault and when to try again."""
+    violation = error_details_pb2.BadRequest.FieldViolation(field="object", description="is empty")
+    bad = error_details_pb2.BadRequest(field_violations=[violation])
+    server.script["Generate"].append(
+        failure(Code.INVALID_ARGUMENT, "INVALID_FIELD", bad, retry_info(0.5))
+    )
+    _, _, err = legato("detect", picture, "x")
+    assert "object: is empty" in err
+    assert "try again in 0.5 s" in err
+
+
+def test_json_errors(legato, picture, server):
+    """With `--json` a failure is one JSON document on standard error."""
+    server.script["Generate"].append(failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", limit="4"))
+    status, out, err = legato("detect", picture, "x", "--json")
+    error = json.loads(err)["error"]
+    assert (status, out) == (6, "")
+    assert (error["exit_code"], error["reason"]) == (6, "QUEUE_FULL")
+    assert error["metadata"] == {"limit": "4"}
+    assert error["request_id"] == "r-9"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("detect",),
+        ("detect", "missing.png", "cat"),
+        ("caption", "IMAGE", "--length", "epic"),
+        ("detect", "IMAGE", "cat", "--timeout", "0"),
+        ("detect", "IMAGE", "cat", "--top-k", "-1"),
+        ("detect", "IMAGE", "cat", "--stream", "--json"),
+        ("query", "?", "--output", "x.png"),
+        ("nonsense",),
+    ],
+)
+def test_usage_errors(legato, picture, server, words):
+    """A command that makes no sense exits with 2 before anything is sent, in JSON too."""
+    words = tuple(picture if word == "IMAGE" else word for word in words)
+    assert legato(*words)[0] == 2
+    assert not server.requests
+    status, _, err = legato(*words, "--json")
+    assert status == 2
+    assert json.loads(err)["error"]["exit_code"] == 2
+
+
+def test_info(legato):
+    """`info` shows the version and every model, and as JSON the whole account."""
+    _, out, _ = legato("info")
+    assert "legato 1.2.3" in out
+    assert "second" in out
+    document = json.loads(legato("info", "--json")[1])
+    assert document["server"]["version"] == "1.2.3"
+    assert [model["name"] for model in document["models"]] == ["first", "second"]
+
+
+def test_help_documents_exit_codes(capsys):
+    """`--help` of the command and of each task says what the exit codes mean."""
+    for words in (["--help"], ["detect", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 0
+        assert "6 busy" in " ".join(capsys.readouterr().out.split())

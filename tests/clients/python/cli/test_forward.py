@@ -1,0 +1,62 @@
+"""The commands that belong to the server's packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from legato_client.cli import forward, main
+
+
+def test_missing_engine(monkeypatch, capsys):
+    """Without the engine extra the message is the command that installs it."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else found(name)
+    )
+    for command in ("serve", "bench", "trace", "demo"):
+        assert main([command]) == 1
+        assert 'pip install "legato[engine]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "bench", "trace"])
+def test_arguments_are_passed_on(command, monkeypatch):
+    """Every argument reaches the module unchanged, options included."""
+    monkeypatch.setattr(forward, "require_engine", lambda _command: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    program = forward.command_line(command, ["--help", "x", "--", "-y"])
+    assert program[:2] == [sys.executable, "-m"]
+    assert program[2] == forward.MODULES[command][0]
+    assert program[3:] == ["--help", "x", "--", "-y"]
+
+
+def test_command_of_another_version(monkeypatch, capsys):
+    """A command whose module this version lacks says so."""
+    monkeypatch.setattr(forward, "_ENGINE_NEEDS", ())
+    monkeypatch.setitem(forward.MODULES, "bench", ("legato_engine.no_such_module", ""))
+    assert main(["bench"]) == 1
+    assert "this version has no `legato bench`" in capsys.readouterr().err
+
+
+def test_the_command_becomes_the_module(tmp_path):
+    """The forwarded program replaces this one: same process, its own exit code."""
+    (tmp_path / "legato_service.py").write_text(
+        "import os, sys; print(os.getpid(), sys.argv[1:])\nsys.exit(7)"
+    )
+    program = (
+        "import sys; from legato_client.cli import forward, main;"
+        "forward._ENGINE_NEEDS = (); sys.exit(main(['serve', '--port', '1']))"
+    )
+    path = ":".join([str(tmp_path), *(entry for entry in sys.path if entry)])
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        out, _ = process.communicate(timeout=60)
+    assert out.split()[0] == str(process.pid)
+    assert out.split()[1:] == ["['--port',", "'1']"]
+    assert process.returncode == 7
