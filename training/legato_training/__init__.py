@@ -1,0 +1,1 @@
+"""Training side of Legato: everything that makes the legato-tiny checkpoint."""

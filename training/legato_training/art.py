@@ -1,0 +1,177 @@
+"""Download the open drawings, rasterise them and pack them: ``python -m legato_training.art``.
+
+The pack (training/.data/sprites.npz) holds one 160x160 WebP a drawing, cropped to its alpha with a
+margin, its outline and hull in unit sprite coordinates (-0.5..0.5), and background photographs.
+"""
+
+import argparse
+import io
+import json
+import subprocess
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from legato_training.art_sets import ART_SETS, CODE_PACKAGE, PHOTO_PACKAGE, ArtSet, find_icon
+from legato_training.nouns import all_nouns
+from legato_training.outline import trace_outline
+from legato_training.photos import load_photos
+from legato_training.vocabulary import ROOT
+
+SIDE = 160
+MARGIN = 4
+QUALITY = 80
+
+
+def npm_install(folder: Path) -> Path:
+    """Install the exact art packages with npm and return node_modules."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "package.json").write_text('{"name": "legato-art", "private": true}')
+    wanted = [f"{a.package}@{a.version}" for a in ART_SETS]
+    wanted += ["@".join(CODE_PACKAGE), "@".join(PHOTO_PACKAGE)]
+    subprocess.run(
+        ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", *wanted],
+        cwd=folder,
+        check=True,
+    )
+    return folder / "node_modules"
+
+
+def rasterise(svg: str) -> Image.Image:
+    """SVG text -> RGBA image about 320 px wide (reduced later with a good filter)."""
+    import resvg_py  # only the art script needs it, training machines do not have it
+
+    png = bytes(resvg_py.svg_to_bytes(svg_string=svg, width=2 * SIDE))
+    return Image.open(io.BytesIO(png)).convert("RGBA")
+
+
+def fit(image: Image.Image) -> Image.Image | None:
+    """Crop to visible alpha and fit into SIDE x SIDE, keeping the aspect and a margin."""
+    alpha = np.asarray(image)[..., 3]
+    rows, columns = np.where(alpha.max(1) > 24)[0], np.where(alpha.max(0) > 24)[0]
+    if len(rows) < 8 or len(columns) < 8:
+        return None
+    image = image.crop((columns[0], rows[0], columns[-1] + 1, rows[-1] + 1))
+    room = SIDE - 2 * MARGIN
+    scale = room / max(image.size)
+    size = tuple(max(1, round(side * scale)) for side in image.size)
+    # PIL resizes RGBA premultiplied, so transparent black does not bleed into edges.
+    image = image.resize(size, Image.Resampling.LANCZOS)
+    canvas = Image.new("RGBA", (SIDE, SIDE), (0, 0, 0, 0))
+    canvas.paste(image, ((SIDE - size[0]) // 2, (SIDE - size[1]) // 2))
+    return canvas
+
+
+def draw(job: tuple[str, str, int, str]) -> dict | None:
+    """One job (set, source, noun, label) -> packed sprite record; source is SVG text or a file path."""
+    set_name, source, noun, label = job
+    try:
+        image = (
+            Image.open(source).convert("RGBA")
+            if not source.lstrip().startswith("<svg")
+            else rasterise(source)
+        )
+    except Exception as error:  # noqa: BLE001 - a broken drawing is reported and left out
+        print(f"skipped {set_name} {label}: {error}")
+        return None
+    fitted = fit(image)
+    if fitted is None:
+        return None
+    outline, hull, share = trace_outline(np.asarray(fitted)[..., 3])
+    if outline is None:
+        return None
+    buffer = io.BytesIO()
+    fitted.save(buffer, "WEBP", quality=QUALITY, alpha_quality=90, method=6)
+    return {
+        "set": set_name,
+        "noun": noun,
+        "label": label,
+        "webp": buffer.getvalue(),
+        "outline": outline,
+        "hull": hull,
+        "share": share,
+    }
+
+
+def svg_of(icons: dict, name: str) -> str:
+    """Iconify JSON entry -> a standalone SVG."""
+    icon = icons["icons"].get(name) or icons["icons"][icons["aliases"][name]["parent"]]
+    width = icon.get("width", icons.get("width", 16))
+    height = icon.get("height", icons.get("height", 16))
+    left, top = icon.get("left", 0), icon.get("top", 0)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'viewBox="{left} {top} {width} {height}">{icon["body"]}</svg>'
+    )
+
+
+def jobs_of(art_set: ArtSet, modules: Path) -> list[tuple[str, str, int, str]]:
+    """Every drawing of the nouns in one set."""
+    labelled = [(noun, label) for noun, entry in enumerate(all_nouns()) for label in entry.labels]
+    if art_set.webp_by_code:
+        codes = {
+            e["label"].lower(): e["hexcode"].lower()
+            for e in json.loads((modules / CODE_PACKAGE[0] / "en/data.json").read_text())
+        }
+        folder = modules / art_set.package / "assets"
+        files = {path.stem.replace("-fe0f", ""): path for path in folder.glob("*.webp")}
+        found = [
+            (n, label, files.get(codes[label.lower()].replace("-fe0f", "")))
+            for n, label in labelled
+        ]
+        return [(art_set.name, str(path), n, label) for n, label, path in found if path]
+    icons = json.loads((modules / art_set.package / "icons.json").read_text())
+    names = set(icons["icons"]) | set(icons.get("aliases", {}))
+    found_icons = [(n, label, find_icon(art_set, label, names)) for n, label in labelled]
+    return [(art_set.name, svg_of(icons, icon), n, label) for n, label, icon in found_icons if icon]
+
+
+def pack(records: list[dict], photos: np.ndarray, path: Path) -> None:
+    """Write the pack: concatenated WebP bytes, offsets and per-sprite arrays."""
+    blobs = [record["webp"] for record in records]
+    sets = [a.name for a in ART_SETS]
+    jpegs = []
+    for photo in photos:
+        buffer = io.BytesIO()
+        Image.fromarray(photo).save(buffer, "JPEG", quality=85)
+        jpegs.append(buffer.getvalue())
+    np.savez(
+        path,
+        sprite_bytes=np.frombuffer(b"".join(blobs), np.uint8),
+        sprite_offsets=np.cumsum([0] + [len(b) for b in blobs]).astype(np.int64),
+        noun=np.array([r["noun"] for r in records], np.int16),
+        set=np.array([sets.index(r["set"]) for r in records], np.int16),
+        label=np.array([r["label"] for r in records]),
+        outline=np.stack([r["outline"] for r in records]).astype(np.float16),
+        hull=np.stack([r["hull"] for r in records]).astype(np.float16),
+        share=np.array([r["share"] for r in records], np.float32),
+        photo_bytes=np.frombuffer(b"".join(jpegs), np.uint8),
+        photo_offsets=np.cumsum([0] + [len(b) for b in jpegs]).astype(np.int64),
+    )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / ".data/sprites.npz")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "legato-art")
+    options = parser.parse_args()
+    modules = npm_install(options.work)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    jobs = [job for art_set in ART_SETS for job in jobs_of(art_set, modules)]
+    with ProcessPoolExecutor() as pool:
+        records = [record for record in pool.map(draw, jobs, chunksize=16) if record]
+    pack(records, load_photos(modules / PHOTO_PACKAGE[0]), options.out)
+    counts = {a.name: sum(r["set"] == a.name for r in records) for a in ART_SETS}
+    print(
+        json.dumps(
+            {"sprites": len(records), "MB": options.out.stat().st_size / 1e6, "sets": counts}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The sprite pack in memory: a pyramid of premultiplied RGBA for the renderer, small arrays for the sampler.
+
+N sprites; level l of the pyramid has side SIDE >> l. Drawn shapes are added behind the packed art, white,
+so that a tint gives them their colour.
+"""
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from legato_training.lexicon import COLOUR_NAMES, SHAPES, lexicon
+from legato_training.outline import OUTLINE_POINTS, fit_hull, is_clockwise, resample_closed
+
+SIDE = 160
+LEVELS = 4
+THUMB = 32
+SHAPE_SET = -1
+DOMINANT_SHARE = 0.55
+
+
+@dataclass(frozen=True)
+class SpriteBook:
+    """Everything about the sprites. ``colour`` is the dominant colour's index or -1."""
+
+    rgba: np.ndarray  # uint8 [N, SIDE, SIDE, 4], straight alpha
+    noun: np.ndarray  # int [N]; shapes: -1
+    shape: np.ndarray  # int [N]; art: -1
+    set: np.ndarray  # int [N]; shapes: SHAPE_SET
+    outline: np.ndarray  # f32 [N, 64, 2]
+    hull: np.ndarray  # f32 [N, 48, 2]
+    share: np.ndarray  # f32 [N]
+    thumb: np.ndarray  # bool [N, THUMB, THUMB]
+    colour: np.ndarray  # int [N]
+    photos: np.ndarray  # uint8 [M, P, P, 3]
+
+    def of_kind(self, sets: tuple[int, ...]) -> list[list[np.ndarray]]:
+        """For each kind a list over drawing sets of sprite indices; empty when these sets lack the kind."""
+        book = lexicon()
+        by_kind = []
+        for index, kind in enumerate(book.kinds):
+            if kind.shape >= 0:
+                by_kind.append([np.flatnonzero(self.shape == kind.shape)])
+                continue
+            chosen = [np.flatnonzero((self.noun == index) & (self.set == s)) for s in sets]
+            by_kind.append([c for c in chosen if len(c)])
+        return by_kind
+
+
+def decode_images(data: np.ndarray, offsets: np.ndarray, mode: str) -> np.ndarray:
+    """Concatenated image files -> one uint8 array."""
+    raw = data.tobytes()
+    files = (raw[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True))
+    return np.stack([np.asarray(Image.open(io.BytesIO(f)).convert(mode)) for f in files])
+
+
+def shape_polygon(name: str) -> np.ndarray:
+    """Outline of one shape [P, 2] in -0.5..0.5, y down."""
+
+    def regular(n: int, turn: float = -np.pi / 2) -> np.ndarray:
+        angles = turn + 2 * np.pi * np.arange(n) / n
+        return 0.5 * np.stack([np.cos(angles), np.sin(angles)], 1)
+
+    if name == "star":
+        points = regular(10)
+        points[1::2] *= 0.42
+        return points
+    if name == "heart":
+        t = np.linspace(0, 2 * np.pi, 96, endpoint=False)
+        x = 16 * np.sin(t) ** 3
+        y = -(13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t))
+        return np.stack([x / 33, (y + 2) / 33], 1)
+    corners = {
+        "square": [(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)],
+        "triangle": [(0, -0.45), (0.5, 0.42), (-0.5, 0.42)],
+        "diamond shape": [(0, -0.5), (0.36, 0), (0, 0.5), (-0.36, 0)],
+        "cross": [
+            (-0.17, -0.5),
+            (0.17, -0.5),
+            (0.17, -0.17),
+            (0.5, -0.17),
+            (0.5, 0.17),
+            (0.17, 0.17),
+            (0.17, 0.5),
+            (-0.17, 0.5),
+            (-0.17, 0.17),
+            (-0.5, 0.17),
+            (-0.5, -0.17),
+            (-0.17, -0.17),
+        ],
+        "arrow": [
+            (-0.5, -0.16),
+            (0.06, -0.16),
+            (0.06, -0.4),
+            (0.5, 0),
+            (0.06, 0.4),
+            (0.06, 0.16),
+            (-0.5, 0.16),
+        ],
+    }
+    if name in corners:
+        return np.array(corners[name])
+    sides = {"pentagon": 5, "hexagon": 6}.get(name, 96)
+    return regular(sides) * ([1.0, 0.62] if name == "oval" else [1.0, 1.0])
+
+
+def draw_shape(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """White shape RGBA uint8 [SIDE, SIDE, 4] and its polygon in sprite units."""
+    zoom, room = 4, (SIDE - 8) / SIDE
+    polygon = shape_polygon(name) * room
+    mask = Image.new("L", (SIDE * zoom, SIDE * zoom), 0)
+    pen = ImageDraw.Draw(mask)
+    pen.polygon([tuple(p) for p in (polygon + 0.5) * SIDE * zoom], fill=255)
+    if name == "ring shape":
+        pen.polygon([tuple(p) for p in (polygon * 0.55 + 0.5) * SIDE * zoom], fill=0)
+    alpha = np.asarray(mask.resize((SIDE, SIDE), Image.Resampling.BOX))
+    rgba = np.concatenate([np.full((SIDE, SIDE, 3), 255, np.uint8), alpha[..., None]], axis=2)
+    return rgba, polygon
+
+
+def dominant_colours(rgba: np.ndarray) -> np.ndarray:
+    """Index of the colour that covers most of each sprite, or -1 when none covers DOMINANT_SHARE."""
+    small = rgba[:, ::5, ::5].reshape(len(rgba), -1, 4).astype(np.float32) / 255
+    red, green, blue = small[..., 0], small[..., 1], small[..., 2]
+    value, low = small[..., :3].max(2), small[..., :3].min(2)
+    chroma = value - low
+    safe = np.maximum(chroma, 1e-6)
+    hue = (
+        np.where(
+            value == red,
+            (green - blue) / safe % 6,
+            np.where(value == green, (blue - red) / safe + 2, (red - green) / safe + 4),
+        )
+        * 60
+    )
+    saturation = chroma / np.maximum(value, 1e-6)
+    grey = (saturation < 0.15) | (chroma < 0.08)
+    warm = ~grey & ((hue < 50) | (hue > 340))
+    brown = warm & (hue > 12) & (hue < 48) & (value < 0.66)
+    pink = (
+        ~grey
+        & ~brown
+        & (((hue > 300) & (hue <= 342)) | ((hue > 342) | (hue < 12)) & (saturation < 0.55))
+        & (value > 0.6)
+    )
+    names = {
+        "black": grey & (value < 0.3),
+        "gray": grey & (value >= 0.3) & (value < 0.82),
+        "white": grey & (value >= 0.82),
+        "brown": brown,
+        "pink": pink,
+    }
+    rest = ~grey & ~brown & ~pink
+    for name, start, end in (
+        ("red", -1, 14),
+        ("orange", 14, 42),
+        ("yellow", 42, 66),
+        ("green", 66, 165),
+        ("blue", 165, 252),
+        ("purple", 252, 335),
+        ("red", 335, 361),
+    ):
+        names[name] = names.get(name, False) | (rest & (hue >= start) & (hue < end))
+    weight = (small[..., 3] > 0.5).astype(np.float32)
+    shares = (
+        np.stack([(names[n] * weight).sum(1) for n in COLOUR_NAMES], 1)
+        / np.maximum(weight.sum(1), 1)[:, None]
+    )
+    best = shares.argmax(1)
+    return np.where(shares.max(1) >= DOMINANT_SHARE, best, -1)
+
+
+def load_sprites(path: Path) -> SpriteBook:
+    """Read the pack and add the drawn shapes."""
+    pack = np.load(path)
+    art = decode_images(pack["sprite_bytes"], pack["sprite_offsets"], "RGBA")
+    drawn = [draw_shape(name) for name in SHAPES]
+    shapes = np.stack([rgba for rgba, _ in drawn])
+    polygons = [p if is_clockwise(p) else p[::-1] for _, p in drawn]
+    outlines = np.stack([resample_closed(p, OUTLINE_POINTS) for p in polygons])
+    hulls = np.stack([fit_hull(p) for p in polygons])
+    rgba = np.concatenate([art, shapes])
+    block = SIDE // THUMB
+    thumb = rgba[..., 3].reshape(-1, THUMB, block, THUMB, block).mean((2, 4)) > 127
+    count, extra = len(art), len(shapes)
+    return SpriteBook(
+        rgba=rgba,
+        noun=np.concatenate([pack["noun"].astype(int), np.full(extra, -1)]),
+        shape=np.concatenate([np.full(count, -1), np.arange(extra)]),
+        set=np.concatenate([pack["set"].astype(int), np.full(extra, SHAPE_SET)]),
+        outline=np.concatenate([pack["outline"].astype(np.float32), outlines.astype(np.float32)]),
+        hull=np.concatenate([pack["hull"].astype(np.float32), hulls.astype(np.float32)]),
+        share=np.concatenate([pack["share"], np.ones(extra, np.float32)]),
+        thumb=thumb,
+        colour=np.concatenate([dominant_colours(art), np.full(extra, -1)]),
+        photos=decode_images(pack["photo_bytes"], pack["photo_offsets"], "RGB"),
+    )
+
+
+def pyramid(rgba: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Premultiplied pyramid as one int32 array (A B G R bytes, R lowest) and each level's start.
+
+    Sprite n of level l, pixel (y, x) sits at start[l] + (n * side + y) * side + x.
+    """
+    levels = [[] for _ in range(LEVELS)]
+    for part in np.array_split(rgba, max(1, len(rgba) // 128)):
+        pixels = part.astype(np.float32)
+        pixels[..., :3] *= pixels[..., 3:] / 255
+        for level in levels:
+            packed = np.ascontiguousarray(np.rint(pixels).astype(np.uint8)).view(np.int32)[..., 0]
+            level.append(packed.reshape(-1))
+            n, side = pixels.shape[:2]
+            pixels = pixels.reshape(n, side // 2, 2, side // 2, 2, 4).mean((2, 4))
+    flat = [np.concatenate(level) for level in levels]
+    return np.concatenate(flat), np.cumsum([0, *(len(level) for level in flat[:-1])]).astype(
+        np.int64
+    )
