@@ -1,0 +1,1 @@
+"""Benchmarks: each one command, each writing raw JSON and a Markdown record into `results/`."""

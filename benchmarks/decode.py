@@ -1,0 +1,54 @@
+"""The decode step and what pipelining buys: `legato_engine.bench`, recorded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from benchmarks import record
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the engine's bench in a process of its own and record its figures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks decode", description=__doc__)
+    parser.add_argument("--name", default="decode", help="of the record")
+    arguments, options = parser.parse_known_args(argv)
+    command = [sys.executable, "-m", "legato_engine.bench", "--json", *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        return done.returncode
+    figures = json.loads(done.stdout)
+    model = figures["model"]
+    title = f"Decode step: {model['name']} ({model['dtype']}) on {model['device']}"
+    record.write(arguments.name, title, figures, [_steps(figures["rows"]), "", _gains(figures)])
+    return 0
+
+
+def _steps(rows: Sequence[dict]) -> str:
+    heads = ("streams", "forward ms", "sampling ms", "period ms", "device idle ms", "CPU tick ms")
+    keys = ("forward", "sampling", "period", "idle", "tick")
+    return record.table(
+        heads, [[row["streams"], *(f"{row['pipelined'][key]:.3f}" for key in keys)] for row in rows]
+    )
+
+
+def _gains(figures: dict) -> str:
+    heads = ("streams", "blocking ms", "pipelined ms", "L", "predicted", "observed", "tokens/s")
+    return record.table(
+        heads,
+        [
+            [
+                row["streams"],
+                f"{row['blocking']['period']:.3f}",
+                f"{row['pipelined']['period']:.3f}",
+                row["length"],
+                f"{row['predicted'] - 1:+.1%}",
+                f"{row['observed'] - 1:+.1%}",
+                f"{row['tokens_per_second']['2']:.0f}",
+            ]
+            for row in figures["rows"]
+        ],
+    )

@@ -1,0 +1,75 @@
+"""Where figures go: one JSON and one Markdown file a run, with what is needed to repeat it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def surroundings() -> dict[str, Any]:
+    """The machine, the software and the commit."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _output("git", "rev-parse", "--short", "HEAD"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu(),
+    }
+    if torch.accelerator.is_available():
+        query = "--query-gpu=name,driver_version,clocks.sm,clocks.mem"
+        facts["gpu"] = _output("nvidia-smi", query, "--format=csv,noheader")
+    return facts
+
+
+def write(name: str, title: str, figures: Mapping[str, Any], tables: Sequence[str]) -> Path:
+    """Write `results/<name>.json` and `.md`; returns the Markdown's path.
+
+    `LEGATO_RESULTS` names another folder than `results`.
+    """
+    folder = Path(os.environ.get("LEGATO_RESULTS", RESULTS))
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = surroundings()
+    document = {"title": title, "surroundings": facts, "figures": figures}
+    (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    lines = [f"# {title}", ""]
+    lines += [f"- {key}: `{value}`" for key, value in facts.items() if value]
+    lines += ["", *tables, ""]
+    path = folder / f"{name}.md"
+    path.write_text("\n".join(lines))
+    print("\n".join(tables))
+    print(f"written: {name}.json, {name}.md")
+    return path
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
