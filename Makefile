@@ -18,13 +18,15 @@ PROTO_STAMP := $(PROTO_VENV)/.legato-setup
 PIP_FLAGS := --quiet --disable-pip-version-check
 ROLES := proto/gen service engine clients/python
 WHEELS := dist
-CI_STAGES := proto-check format-check lint test wheel wheel-check
+TOOLS := $(abspath .tools/bin)
+GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
+CI_STAGES := proto-check format-check lint tools test wheel wheel-check
 DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup proto proto-check proto-breaking format format-check lint test test-gpu bench demo \
-	wheel wheel-check ci clean size
+.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow test-gpu \
+	bench demo wheel wheel-check ci clean size
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +46,12 @@ $(PROTO_STAMP): proto/requirements.txt
 	@test -x $(PROTO_VENV)/bin/python || $(call new_venv,$(PROTO_VENV))
 	@$(PROTO_VENV)/bin/python -m pip install $(PIP_FLAGS) -r $<
 	@touch $@
+
+# Only tests of README's own lines use it; without go they are skipped and say why.
+tools: ## install grpcurl into .tools/bin, if go is there
+	@if command -v grpcurl >/dev/null || test -x $(TOOLS)/grpcurl; then true; \
+	elif ! command -v go >/dev/null; then echo "tools: no go, so the tests of grpcurl are skipped"; \
+	else GOBIN=$(TOOLS) go install $(GRPCURL) || echo "tools: no grpcurl, its tests are skipped"; fi
 
 define new_venv
 { \
@@ -87,8 +95,11 @@ lint: | $(STAMP) ## ruff, mypy, import contracts, buf
 	@$(BIN)/lint-imports
 	@$(BIN)/buf lint
 
-test: | $(STAMP) ## all tests that need no GPU (ARGS="-k name" narrows)
-	@$(PY) -m pytest -m "not gpu" $(ARGS)
+test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narrows)
+	@$(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+
+test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
+	@$(PY) -m pytest -m "slow and not gpu" --timeout 900 $(ARGS)
 
 test-gpu: | $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(ARGS)

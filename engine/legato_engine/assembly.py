@@ -115,14 +115,7 @@ class Assembly:
         )
         sink = ReportSink(self.frontend.name, send)
         scheduler = self.scheduler(sink, pipeline_depth=config.pipeline_depth, observer=observer)
-        return EngineCore(
-            self.frontend,
-            scheduler,
-            preprocessor,
-            sink,
-            max_waiting=config.max_waiting,
-            wake=wake,
-        )
+        return EngineCore(self.frontend, scheduler, preprocessor, sink, wake=wake)
 
 
 def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: None) -> Assembly:
@@ -191,15 +184,13 @@ def _warm_up_requests(assembly: Assembly) -> None:
     info = ImageInfo(image_id="warm-up", width=64, height=48, cache_hit=False)
     picture = Image.fromarray(np.zeros((48, 64, 3), np.uint8))
     named = CachedImage(image_id=info.image_id)
-    for request, image in (
-        (
-            Request(request_id="caption", task=CaptionTask(), image=named, sampling=sampling),
-            frontend.prepare_image(picture, info.image_id, info),
-        ),
-        (Request(request_id="query", task=QueryTask(question="?"), sampling=sampling), None),
-    ):
-        if request.request_id in frontend.tasks:
-            scheduler.submit(make_sequence(frontend, request, image))
+    if "caption" in frontend.tasks:
+        request = Request(request_id="0", task=CaptionTask(), image=named, sampling=sampling)
+        image = frontend.prepare_image(picture, info.image_id, info)
+        scheduler.submit(make_sequence(frontend, request, image))
+    if "query" in frontend.tasks:
+        request = Request(request_id="1", task=QueryTask(question="?"), sampling=sampling)
+        scheduler.submit(make_sequence(frontend, request, None))
     scheduler.drain()
 
 

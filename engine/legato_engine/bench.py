@@ -35,8 +35,9 @@ _TABLE_WIDTH = 120
 class StepCost:
     """Medians over the steps of one depth, in milliseconds.
 
-    `idle` is the device's: between the end of one step's sampling and the next forward, and between
-    a forward and its sampling. `tick` is host work: plan, launch, finalize, commit.
+    `sampling` includes the copy back. `idle` is the device's: between the end of one step's
+    sampling and the next forward, and between a forward and its sampling. `tick` is host work:
+    plan, launch, finalize, commit. `num_steps` says how many steps stand behind the medians.
     """
 
     forward: float
@@ -49,7 +50,10 @@ class StepCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """One row of the tables. Speedups are of throughput, 1.0 meaning none; `length` is L."""
+    """One row of the tables; `tokens_per_second` is by depth, `length` is L.
+
+    `predicted` and `observed` are ratios of throughput, 1.0 meaning no gain.
+    """
 
     streams: int
     length: int
@@ -73,8 +77,8 @@ def step_cost(steps: Sequence[Step], streams: int) -> StepCost:
     if not pairs:
         raise ValueError(f"no two full steps of {streams} rows in a row; use longer requests")
 
-    def median(measure: Callable[[Step, Step], int]) -> float:
-        return statistics.median(measure(a, b) for a, b in pairs) / 1e6
+    def median(part: Callable[[Step, Step], int]) -> float:
+        return statistics.median(part(a, b) for a, b in pairs) / 1e6
 
     return StepCost(
         forward=median(lambda _, b: b.times.forward_end - b.times.forward_start),
@@ -100,8 +104,8 @@ def _is_full(step: Step, streams: int) -> bool:
     return plan.kind is LaunchKind.DECODE and len(plan.rows) == streams
 
 
-def run(assembly: Assembly, workload: Workload, depth: int) -> tuple[list[Step], float]:
-    """Run a workload to its end; its steps and the seconds it took."""
+def run(assembly: Assembly, workload: Workload, depth: int) -> tuple[Timeline, float]:
+    """Run a workload to its end; all of its steps, and the seconds it took."""
     sequences = workload.sequences()
     timeline = Timeline(assembly.runner.times, capacity=4 * workload.num_tokens + len(sequences))
     scheduler = assembly.scheduler(SilentSink(), pipeline_depth=depth, observer=timeline)
@@ -109,12 +113,12 @@ def run(assembly: Assembly, workload: Workload, depth: int) -> tuple[list[Step],
     for sequence in sequences:
         scheduler.submit(sequence)
     scheduler.drain()
-    return timeline.steps, time.perf_counter() - start
+    return timeline, time.perf_counter() - start
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
-    """The raw figures of one number of streams, by depth."""
+    """The raw figures of one number of streams, by depth; `seconds` for all `num_tokens`."""
 
     streams: int
     length: int
@@ -134,8 +138,8 @@ def measure(assembly: Assembly, arguments: argparse.Namespace, streams: int) -> 
         run(sized, workload, depth)
     for repeat in range(arguments.repeats):
         for depth in DEPTHS if repeat % 2 == 0 else reversed(DEPTHS):
-            ran, took = run(sized, workload, depth)
-            steps[depth] += ran
+            timeline, took = run(sized, workload, depth)
+            steps[depth] += timeline.steps
             seconds[depth].append(took)
     return Measurement(
         streams=streams,
@@ -201,19 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, then print the two tables or their figures as JSON."""
     arguments = _parse(argv)
     streams = sorted({1, *arguments.streams})  # the zombie tax is read against one stream
-    config = EngineConfig(
-        model=arguments.model,
-        weights=arguments.weights,
-        tokenizer=arguments.tokenizer,
-        random_weights=arguments.random_weights,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        threads=arguments.threads,
-        max_running=1,
-        max_waiting=max(streams) * arguments.rounds,
-        cuda_graphs=not arguments.no_cuda_graphs,
-    )
-    assembly = assemble(config)
+    config = model_config(arguments)
+    max_waiting = max(streams) * arguments.rounds
+    assembly = assemble(msgspec.structs.replace(config, max_running=1, max_waiting=max_waiting))
     measured = [measure(assembly, arguments, count) for count in streams]
     forward_single = measured[0].costs[2].forward
     rows = [compare(one, forward_single) for one in measured if one.streams in arguments.streams]
@@ -255,6 +249,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", default=0, type=int, help="CPU cores; 0: all")
     parser.add_argument("--task", default="query", choices=KINDS)
     parser.add_argument("--no-cuda-graphs", action="store_true")
+
+
+def model_config(arguments: argparse.Namespace) -> EngineConfig:
+    """What those arguments say; the rest as a server has it."""
+    return EngineConfig(
+        model=arguments.model,
+        weights=arguments.weights,
+        tokenizer=arguments.tokenizer,
+        random_weights=arguments.random_weights,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        threads=arguments.threads,
+        cuda_graphs=not arguments.no_cuda_graphs,
+    )
 
 
 def _numbers(text: str) -> list[int]:

@@ -8,7 +8,7 @@ import msgspec
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine process is told at its start (as JSON on its command line).
 
-    `num_pages` 0 sizes the KV pool from `max_running` full contexts (CPU) or free memory (CUDA).
+    `num_pages` 0 sizes the KV pool for `max_running` full contexts and some shared prefixes.
     `pipeline_depth` 1 is the blocking loop, 2 the pipelined one.
     `random_weights` serves the named architecture with seeded random weights, for benchmarks.
     """

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 
 def row_share(forward: float, forward_single: float, streams: int) -> float:
-    """The part of a forward over `streams` rows that is due to its rows, 0..1; alone it is all."""
+    """The part of a forward over `streams` rows that is due to its rows, 0..1; alone it is all.
+
+    `forward` and `forward_single` (the forward of one stream) are times in one unit.
+    """
     if streams == 1:
         return 1.0
     return min(1.0, max(0.0, 1.0 - forward_single / forward))
@@ -23,10 +26,5 @@ def zombie_tax(length: float, share: float) -> float:
 
 
 def predicted_speedup(blocking: float, pipelined: float, tax: float) -> float:
-    """Pipelined over blocking throughput, 1.0 meaning no gain."""
+    """Pipelined over blocking throughput, 1.0 meaning no gain; the periods are in one unit."""
     return blocking / pipelined * (1.0 - tax)
-
-
-def bubble(period: float, forward: float, sampling: float) -> float:
-    """Device idle time of a step, never negative."""
-    return max(0.0, period - forward - sampling)

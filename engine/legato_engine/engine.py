@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-import hashlib
 import itertools
 import math
 import time
@@ -21,13 +20,12 @@ from legato_engine.errors import (
     InternalError,
     LegatoError,
     ModelNotFound,
-    QueueFull,
 )
 from legato_engine.messages import Load
 from legato_engine.models.model import ModelFrontend, PreparedImage
 from legato_engine.preprocess import Picture, Preprocessor
 from legato_engine.report_sink import ReportSink, Ticket
-from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.scheduler import Scheduler, deadline_of
 
 _log = structlog.get_logger()
 
@@ -55,14 +53,12 @@ class EngineCore:
         preprocessor: Preprocessor,
         sink: ReportSink,
         *,
-        max_waiting: int,
         wake: Callable[[], None],
     ) -> None:
         self._frontend = frontend
         self._scheduler = scheduler
         self._preprocessor = preprocessor
         self._sink = sink
-        self._max_waiting = max_waiting
         self._wake = wake
         self._jobs: dict[str, _Job] = {}
         self._prepared: collections.deque[_Job] = collections.deque()
@@ -76,7 +72,6 @@ class EngineCore:
         arrival = time.monotonic()
         try:
             self._check(request)
-            request = _seeded(request)
             if request.image is None:
                 self._enqueue(request, arrival, None)
             else:
@@ -120,7 +115,7 @@ class EngineCore:
 
     def next_deadline(self) -> float:
         """Monotonic time by which `step` must be called even if nothing wakes the loop."""
-        return min((_deadline(job.request) for job in self._jobs.values()), default=math.inf)
+        return min((deadline_of(job.request) for job in self._jobs.values()), default=math.inf)
 
     # ------------------------------------------------------------ the tick
 
@@ -142,12 +137,7 @@ class EngineCore:
             raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
         if request.adapter:
             raise AdapterNotFound("no such adapter", resource=request.adapter)
-        if len(self._jobs) + self._scheduler.num_waiting >= self._max_waiting:
-            raise QueueFull(
-                "the waiting queue is full",
-                limit=self._max_waiting,
-                retry_after_ms=max(1, round(self.estimated_wait() * 1000)),
-            )
+        self._scheduler.check_queue(preparing=len(self._jobs))
 
     def _prepare(self, request: Request, arrival: float) -> None:
         assert request.image is not None
@@ -189,7 +179,7 @@ class EngineCore:
     def _expire(self) -> None:
         """Deadlines of requests that the scheduler does not know yet."""
         now = time.monotonic()
-        expired = [job for job in self._jobs.values() if _deadline(job.request) <= now]
+        expired = [job for job in self._jobs.values() if deadline_of(job.request) <= now]
         for job in expired:
             del self._jobs[job.request.request_id]
             job.future.cancel()
@@ -211,7 +201,7 @@ def make_sequence(
 ) -> Sequence:
     """A waiting sequence; its prefix is shared unless the request forbids to keep the image.
 
-    Raises `InvalidField` or `TaskUnsupported`.
+    Raises what `ModelFrontend.make_task` raises.
     """
     task = frontend.make_task(request)
     return Sequence(
@@ -223,17 +213,3 @@ def make_sequence(
         prompt=task.prompt,
         pixels=image,
     )
-
-
-def _seeded(request: Request) -> Request:
-    """The request with a seed: its own, or one that the same request id always gets."""
-    if request.sampling.seed is not None:
-        return request
-    digest = hashlib.sha256(request.request_id.encode()).digest()
-    seed = int.from_bytes(digest[:8], "big") >> 1
-    sampling = msgspec.structs.replace(request.sampling, seed=seed)
-    return msgspec.structs.replace(request, sampling=sampling)
-
-
-def _deadline(request: Request) -> float:
-    return math.inf if request.deadline is None else request.deadline

@@ -20,9 +20,6 @@ class ImageCache(Generic[T]):
         self._lock = threading.Lock()
         self._entries: collections.OrderedDict[str, tuple[T, int]] = collections.OrderedDict()
         self.num_bytes = 0
-        self.hits = 0
-        self.misses = 0
-        self.evictions = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -32,9 +29,7 @@ class ImageCache(Generic[T]):
         with self._lock:
             entry = self._entries.get(image_id)
             if entry is None:
-                self.misses += 1
                 return None
-            self.hits += 1
             self._entries.move_to_end(image_id)
             return entry[0]
 
@@ -48,16 +43,7 @@ class ImageCache(Generic[T]):
             self.num_bytes += num_bytes
             while self.num_bytes > self._capacity:
                 self._remove(next(iter(self._entries)))
-                self.evictions += 1
 
-    def discard(self, image_id: str) -> bool:
-        """Forget one value; whether it was there."""
-        with self._lock:
-            return self._remove(image_id)
-
-    def _remove(self, image_id: str) -> bool:
-        entry = self._entries.pop(image_id, None)
-        if entry is None:
-            return False
-        self.num_bytes -= entry[1]
-        return True
+    def _remove(self, image_id: str) -> None:
+        _, num_bytes = self._entries.pop(image_id, (None, 0))
+        self.num_bytes -= num_bytes

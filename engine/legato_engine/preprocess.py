@@ -74,16 +74,15 @@ class Preprocessor:
             check_raw(source, max_pixels=self._max_pixels)
         view = take_blob(source.blob, self._namespace)
         key = content_key(view, source if isinstance(source, RawImage) else None)
-        cached = self._cache.get(image_id(key))
+        name = image_id(key)
+        cached = self._cache.get(name)
         if cached is not None:
             return _as_hit(cached)
         rgb = self._decode(view, source)
-        info = ImageInfo(
-            image_id=image_id(key), width=rgb.width, height=rgb.height, cache_hit=False
-        )
+        info = ImageInfo(image_id=name, width=rgb.width, height=rgb.height, cache_hit=False)
         image = self._frontend.prepare_image(rgb, key, info)
         if keep:
-            self._cache.put(info.image_id, image, image.num_bytes)
+            self._cache.put(name, image, image.num_bytes)
         return image
 
     def _decode(self, view: memoryview, source: EncodedImage | RawImage) -> Image.Image:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _bind_to_parent(arguments.parent)
     vitals = Vitals()
     reports = ReportSender(arguments.endpoint)
-    HeartbeatThread(
+    heartbeat = HeartbeatThread(
         arguments.endpoint,
         vitals,
         interval=config.heartbeat_interval,
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _log.exception("engine fails")
         return 1
     finally:
+        heartbeat.stop()
         reports.close(_LINGER_MS)
     return 0
 

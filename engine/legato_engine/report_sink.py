@@ -14,7 +14,10 @@ from legato_engine.messages import Delta, Done, Failed, Queued, Report, Started
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a report needs and a sequence does not hold; `image_seconds` was spent preparing."""
+    """What a report needs and a sequence does not hold.
+
+    `image` and the seconds of its preparation are those of a request with a picture.
+    """
 
     image: ImageInfo | None = None
     image_seconds: float = 0.0
@@ -42,7 +45,7 @@ class ReportSink:
         self._send(Failed(request_id=request_id, error=to_value(error)))
 
     def queued(self, sequence: Sequence, position: int, estimated_wait: float) -> None:
-        """Report that it has to wait."""
+        """Report that it has to wait, about `estimated_wait` seconds; `position` 0 is next."""
         self._send(
             Queued(
                 request_id=sequence.request.request_id,
@@ -112,5 +115,5 @@ def _timings(sequence: Sequence, ticket: Ticket) -> Timings:
 
 
 def _queue_time(sequence: Sequence, ticket: Ticket) -> float:
-    """From arrival to prefill, less the picture's own preparation."""
+    """Seconds from arrival to prefill, less the picture's own preparation."""
     return max(0.0, sequence.prefill_start - sequence.arrival - ticket.image_seconds)

@@ -7,38 +7,23 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+import msgspec
 from rich.console import Console
 
-from legato_engine.assembly import SilentSink, assemble
-from legato_engine.bench import add_model_arguments
-from legato_engine.config import EngineConfig
-from legato_engine.timeline import Timeline
+from legato_engine.assembly import assemble
+from legato_engine.bench import add_model_arguments, model_config, run
 from legato_engine.workload import Workload
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a few requests and write what happened when."""
     arguments = _parse(argv)
-    config = EngineConfig(
-        model=arguments.model,
-        weights=arguments.weights,
-        tokenizer=arguments.tokenizer,
-        random_weights=arguments.random_weights,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        threads=arguments.threads,
-        max_running=arguments.streams,
-        cuda_graphs=not arguments.no_cuda_graphs,
-    )
-    assembly = assemble(config)
-    timeline = Timeline(assembly.runner.times, config.trace_steps)
-    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=arguments.depth, observer=timeline)
+    config = model_config(arguments)
+    assembly = assemble(msgspec.structs.replace(config, max_running=arguments.streams))
     workload = Workload(
         assembly, kind=arguments.task, count=arguments.streams, length=arguments.length
     )
-    for sequence in workload.sequences():
-        scheduler.submit(sequence)
-    scheduler.drain()
+    timeline, _ = run(assembly, workload, arguments.depth)
     arguments.output.write_text(timeline.to_json())
     Console().print(f"{len(timeline.steps)} launches in {arguments.output}")
     assembly.device.close()

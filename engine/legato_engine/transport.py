@@ -58,8 +58,6 @@ class ServiceLink:
 
     def _drain(self) -> None:
         """The socket's descriptor signals edges only: read on until there is nothing left."""
-        if self._closed:
-            return
         for _ in range(_REPORTS_PER_TURN):
             if not self._receive_one():
                 return

@@ -26,19 +26,24 @@ from legato_engine.tasks import SampledToken, Task
 
 KINDS = ("query", "caption")
 _PICTURE = (480, 640)  # height, width
+_UNFORESEEN = 2  # tokens that a task could still sample behind its end: as many as are in flight
 
 
 class FixedLengthTask:
-    """A task that goes on for `length` tokens; its inner task reads them until its own end."""
+    """A task that ends itself with its `length`-th token; its inner task reads them until its end.
+
+    The scheduler cannot foresee the end, as with a stop token, so each request leaves a zombie.
+    """
 
     def __init__(self, inner: Task, length: int) -> None:
         self._inner = inner
+        self._remaining = length
         self.prompt = inner.prompt
         self.sampling = inner.sampling
-        self.max_tokens = length
+        self.max_tokens = length + _UNFORESEEN
         self.constrained = False
         self.has_payload = inner.has_payload
-        self.finish_reason: FinishReason | None = None  # the scheduler ends it by its length
+        self.finish_reason: FinishReason | None = None
         self._constraint = inner.constraint()
 
     def constraint(self) -> int:
@@ -47,6 +52,9 @@ class FixedLengthTask:
 
     def consume(self, token: SampledToken) -> Many[Event]:
         """What the inner task makes of the token."""
+        self._remaining -= 1
+        if self._remaining == 0:
+            self.finish_reason = FinishReason.STOP
         return self._inner.consume(token) if self._inner.finish_reason is None else ()
 
     def result(self, finish_reason: FinishReason) -> TaskResult:

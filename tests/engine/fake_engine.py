@@ -13,7 +13,15 @@ import time
 import msgspec
 from legato_engine.blobs import take_blob
 from legato_engine.config import EngineConfig
-from legato_engine.core import FinishReason, QueryResult, TextDelta, Timings, Usage
+from legato_engine.core import (
+    FinishReason,
+    QueryResult,
+    QueryTask,
+    Request,
+    TextDelta,
+    Timings,
+    Usage,
+)
 from legato_engine.errors import ImageUndecodable, to_value
 from legato_engine.messages import (
     Abort,
@@ -43,6 +51,12 @@ INFO = ModelInfo(
 )
 
 
+def asked(request: Request) -> str:
+    """The question of a request."""
+    assert isinstance(request.task, QueryTask)
+    return request.task.question
+
+
 def answer(reports, request, namespace):
     """Do what the question says."""
     name = request.request_id
@@ -51,7 +65,7 @@ def answer(reports, request, namespace):
     reports.send(
         Started(request_id=name, model="fake", input_tokens=3, cached_tokens=0, queue_time=0.0)
     )
-    question = request.task.question
+    question = asked(request)
     if question == "die":
         os._exit(3)
     if question == "bad":
@@ -96,7 +110,7 @@ def main():
     if config.model == "broken":
         sys.exit(1)
     reports = ReportSender(arguments.endpoint)
-    live = set()
+    live: set[str] = set()
     frozen = threading.Event()
     threading.Thread(target=beat, args=(arguments, config, live, frozen), daemon=True).start()
     reports.send(Loading(stage="weights", fraction=0.5))
@@ -113,7 +127,7 @@ def main():
                 live.discard(command.request_id)
                 continue
             live.add(command.request.request_id)
-            if command.request.task.question == "freeze":
+            if asked(command.request) == "freeze":
                 frozen.set()
             answer(reports, command.request, arguments.namespace)
 

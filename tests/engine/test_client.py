@@ -6,6 +6,7 @@ import os
 import pathlib
 import signal
 import sys
+from collections.abc import AsyncIterator
 
 import pytest
 import uvloop
@@ -21,17 +22,22 @@ from legato_engine.errors import (
     InvalidField,
 )
 from legato_engine.messages import Delta, Done, Started
+from legato_engine.stream import merge_events
+from legato_engine.supervisor import EngineProcess
 
 FAKE = (sys.executable, str(pathlib.Path(__file__).with_name("fake_engine.py")))
 pytestmark = pytest.mark.usefixtures("child_python_path")
 
 
 @contextlib.asynccontextmanager
-async def running(*, model="fake", ready=True, **limits):
+async def running(
+    *, model: str = "fake", ready: bool = True, **limits: float
+) -> AsyncIterator[EngineClient]:
     """A started client that must end with nothing open."""
     config = EngineConfig(model=model, heartbeat_interval=0.02)
-    limits = EngineLimits(**{"backoff_first": 0.05, **limits})
-    client = EngineClient(config, limits=limits, command=FAKE)
+    client = EngineClient(
+        config, limits=EngineLimits(**{"backoff_first": 0.05, **limits}), command=FAKE
+    )
     await client.start()
     try:
         if ready:
@@ -48,6 +54,12 @@ def ask(question, name="r", image=None):
     return Request(request_id=name, task=QueryTask(question=question), image=image)
 
 
+def running_process(client: EngineClient) -> EngineProcess:
+    """The engine process that is running now."""
+    assert client._process is not None
+    return client._process
+
+
 async def until(condition):
     """Poll what has no event to wait for."""
     while not condition():  # noqa: ASYNC110 - the condition is another process's
@@ -57,12 +69,13 @@ async def until(condition):
 async def test_answer():
     """A request's reports arrive in order and end with the result."""
     async with running() as client:
+        assert client.model is not None
         assert client.model.name == "fake"
         reports = [r async for r in client.submit(ask("echo"))]
         assert isinstance(reports[0], Started)
         assert isinstance(reports[-1], Done)
-        texts = [e.text for r in reports if isinstance(r, Delta) for e in r.events]
-        assert "".join(texts) == "abc"
+        events = [e for r in reports if isinstance(r, Delta) for e in r.events]
+        assert merge_events(events) == (TextDelta(text="abc"),)
         assert client.num_open == 0
 
 
@@ -106,13 +119,13 @@ async def test_same_id_twice():
 async def test_engine_death(question):
     """When the engine dies every open stream fails with EngineLost at once, then it recovers."""
     async with running() as client:
-        states = []
+        states: list[EngineState] = []
         client.subscribe(states.append)
         others = [client.submit(ask("slow", f"o{i}")) for i in range(5)]
         for stream in others:
             await anext(stream)
         if question == "kill":
-            os.killpg(client._process.pid, signal.SIGKILL)
+            os.killpg(running_process(client).pid, signal.SIGKILL)
         else:
             client.submit(ask("die"))
         for stream in others:
@@ -148,7 +161,7 @@ async def test_frozen_engine_is_replaced():
 async def test_stopped_engine_is_replaced():
     """An engine that was stopped by a signal is killed and restarted."""
     async with running(silence=0.3) as client:
-        os.kill(client._process.pid, signal.SIGSTOP)
+        os.kill(running_process(client).pid, signal.SIGSTOP)
         await until(lambda: client.restarts == 1)
         await client.wait_ready()
 
@@ -193,10 +206,12 @@ async def test_drain():
             client.submit(ask("echo", "late"))
         assert isinstance(await anext(stream), Started)
         delta = await anext(stream)
+        assert isinstance(delta, Delta)
         assert isinstance(delta.events[0], TextDelta)
-        client._process.kill()
+        running_process(client).kill()
         with pytest.raises(EngineLost):
             [r async for r in stream]
+        assert client._supervision is not None
         await asyncio.wait_for(client._supervision, 5)
         assert client.state is EngineState.DRAINING
 
@@ -205,7 +220,7 @@ async def test_close_fails_what_is_open():
     """Closing fails open streams with Draining and leaves no process behind."""
     async with running() as client:
         stream = client.submit(ask("hang"))
-        pid = client._process.pid
+        pid = running_process(client).pid
         await client.close()
         await client.close()
         with pytest.raises(Draining):

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.costs import bubble, predicted_speedup, row_share, zombie_tax
+from legato_engine.costs import predicted_speedup, row_share, zombie_tax
 
 PUBLISHED = [  # streams, forward, forward of one stream, blocking, pipelined, L, predicted
     (1, 4.87, 4.87, 5.44, 5.10, 104, 0.057),
@@ -30,9 +30,3 @@ def test_tax_is_a_share(forward, single, streams, length):
     tax = zombie_tax(length, row_share(forward, single, streams))
     assert 0 <= tax <= 1 / length
     assert predicted_speedup(2.0, 1.0, tax) <= 2.0
-
-
-def test_bubble():
-    """The bubble is what the period leaves over."""
-    assert bubble(5.44, 4.87, 0.2) == pytest.approx(0.37)
-    assert bubble(5.0, 4.9, 0.2) == 0.0

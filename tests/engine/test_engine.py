@@ -27,10 +27,11 @@ from legato_engine.core import (
     Request,
     SamplingParams,
     SegmentTask,
+    TaskResult,
     TextDelta,
 )
 from legato_engine.errors import InternalError, from_value
-from legato_engine.messages import Delta, Done, Failed, Load, Queued, Started
+from legato_engine.messages import Delta, Done, Failed, Load, Queued, Report, Started
 from PIL import Image
 
 CONFIG = EngineConfig(
@@ -60,7 +61,7 @@ class World:
     def __init__(self, assembly, **changes):
         config = msgspec.structs.replace(assembly.config, **changes)
         assembly = dataclasses.replace(assembly, config=config)
-        self.reports = []
+        self.reports: list[Report] = []
         self.woken = threading.Event()
         self.blobs = BlobStore(new_namespace())
         self.core = assembly.core(
@@ -170,6 +171,7 @@ def test_every_task_on_a_picture(world, task):
     assert set(kinds[1:-1]) <= {Delta}
     started = world.of("r")[0]
     assert started.image == done.image
+    assert done.image is not None
     assert (done.image.width, done.image.height, done.image.cache_hit) == (40, 30, False)
     usage = done.usage
     assert usage.input_tokens == started.input_tokens > usage.image_tokens > 0
@@ -392,7 +394,7 @@ def test_answers_do_not_depend_on_depth_or_order(assembly):
         "p": (PointTask(object="dog", max_objects=4), 1),
         "s": (SegmentTask(object="dog"), 2),
     }
-    answers = []
+    answers: list[dict[str, TaskResult]] = []
     for depth in (1, 2, 2, 2):
         world = World(assembly, pipeline_depth=depth)
         order = random.Random(len(answers)).sample(sorted(requests), len(requests))
@@ -403,7 +405,7 @@ def test_answers_do_not_depend_on_depth_or_order(assembly):
             for _ in range(len(answers)):
                 world.core.step()
         world.run(*requests)
-        answers.append({n: (world.of(n, Done)[0].result, n) for n in requests})
+        answers.append({n: world.of(n, Done)[0].result for n in requests})
         world.close()
     assert all(answer == answers[0] for answer in answers)
 

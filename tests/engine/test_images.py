@@ -151,10 +151,11 @@ def test_orientation(kind, orientation):
     stored_HWC = np.ascontiguousarray(to_stored[orientation](shown_HWC))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    options = {"lossless": True} if kind == "WEBP" else {}
-    if kind == "JPEG":
-        options = {"quality": 95, "subsampling": 0}
-    data = save(Image.fromarray(stored_HWC), kind, exif=exif.tobytes(), **options)
+    options: dict[str, dict[str, int]] = {
+        "WEBP": {"lossless": True},
+        "JPEG": {"quality": 95, "subsampling": 0},
+    }
+    data = save(Image.fromarray(stored_HWC), kind, exif=exif.tobytes(), **options.get(kind, {}))
     decoded_HWC = np.asarray(decode_encoded(data, max_pixels=ALL_PIXELS)).astype(int)
     assert decoded_HWC.shape == shown_HWC.shape
     assert np.abs(decoded_HWC - shown_HWC).mean() < 4

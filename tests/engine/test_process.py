@@ -163,6 +163,7 @@ def test_engine_dies_with_its_service():
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, config], stdout=subprocess.PIPE, text=True
     ) as service:
+        assert service.stdout is not None
         said = next((line for line in service.stdout if line.startswith("engine:")), None)
         service.kill()
     assert said is not None

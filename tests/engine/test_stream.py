@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from legato_engine.core import (
     Box,
+    Event,
     FinishReason,
     OutlineEvent,
     Point,
@@ -113,7 +114,7 @@ def test_merge_keeps_order_and_all_content():
     token = TokenInfo(token_id=1, text="a")
     box = Box(x_min=0, y_min=0, x_max=1, y_max=1)
     point = PointEvent(point=Point(x=0, y=0), label="x")
-    events = [
+    events: list[Event] = [
         ReasoningDelta(text="r"),
         ReasoningDelta(text="s"),
         TextDelta(text="a", tokens=(token,)),

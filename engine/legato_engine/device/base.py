@@ -35,7 +35,7 @@ class Stream(Protocol):
     """An ordered queue of work."""
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Enqueue; returns before the work has run. `work` may not touch what the caller mutates."""
+        """Enqueue; returns before the work has run, so it may touch nothing the caller mutates."""
         ...
 
     def record(self) -> Event:
@@ -52,8 +52,16 @@ class Device(Protocol):
 
     torch_device: torch.device
     name: str
-    compute: Stream
-    copy: Stream
+
+    @property
+    def compute(self) -> Stream:
+        """Where forwards and sampling run."""
+        ...
+
+    @property
+    def copy(self) -> Stream:
+        """Where copies run that the compute stream must not wait for."""
+        ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed host tensor that copies to and from the device asynchronously."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from legato_engine.device.base import Event
+
 
 class CpuEvent:
     """Set by a stream's thread when it gets there."""
@@ -45,14 +47,12 @@ class CpuEvent:
 
 
 class CpuStream:
-    """One thread and its queue. After a failure all later work is skipped and every event says so."""
+    """One thread and its queue. After a failure later work is skipped and every event says so."""
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(num_threads,), name=name, daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class CpuStream:
         self._queue.put(event)
         return event
 
-    def wait_event(self, event: CpuEvent) -> None:
+    def wait_event(self, event: Event) -> None:
         """Later work of this stream runs after `event`."""
         self._queue.put(event.wait)
 
@@ -74,8 +74,7 @@ class CpuStream:
         self._queue.put(None)
         self._thread.join()
 
-    def _run(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
+    def _run(self) -> None:
         with torch.inference_mode():
             while (item := self._queue.get()) is not None:
                 if isinstance(item, CpuEvent):
@@ -96,8 +95,11 @@ class CpuDevice:
     def __init__(self, num_threads: int) -> None:
         self.torch_device = torch.device("cpu")
         self.name = f"cpu ({num_threads} threads)"
-        self.compute = CpuStream("legato-compute", num_threads)
-        self.copy = CpuStream("legato-copy", 1)
+        self.compute = CpuStream("legato-compute")
+        self.copy = CpuStream("legato-copy")
+        # Torch keeps one setting for all threads, partly by thread: only the thread that computes
+        # may set it.
+        self.compute.submit(lambda: torch.set_num_threads(num_threads))
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed host tensor; host memory needs no pinning here."""

@@ -7,50 +7,63 @@ from collections.abc import Callable
 
 import torch
 
+from legato_engine.device.base import Event
+
+_ANCHOR_MS = 1000.0
+
+
+class CudaClock:
+    """Maps event times to the host clock, from one event whose host time is known.
+
+    Elapsed times are float32 milliseconds, so the anchor moves along with the events: at most
+    about a second is ever measured, to some 60 ns.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._anchor = _timing_event()
+        self._anchor.record(stream)
+        self._anchor.synchronize()
+        self._anchor_ns = time.perf_counter_ns()
+
+    def to_host_ns(self, event: torch.cuda.Event) -> int:
+        """Host time of a passed event."""
+        elapsed_ms: float = self._anchor.elapsed_time(event)
+        host_ns = self._anchor_ns + round(elapsed_ms * 1e6)
+        if elapsed_ms > _ANCHOR_MS:
+            self._anchor, self._anchor_ns = event, host_ns
+        return host_ns
+
 
 class CudaEvent:
     """A timing event on a CUDA stream."""
 
-    __slots__ = ("_clock", "_event")
+    __slots__ = ("_clock", "event")
 
     def __init__(self, stream: torch.cuda.Stream, clock: CudaClock) -> None:
         self._clock = clock
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(stream)
+        self.event = _timing_event()
+        self.event.record(stream)
 
     def wait(self) -> None:
         """Block until the stream passed; a device fault is raised here by CUDA."""
-        self._event.synchronize()
+        self.event.synchronize()
 
     def query(self) -> bool:
         """Whether the stream has passed."""
-        return bool(self._event.query())
+        passed: bool = self.event.query()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return passed
 
     def time_ns(self) -> int:
         """When the stream passed, on the host's `time.perf_counter_ns`."""
-        return self._clock.to_host_ns(self._event)
-
-
-class CudaClock:
-    """Maps event times to the host clock by one event whose host time is known."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record(stream)
-        self._origin.synchronize()
-        self._origin_ns = time.perf_counter_ns()
-
-    def to_host_ns(self, event: torch.cuda.Event) -> int:
-        """Host time of a passed event; `elapsed_time` is in milliseconds."""
-        return self._origin_ns + round(self._origin.elapsed_time(event) * 1e6)
+        return self._clock.to_host_ns(self.event)
 
 
 class CudaStream:
     """Work enqueued from the calling thread onto one CUDA stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._clock = CudaClock(self.stream)
+    def __init__(self, stream: torch.cuda.Stream, clock: CudaClock) -> None:
+        self.stream = stream
+        self._clock = clock
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run `work` now on the host; its kernels go to this stream."""
@@ -61,9 +74,10 @@ class CudaStream:
         """An event behind everything submitted so far."""
         return CudaEvent(self.stream, self._clock)
 
-    def wait_event(self, event: CudaEvent) -> None:
+    def wait_event(self, event: Event) -> None:
         """Later work of this stream runs after `event`; the host does not block."""
-        self.stream.wait_event(event._event)
+        assert isinstance(event, CudaEvent), "an event of another device"
+        self.stream.wait_event(event.event)
 
 
 class CudaDevice:
@@ -73,8 +87,10 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         self.name = torch.cuda.get_device_name(index)
-        self.compute = CudaStream(self.torch_device)
-        self.copy = CudaStream(self.torch_device)
+        compute = _stream(self.torch_device)
+        clock = CudaClock(compute)
+        self.compute = CudaStream(compute, clock)
+        self.copy = CudaStream(_stream(self.torch_device), clock)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zeroed page-locked host tensor."""
@@ -95,3 +111,11 @@ class CudaDevice:
     def close(self) -> None:
         """Wait for pending work."""
         torch.cuda.synchronize(self.torch_device)
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # as above
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it bare

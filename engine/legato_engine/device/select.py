@@ -27,7 +27,7 @@ def open_device(name: str = "auto", threads: int = 0) -> Device:
         )
     if int(index or 0) >= _num_gpus():
         raise InvalidField(f"device {name!r}: {_num_gpus()} CUDA GPUs found", field="device")
-    from legato_engine.device.cuda import CudaDevice  # noqa: PLC0415 - only where a GPU is
+    from legato_engine.device.cuda import CudaDevice
 
     return CudaDevice(int(index or 0))
 

@@ -105,6 +105,12 @@ class KVCacheManager:
         if entry is not None:
             entry.ready = True
 
+    def forget_prefix(self, sequence: Sequence) -> None:
+        """Let nobody join this sequence's prefix; after its last holder it is computed anew."""
+        entry = self._find(sequence)
+        if entry is not None:
+            entry.ready = False
+
     def release(self, sequence: Sequence) -> None:
         """Take back the row, the private pages and the share of the prefix."""
         assert sequence.row >= 0, f"sequence {sequence.seq_id} holds nothing to release"

@@ -12,9 +12,9 @@ from legato_engine.kv_cache.block_pool import BlockPool
 class PrefixEntry:
     """A prefix of `length` positions in `pages`, which the entry owns.
 
-    `refs` counts the sequences that hold it. `ready` says that the launch which computes it is
-    enqueued: whatever is enqueued later may read it. Until then its one holder is the sequence
-    that computes it.
+    `refs` counts the sequences that hold it. `ready` says that one more may: the launch which
+    computes it is enqueued, so whatever is enqueued later may read it, and no reader has found it
+    bad. An entry that is not ready goes with its last holder.
     """
 
     key: str
@@ -53,7 +53,7 @@ class PrefixCache:
         entry.refs += 1
 
     def release(self, key: str) -> None:
-        """One holder less. An entry that was never computed goes with the one who was to do it."""
+        """One holder less; the last one leaves a ready entry idle and takes any other along."""
         entry = self._entries[key]
         assert entry.refs > 0, f"prefix {key} is released but nobody holds it"
         entry.refs -= 1

@@ -124,5 +124,8 @@ class ModelFrontend(Protocol):
         ...
 
     def make_task(self, request: Request) -> Task:
-        """The skill's state machine for a request; raises `InvalidField` or `TaskUnsupported`."""
+        """The skill's state machine for a request, its sampling resolved, the seed included.
+
+        Raises `InvalidField`, `TaskUnsupported` or `PromptTooLong`.
+        """
         ...

@@ -25,10 +25,11 @@ def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KV
 
 
 def decode_buckets(device: Device, max_running: int) -> tuple[int, ...]:
-    """Decode batch sizes: one fixed size on the CPU (bitwise equal rows), powers of two on a GPU."""
-    if device.torch_device.type == "cpu":
-        return (max_running,)
-    sizes = [1]
+    """Decode batch sizes, doubling up to `max_running`.
+
+    The CPU starts at the row block that `ops.linear` pads to anyway.
+    """
+    sizes = [min(8 if device.torch_device.type == "cpu" else 1, max_running)]
     while sizes[-1] < max_running:
         sizes.append(min(sizes[-1] * 2, max_running))
     return tuple(sizes)

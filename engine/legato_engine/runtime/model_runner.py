@@ -37,8 +37,7 @@ class Flight:
 class ModelRunner:
     """A `scheduler.runner.Runner` over a `Model`, a `Device` and one KV pool.
 
-    `buckets` are the decode batch sizes that exist: a launch is padded to the next one. A single
-    bucket makes every row's arithmetic independent of how many others run beside it.
+    `buckets` are the decode batch sizes that exist, rising: a launch is padded to the next one.
     """
 
     def __init__(

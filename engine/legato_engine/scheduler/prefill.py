@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
 from itertools import islice
 
 from legato_engine.core import Sequence
@@ -36,10 +35,6 @@ class PrefillPlanner:
     def __len__(self) -> int:
         """Sequences waiting."""
         return len(self._queue)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """The waiting sequences, first come first."""
-        return (waiting.sequence for waiting in self._queue)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; the caller knows that it fits an empty pool."""

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Sequence as Many
 
-from legato_engine.core import FinishReason, Sequence, SequenceStatus
+from legato_engine.core import FinishReason, Request, Sequence, SequenceStatus
 from legato_engine.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -106,6 +106,15 @@ class Scheduler:
         if sequence is not None:
             self._finalize(sequence)
 
+    def check_queue(self, preparing: int = 0) -> None:
+        """Raise `QueueFull` when those who wait and `preparing` more leave no place for another."""
+        if len(self._prefill) + preparing >= self._max_waiting:
+            raise QueueFull(
+                "the waiting queue is full",
+                limit=self._max_waiting,
+                retry_after_ms=max(1, round(self.estimated_wait() * 1000)),
+            )
+
     def _check_room(self, sequence: Sequence) -> None:
         if not self._manager.fits_ever(sequence):
             raise PromptTooLong(
@@ -113,12 +122,7 @@ class Scheduler:
                 limit=self._manager.max_length,
                 actual=sequence.max_length,
             )
-        if len(self._prefill) >= self._max_waiting:
-            raise QueueFull(
-                "the waiting queue is full",
-                limit=self._max_waiting,
-                retry_after_ms=max(1, round(self.estimated_wait() * 1000)),
-            )
+        self.check_queue()
 
     def _check_deadline(self, deadline: float) -> None:
         wait = self._predict_wait()
@@ -191,9 +195,10 @@ class Scheduler:
         if now < self._next_deadline:
             return
         for sequence in list(self._live.values()):
-            if _deadline(sequence) <= now and not sequence.finalized:
+            if deadline_of(sequence.request) <= now and not sequence.finalized:
                 self._fail(sequence, DeadlineExceeded("the deadline passed"))
-        self._next_deadline = min(map(_deadline, self._live.values()), default=math.inf)
+        deadlines = (deadline_of(sequence.request) for sequence in self._live.values())
+        self._next_deadline = min(deadlines, default=math.inf)
 
     def _plan(self) -> Plan | None:
         """A prefill when one fits, but only so many in a row while sequences wait to decode."""
@@ -263,6 +268,8 @@ class Scheduler:
         """Commit one token of a live sequence, and end it when the token does."""
         task = sequence.task
         if token.token_id == NOT_FINITE:
+            if sequence.num_committed == 0:  # its prefill's: the prefix may be what is broken
+                self._manager.forget_prefix(sequence)
             self._fail(sequence, InternalError("non-finite logits", reason="NUMERIC"))
             return
         try:
@@ -305,6 +312,6 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
 
-def _deadline(sequence: Sequence) -> float:
-    deadline = sequence.request.deadline
-    return math.inf if deadline is None else deadline
+def deadline_of(request: Request) -> float:
+    """Its deadline in `time.monotonic()` seconds, infinite when it has none."""
+    return math.inf if request.deadline is None else request.deadline

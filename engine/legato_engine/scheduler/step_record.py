@@ -43,11 +43,6 @@ class StepRecord:
         return self.finalize_end - self.finalize_start
 
     @property
-    def wait_ns(self) -> int:
-        """Blocked until the tokens had arrived."""
-        return self.wait_end - self.wait_start
-
-    @property
     def commit_ns(self) -> int:
         """Bookkeeping after they had."""
         return self.commit_end - self.wait_end

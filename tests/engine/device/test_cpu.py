@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from legato_engine.errors import InvalidField
 
 @pytest.fixture
 def device() -> Iterator[CpuDevice]:
+    """A device of one thread, closed after the test."""
     opened = CpuDevice(num_threads=1)
     yield opened
     opened.close()
@@ -23,7 +25,7 @@ def test_a_stream_keeps_its_order(device: CpuDevice) -> None:
     """Work runs in the order it was submitted, and an event fires after what precedes it."""
     seen: list[int] = []
     for index in range(100):
-        device.compute.submit(lambda index=index: seen.append(index))
+        device.compute.submit(functools.partial(seen.append, index))
     device.compute.record().wait()
     assert seen == list(range(100))
 
@@ -61,6 +63,16 @@ def test_a_stream_waits_for_another_streams_event(device: CpuDevice) -> None:
     gate.set()
     done.wait()
     assert copied.item() == 7.0
+
+
+def test_compute_has_its_threads() -> None:
+    """The compute stream runs with the device's number of threads, whatever other threads set."""
+    opened = CpuDevice(num_threads=3)
+    seen: list[int] = []
+    opened.copy.record().wait()
+    opened.compute.submit(lambda: seen.append(torch.get_num_threads()))
+    opened.close()
+    assert seen == [3]
 
 
 def test_event_times_follow_the_stream(device: CpuDevice) -> None:

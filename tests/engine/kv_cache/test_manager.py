@@ -152,6 +152,21 @@ def test_a_sharer_computes_what_an_aborted_one_did_not() -> None:
     assert second.cached_tokens == 0
 
 
+def test_a_forgotten_prefix_lasts_as_long_as_its_holders() -> None:
+    """Who holds it goes on reading it, nobody joins them, and its pages go with the last."""
+    manager = KVCacheManager(17, PAGE, 3)
+    first, second, third = sequence(0, 8), sequence(1, 8), sequence(2, 8)
+    admit(manager, first)
+    admit(manager, second)
+    manager.forget_prefix(first)
+    manager.release(first)
+    assert manager.pages_used == 3
+    assert not manager.can_admit(third)
+    manager.release(second)
+    assert manager.pages_used == manager.prefix_pages == 0
+    assert len(admit(manager, third).compute_pages) == 2
+
+
 def test_a_partial_prefix_page_counts_for_fits_ever() -> None:
     """A miss needs one page more than its table when its prefix ends inside a page."""
     manager = KVCacheManager(7, PAGE, 1)

@@ -43,6 +43,12 @@ class LocalServer:
         """Where it serves."""
         return f"127.0.0.1:{self._port}"
 
+    @property
+    def pid(self) -> int:
+        """The service process."""
+        assert self._process is not None, "asked for the process of a server that was not started"
+        return self._process.pid
+
     def __enter__(self) -> LocalServer:
         program = [sys.executable, "-m", "legato_client.cli", "serve"]
         self._process = subprocess.Popen(

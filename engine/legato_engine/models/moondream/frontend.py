@@ -20,10 +20,11 @@ from legato_engine.models.moondream.config import MoondreamConfig, SamplingDefau
 from legato_engine.models.moondream.constraints import constraint_table
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.prompts import Prompt, Prompts, clean
-from legato_engine.models.moondream.tasks import detect, point
 from legato_engine.models.moondream.tasks.answer import Answer
 from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
 from legato_engine.models.moondream.tasks.caption import CaptionSkill
+from legato_engine.models.moondream.tasks.detect import DetectSkill
+from legato_engine.models.moondream.tasks.point import PointSkill
 from legato_engine.models.moondream.tasks.query import QuerySkill, ReasonedQuerySkill
 from legato_engine.models.moondream.tasks.segment import SegmentSkill
 from legato_engine.models.moondream.tasks.thoughts import Thoughts
@@ -66,9 +67,11 @@ class MoondreamFrontend:
                 setup = self._setup(request, prompt, self._config.sampling)
                 return CaptionSkill(setup, self._answer(request))
             case DetectTask():
-                return self._detect(request, request.task)
+                prompt = self._prompts.detect(request.task.object)
+                return self._listing(DetectSkill, request, request.task, prompt)
             case PointTask():
-                return self._point(request, request.task)
+                prompt = self._prompts.point(request.task.object, request.task.spatial_refs)
+                return self._listing(PointSkill, request, request.task, prompt)
             case SegmentTask():
                 prompt = self._prompts.segment(request.task.object, request.task.spatial_refs)
                 setup = self._setup(request, prompt, SamplingDefaults())
@@ -87,19 +90,17 @@ class MoondreamFrontend:
         thoughts = Thoughts(self._tokenizer, tokens)
         return ReasonedQuerySkill(setup, answer, thoughts, num_answer_tokens)
 
-    def _detect(self, request: Request, task: DetectTask) -> SkillTask:
-        limit = budget.max_objects(task.max_objects, detect.DEFAULT_MAX_OBJECTS)
-        prompt = self._prompts.detect(task.object)
-        needed = limit * detect.TOKENS_PER_OBJECT + 1
+    def _listing(
+        self,
+        skill: type[DetectSkill | PointSkill],
+        request: Request,
+        task: DetectTask | PointTask,
+        prompt: Prompt,
+    ) -> SkillTask:
+        limit = budget.max_objects(task.max_objects, skill.default_max_objects)
+        needed = limit * skill.tokens_per_object + 1  # EOS behind the last one
         setup = self._setup(request, prompt, SamplingDefaults(max_tokens=needed))
-        return detect.DetectSkill(setup, clean(task.object, "object"), limit)
-
-    def _point(self, request: Request, task: PointTask) -> SkillTask:
-        limit = budget.max_objects(task.max_objects, point.DEFAULT_MAX_OBJECTS)
-        prompt = self._prompts.point(task.object, task.spatial_refs)
-        needed = limit * point.TOKENS_PER_OBJECT + 1
-        setup = self._setup(request, prompt, SamplingDefaults(max_tokens=needed))
-        return point.PointSkill(setup, clean(task.object, "object"), limit)
+        return skill(setup, clean(task.object, "object"), limit)
 
     def _answer(self, request: Request) -> Answer:
         stop = request.sampling.stop

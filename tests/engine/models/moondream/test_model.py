@@ -205,7 +205,7 @@ def test_decode_writes_where_the_position_says(tiny_model):
     session = PagedSession(tiny_model)
     session.prefill(1, None, tuple(PromptToken(token) for token in (1, 30, 3)))
     before = session.kv.k_LNSHE.clone()
-    position = session.positions_R[1].item()
+    position = int(session.positions_R[1])
     pages_M = session.page_table_RM[1]
     batch = DecodeBatch(session.positions_R[1:2], session.page_table_RM[1:2])
     tiny_model.decode(tiny_model.embed(torch.tensor([40]), torch.zeros(1, 2)), batch, session.kv)

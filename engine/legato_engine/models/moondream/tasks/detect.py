@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from legato_engine.core import Box, DetectResult, Event, FinishReason, ObjectEvent
+from legato_engine.core import Box, DetectResult, FinishReason, ObjectEvent
 from legato_engine.models.moondream.constraints import Allow
-from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
-from legato_engine.tasks import SampledToken
-
-DEFAULT_MAX_OBJECTS = 50
-TOKENS_PER_OBJECT = 3
+from legato_engine.models.moondream.tasks.base import TaskSetup
+from legato_engine.models.moondream.tasks.listing import ListingSkill
 
 
-class DetectSkill(SkillTask):
+class DetectSkill(ListingSkill[ObjectEvent]):
     """x, y, size, then the next x or EOS."""
 
-    constrained = True
-    has_payload = True
+    tokens_per_object = 3
+    default_max_objects = 50
 
     def __init__(self, setup: TaskSetup, label: str, max_objects: int) -> None:
-        super().__init__(setup)
-        self._label = label
-        self._max_objects = max_objects
+        super().__init__(setup, label, max_objects)
         self._centre: list[float] = []
-        self._objects: list[ObjectEvent] = []
 
     def constraint(self) -> int:
         """Follows the cycle."""
@@ -30,21 +24,15 @@ class DetectSkill(SkillTask):
 
     def result(self, finish_reason: FinishReason) -> DetectResult:
         """The boxes completed so far."""
-        return DetectResult(objects=tuple(self._objects))
+        return DetectResult(objects=tuple(self._found))
 
-    def _read(self, token: SampledToken) -> list[Event]:
-        if token.token_id == self._tokens.eos:
-            self.finish_reason = FinishReason.STOP
-            return []
+    def _complete(self, payload: tuple[float, float]) -> ObjectEvent | None:
         if len(self._centre) < 2:
-            self._centre.append(token.payload[0])
-            return []
-        box = centred_box((self._centre[0], self._centre[1]), token.payload)
+            self._centre.append(payload[0])
+            return None
+        box = centred_box((self._centre[0], self._centre[1]), payload)
         self._centre = []
-        self._objects.append(ObjectEvent(box=box, label=self._label))
-        if len(self._objects) == self._max_objects:
-            self.finish_reason = FinishReason.MAX_OBJECTS
-        return [self._objects[-1]]
+        return ObjectEvent(box=box, label=self._label)
 
 
 def centred_box(centre: tuple[float, float], size: tuple[float, float]) -> Box:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from legato_engine.core import Event, FinishReason, Point, PointEvent, PointResult
+from legato_engine.core import FinishReason, Point, PointEvent, PointResult
 from legato_engine.models.moondream.constraints import Allow
-from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
-from legato_engine.tasks import SampledToken
-
-DEFAULT_MAX_OBJECTS = 150
-TOKENS_PER_OBJECT = 2
+from legato_engine.models.moondream.tasks.base import TaskSetup
+from legato_engine.models.moondream.tasks.listing import ListingSkill
 
 
-class PointSkill(SkillTask):
+class PointSkill(ListingSkill[PointEvent]):
     """x, y, then the next x or EOS."""
 
-    constrained = True
-    has_payload = True
+    tokens_per_object = 2
+    default_max_objects = 150
 
     def __init__(self, setup: TaskSetup, label: str, max_objects: int) -> None:
-        super().__init__(setup)
-        self._label = label
-        self._max_objects = max_objects
+        super().__init__(setup, label, max_objects)
         self._x: float | None = None
-        self._points: list[PointEvent] = []
 
     def constraint(self) -> int:
         """Follows the cycle."""
@@ -30,18 +24,12 @@ class PointSkill(SkillTask):
 
     def result(self, finish_reason: FinishReason) -> PointResult:
         """The points completed so far."""
-        return PointResult(points=tuple(self._points))
+        return PointResult(points=tuple(self._found))
 
-    def _read(self, token: SampledToken) -> list[Event]:
-        if token.token_id == self._tokens.eos:
-            self.finish_reason = FinishReason.STOP
-            return []
+    def _complete(self, payload: tuple[float, float]) -> PointEvent | None:
         if self._x is None:
-            self._x = token.payload[0]
-            return []
-        point = Point(x=self._x, y=token.payload[0])
+            self._x = payload[0]
+            return None
+        point = Point(x=self._x, y=payload[0])
         self._x = None
-        self._points.append(PointEvent(point=point, label=self._label))
-        if len(self._points) == self._max_objects:
-            self.finish_reason = FinishReason.MAX_OBJECTS
-        return [self._points[-1]]
+        return PointEvent(point=point, label=self._label)
