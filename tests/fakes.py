@@ -20,10 +20,10 @@ from legato_engine.core import (
     SamplingParams,
     TextDelta,
 )
-from legato_engine.core import Sequence as EngineSequence
 from legato_engine.errors import LegatoError
 from legato_engine.scheduler.launch import Launch, LaunchKind, Row
 from legato_engine.scheduler.runner import LaunchTimes
+from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken, Task
 
 VOCABULARY = 97

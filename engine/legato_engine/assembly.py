@@ -21,7 +21,6 @@ from legato_engine.core import (
     QueryTask,
     Request,
     SamplingParams,
-    Sequence,
 )
 from legato_engine.device.base import Device
 from legato_engine.device.select import open_device
@@ -41,6 +40,7 @@ from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import Observer
+from legato_engine.sequence import Sequence
 
 Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}

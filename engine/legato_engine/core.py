@@ -1,19 +1,14 @@
-"""The nouns every floor shares: what was asked, what comes back, and a sequence's life.
+"""The nouns every floor shares: what is asked and what comes back.
 
-Everything here is a plain value without torch and without transport. The frozen structs cross the
-process line (see `messages`); `Sequence` never leaves the engine process.
+Everything here is a frozen value without torch and without transport, fit to cross the process line
+(see `messages`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from typing import TYPE_CHECKING, Any
 
 import msgspec
-
-if TYPE_CHECKING:
-    from legato_engine.tasks import Task
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -325,63 +320,3 @@ class PromptToken(msgspec.Struct, frozen=True):
 
     token_id: int
     payload: tuple[float, float] = (0.0, 0.0)
-
-
-class SequenceStatus(enum.StrEnum):
-    """Where a sequence stands; it only ever moves down this list."""
-
-    WAITING = "waiting"
-    PREFILLING = "prefilling"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Sequence:
-    """A request's life on the device.
-
-    The two fields of the zombie rule: `finalized` is set once, when the last token was committed
-    or the request was aborted; `inflight_refs` (0, 1 or 2) counts the launches that still name
-    this sequence. Pages, row and adapter slot are released when both say so, and only then.
-
-    `prefix_length` tokens (BOS and image) may be shared with other sequences; they are followed by
-    `len(prompt)` private prompt tokens. `num_launched` counts the tokens whose sampling was
-    planned, `num_committed` those read back; the difference is at most 2.
-    """
-
-    seq_id: int
-    request: Request
-    task: Task
-    prefix_key: str | None
-    prefix_length: int
-    prompt: tuple[PromptToken, ...]
-    pixels: Any = None  # prepared image, opaque here; dropped once its prefill is launched
-    status: SequenceStatus = SequenceStatus.WAITING
-    finalized: bool = False
-    inflight_refs: int = 0
-    num_launched: int = 0
-    num_committed: int = 0
-    row: int = -1  # index into the device's per-row state while resources are held
-    page_ids: tuple[int, ...] = ()  # page of position p is page_ids[p // page_size]
-    cached_tokens: int = 0
-    arrival: float = 0.0  # time.monotonic() when the request was accepted
-    prefill_start: float = 0.0
-    first_token: float = 0.0
-
-    @property
-    def prompt_length(self) -> int:
-        """Input positions before the first generated token."""
-        return self.prefix_length + len(self.prompt)
-
-    @property
-    def max_length(self) -> int:
-        """Positions that must hold KV if every allowed token is generated.
-
-        The last generated token is never fed back, so it needs no KV of its own.
-        """
-        return self.prompt_length + self.task.max_tokens - 1
-
-    @property
-    def is_zombie(self) -> bool:
-        """Finished, yet still named by a launch in flight."""
-        return self.finalized and self.inflight_refs > 0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from legato_engine.core import Request, Sequence, SequenceStatus
+from legato_engine.core import Request
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -26,6 +26,7 @@ from legato_engine.models.model import ModelFrontend, PreparedImage
 from legato_engine.preprocess import Picture, Preprocessor
 from legato_engine.report_sink import ReportSink, Ticket
 from legato_engine.scheduler.scheduler import Scheduler, deadline_of
+from legato_engine.sequence import Sequence, SequenceStatus
 
 _log = structlog.get_logger()
 

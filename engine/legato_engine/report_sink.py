@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from legato_engine.core import Event, FinishReason, ImageInfo, Sequence, Timings, Usage
+from legato_engine.core import Event, FinishReason, ImageInfo, Timings, Usage
 from legato_engine.errors import LegatoError, to_value
 from legato_engine.messages import Delta, Done, Failed, Queued, Report, Started
+from legato_engine.sequence import Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

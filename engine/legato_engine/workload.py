@@ -17,11 +17,11 @@ from legato_engine.core import (
     QueryTask,
     Request,
     SamplingParams,
-    Sequence,
     TaskResult,
 )
 from legato_engine.engine import make_sequence
 from legato_engine.models.model import PreparedImage
+from legato_engine.sequence import Sequence
 from legato_engine.tasks import SampledToken, Task
 
 KINDS = ("query", "caption")

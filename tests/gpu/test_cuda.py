@@ -18,12 +18,12 @@ from legato_engine.core import (
     QueryTask,
     Request,
     SamplingParams,
-    Sequence,
     TaskResult,
     TaskSpec,
 )
 from legato_engine.device.select import open_device
 from legato_engine.engine import make_sequence
+from legato_engine.sequence import Sequence
 
 from tests.gpu.picture import shapes_picture
 

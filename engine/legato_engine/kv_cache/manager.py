@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from legato_engine.core import Sequence
 from legato_engine.kv_cache.block_pool import BlockPool
 from legato_engine.kv_cache.prefix_cache import PrefixCache, PrefixEntry
 from legato_engine.kv_cache.prefix_work import PrefixWork
 from legato_engine.kv_cache.slot_pool import SlotPool
+from legato_engine.sequence import Sequence
 
 
 class KVCacheManager:

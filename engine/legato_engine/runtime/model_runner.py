@@ -97,6 +97,7 @@ class ModelRunner:
         compute = self._device.compute
         self._stage_rows(slot, rows, bucket)
         if launch.plan.kind is LaunchKind.PREFILL:
+            assert len(rows) == 1, "a prefill is one sequence: its slot stages one prompt"
             stage_prefill(slot, rows[0])
             work: Callable[[], None] = PrefillStep(
                 self._model, self._kv, self._state, slot, rows[0]

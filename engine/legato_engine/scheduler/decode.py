@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from legato_engine.core import Sequence
 from legato_engine.scheduler.launch import LaunchKind, Plan, Row
+from legato_engine.sequence import Sequence
 
 
 class DecodePlanner:

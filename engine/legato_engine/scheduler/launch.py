@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from legato_engine.core import Sequence
 from legato_engine.kv_cache.prefix_work import NO_PREFIX_WORK, PrefixWork
+from legato_engine.sequence import Sequence
 
 
 class LaunchKind(enum.StrEnum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from legato_engine.core import Sequence
 from legato_engine.scheduler.launch import Launch, Phase, Plan
+from legato_engine.sequence import Sequence
 
 NUM_SLOTS = 2
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections import deque
 from itertools import islice
 
-from legato_engine.core import Sequence
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.launch import LaunchKind, Plan, Row
+from legato_engine.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Sequence as Many
 
-from legato_engine.core import FinishReason, Request, Sequence, SequenceStatus
+from legato_engine.core import FinishReason, Request
 from legato_engine.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -28,6 +28,7 @@ from legato_engine.scheduler.runner import Runner
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import Observer, StepRecord
 from legato_engine.scheduler.wait_estimate import WaitEstimate
+from legato_engine.sequence import Sequence, SequenceStatus
 from legato_engine.tasks import SampledToken
 
 FREE = 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Protocol
 
-from legato_engine.core import Event, FinishReason, Sequence
+from legato_engine.core import Event, FinishReason
 from legato_engine.errors import LegatoError
+from legato_engine.sequence import Sequence
 
 
 class Sink(Protocol):

@@ -1,9 +1,9 @@
 """Admission and release."""
 
 import pytest
-from legato_engine.core import Sequence
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefix_work import PrefixWork
+from legato_engine.sequence import Sequence
 
 from tests.fakes import FakeTask, make_sequence
 

@@ -1,9 +1,9 @@
 """Slots, order and references."""
 
 import pytest
-from legato_engine.core import Sequence
 from legato_engine.scheduler.launch import LaunchKind, Phase, Plan, Row
 from legato_engine.scheduler.pipeline import Pipeline
+from legato_engine.sequence import Sequence
 
 from tests.fakes import make_sequence
 

@@ -1,11 +1,11 @@
 """Plans are values: who is in the next batch, and at which position."""
 
-from legato_engine.core import Sequence
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefix_work import PrefixWork
 from legato_engine.scheduler.decode import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan, Row
 from legato_engine.scheduler.prefill import PrefillPlanner
+from legato_engine.sequence import Sequence
 
 from tests.fakes import FakeTask, make_sequence
 

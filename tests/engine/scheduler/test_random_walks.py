@@ -16,8 +16,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from legato_engine.core import FinishReason, Sequence
+from legato_engine.core import FinishReason
 from legato_engine.errors import DeadlineUnreachable, InternalError, PromptTooLong, QueueFull
+from legato_engine.sequence import Sequence
 
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask

@@ -1,7 +1,7 @@
 """The tick, the end of a sequence, and who is let in."""
 
 import pytest
-from legato_engine.core import FinishReason, Sequence, SequenceStatus
+from legato_engine.core import FinishReason
 from legato_engine.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -12,6 +12,7 @@ from legato_engine.errors import (
     QueueFull,
 )
 from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.sequence import Sequence, SequenceStatus
 
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask

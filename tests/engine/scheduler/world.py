@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from legato_engine.core import Sequence
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import Load
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.sequence import Sequence
 
 from tests.fakes import FakeClock, FakeRunner, FakeSink, FakeTask, make_sequence
 
