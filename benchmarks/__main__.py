@@ -1,4 +1,4 @@
-"""`python -m benchmarks [decode|rpc] [options]`; without a name, both on this machine's default device."""
+"""`python -m benchmarks [decode|rpc] [options]`; without a name, both on the default device."""
 
 from __future__ import annotations
 

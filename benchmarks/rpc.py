@@ -1,4 +1,4 @@
-"""End to end through gRPC on loopback: latency alone, many callers at once, memory before and after."""
+"""End to end through gRPC on loopback: latency alone, many callers at once, memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from legato_client import AsyncClient
+from legato_client.cli.local_server import LocalServer
 from PIL import Image, ImageDraw
 
 from benchmarks import record
-from legato_client import AsyncClient
-from legato_client.cli.local_server import LocalServer
 
 OBJECT = "red circle"
 START_TIMEOUT = 300.0
@@ -153,7 +153,8 @@ def main(argv: Sequence[str]) -> int:
         f"{memory['before']:.0f} MiB before, {memory['after']:.0f} MiB after; "
         f"{figures['output_tokens']} tokens and {figures['objects_found']} boxes an answer."
     )
-    title = f"Detect through gRPC, {arguments.width}x{arguments.height} JPEG: {' '.join(serve) or 'defaults'}"
+    size = f"{arguments.width}x{arguments.height}"
+    title = f"Detect through gRPC, {size} JPEG: {' '.join(serve) or 'defaults'}"
     heads = ("Detect", "P50 ms", "P95 ms", "max ms")
     record.write(arguments.name, title, figures, [record.table(heads, rows), "", summary])
     return 0 if figures["many"]["failed"] == 0 else 1
