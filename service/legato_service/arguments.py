@@ -34,7 +34,7 @@ def _fields(kind: type[EngineConfig] | type[ServiceConfig], given: dict[str, obj
 def _parser() -> argparse.ArgumentParser:
     engine, service = EngineConfig(), ServiceConfig()
     parser = argparse.ArgumentParser(
-        prog="python -m legato_service",
+        prog="legato serve",
         description="Serve a vision-language model over gRPC.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -17,6 +17,7 @@ from legato_engine.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
     EngineStarting,
+    ImageUndecodable,
     InternalError,
     InvalidField,
     ModelNotFound,
@@ -27,7 +28,7 @@ from legato_engine.stream import StreamReport
 from legato_service import call
 from legato_service.engine import Engine, Stream
 from legato_service.gate import Gate
-from legato_service.picture import Picture, PictureIntake
+from legato_service.picture import InlinePicture, Picture, PictureIntake
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -90,7 +91,8 @@ class Dispatcher:
         """The running request; however the block or the RPC ends, the engine forgets it.
 
         Nothing is awaited between staging, submitting and owning the stream, so no cancellation can
-        come in between. Raises what `Engine.submit` raises.
+        come in between. Raises what `Engine.submit` raises. A picture that the engine cannot decode
+        is told by the field it came in, which the engine does not know.
         """
         image = self.pictures.stage(picture)
         stream = self._engine.submit(
@@ -100,6 +102,10 @@ class Dispatcher:
         context.add_done_callback(lambda _: stream.abort())  # type: ignore[arg-type]  # a nominal type in the stubs
         try:
             yield stream
+        except ImageUndecodable as error:
+            if isinstance(picture, InlinePicture):
+                error.metadata["field"] = picture.field
+            raise
         finally:
             stream.abort()
 

@@ -46,6 +46,11 @@ class InlinePicture:
     data: bytes
     form: str | Layout
 
+    @property
+    def field(self) -> str:
+        """The request's field that holds the bytes."""
+        return "image.encoded.data" if isinstance(self.form, str) else "image.raw.data"
+
     def source(self, blob: core.BlobRef) -> core.ImageSource:
         """The picture, its bytes being in `blob`."""
         if isinstance(self.form, str):

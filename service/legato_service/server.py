@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import (
     admin_pb2,
+    admin_pb2_grpc,
     image_pb2,
     inference_pb2,
     inference_pb2_grpc,
@@ -29,16 +30,17 @@ from legato_service.options import server_options
 from legato_service.picture import PictureIntake
 from legato_service.reflection import Descriptors, Reflection
 from legato_service.servicer import unimplemented
+from legato_service.servicer.admin import AdminServicer
 from legato_service.servicer.inference import InferenceServicer
 from legato_service.servicer.server import ServerServicer
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 _SERVER = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _UNBUILT = (
     session_pb2.DESCRIPTOR.services_by_name["SessionService"],
     image_pb2.DESCRIPTOR.services_by_name["ImageService"],
-    admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
 )
 BUILT = (_INFERENCE.full_name, _SERVER.full_name)
 """Services that have a readiness of their own."""
@@ -61,10 +63,10 @@ class Server:
         self._grpc = grpc.aio.server(
             interceptors=[Boundary(config.stall_timeout)], options=server_options(config)
         )
-        self._add_services(blobs)
+        self._add_services(blobs, progress)
         engine.subscribe(lambda _: self._health.update())
 
-    def _add_services(self, blobs: BlobStore) -> None:
+    def _add_services(self, blobs: BlobStore, progress: Progress) -> None:
         pictures = PictureIntake(
             blobs,
             max_bytes=self._config.max_request_bytes,
@@ -79,8 +81,12 @@ class Server:
         server_pb2_grpc.add_ServerServiceServicer_to_server(
             ServerServicer(self._config, self._engine), self._grpc
         )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminServicer(self._engine, progress), self._grpc
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        reflection = Reflection((*BUILT, _HEALTH.full_name), Descriptors.of_contract())
+        listed = (*BUILT, _ADMIN.full_name, _HEALTH.full_name)
+        reflection = Reflection(listed, Descriptors.of_contract())
         self._grpc.add_generic_rpc_handlers(
             (*reflection.handlers(), *(unimplemented.handler(service) for service in _UNBUILT))
         )

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2_grpc
-from legato.v1 import inference_pb2_grpc, media_pb2, server_pb2_grpc
+from legato.v1 import admin_pb2_grpc, inference_pb2_grpc, media_pb2, server_pb2_grpc
 from legato_engine.config import EngineConfig
 from legato_service.config import ServiceConfig
 from legato_service.server import Server
@@ -63,6 +63,11 @@ class Running:
     def info(self) -> Any:
         """A stub of ServerService."""
         return server_pb2_grpc.ServerServiceStub(self.channel)
+
+    @property
+    def admin(self) -> Any:
+        """A stub of AdminService."""
+        return admin_pb2_grpc.AdminServiceStub(self.channel)
 
     @property
     def health(self) -> Any:
@@ -118,8 +123,8 @@ async def refusal(awaitable: Any) -> Refusal:
     raise AssertionError("the call succeeded")
 
 
-def read_refusal(error: grpc.aio.AioRpcError) -> Refusal:
-    """What a failure carries."""
+def read_refusal(error: Any) -> Refusal:
+    """What a failure carries; a `grpc.RpcError` of either kind of client."""
     trailers = dict(error.trailing_metadata() or ())
     data = trailers.get("grpc-status-details-bin", b"")
     status = status_pb2.Status.FromString(data)

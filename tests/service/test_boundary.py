@@ -136,7 +136,7 @@ async def test_what_is_not_built_says_so():
                 iter([stream])
             ).read(),
             server.channel.stream_unary("/legato.v1.ImageService/PutImage")(unary),
-            server.channel.unary_unary("/legato.v1.AdminService/GetLoad")(b""),
+            server.channel.unary_unary("/legato.v1.AdminService/Abort")(b""),
         ]
         for call in calls:
             failed = await refusal(call)

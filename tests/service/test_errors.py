@@ -19,7 +19,7 @@ from legato_service.errors import (
 )
 
 from tests.service.fakes import FakeEngine, answer, hold, refuse
-from tests.service.harness import picture, refusal, running, until
+from tests.service.harness import picture, picture_bytes, refusal, running, until
 
 QUESTION = inference_pb2.QueryRequest(question="How many?")
 
@@ -260,3 +260,42 @@ async def test_bad_requests_with_a_picture_leave_no_blob():
         )
         assert len(engine.blobs) == 0
     assert failed.reason == "ENGINE_LOST"
+
+
+@pytest.mark.parametrize(
+    ("source", "field"),
+    [
+        ({"encoded": media_pb2.EncodedImage(data=picture_bytes())}, "image.encoded.data"),
+        (
+            {
+                "raw": media_pb2.RawImage(
+                    layout=media_pb2.PixelLayout(
+                        width=1, height=1, format=media_pb2.PIXEL_FORMAT_MONO8
+                    ),
+                    data=b"0",
+                )
+            },
+            "image.raw.data",
+        ),
+    ],
+)
+@pytest.mark.parametrize("rpc", ["Query", "RunTasks", "Generate"])
+async def test_a_broken_picture_is_told_by_its_field(rpc, source, field):
+    """What only the engine finds out about a picture names the request's field all the same."""
+    image = media_pb2.Image(**source)
+    task = task_pb2.Task(query=task_pb2.QueryTask(question="?"))
+    async with running(FakeEngine(refuse(errors.ImageUndecodable("cut", field="image")))) as server:
+        calls = {
+            "Query": lambda: server.inference.Query(
+                inference_pb2.QueryRequest(image=image, question="?")
+            ),
+            "RunTasks": lambda: server.inference.RunTasks(
+                inference_pb2.RunTasksRequest(image=image, tasks=[task, task])
+            ),
+            "Generate": lambda: server.inference.Generate(
+                inference_pb2.GenerateRequest(image=image, task=task)
+            ).read(),
+        }
+        failed = await refusal(calls[rpc]())
+    assert failed.details["BadRequest"].field_violations[0].field == field
+    assert failed.details["ErrorInfo"].metadata["field"] == field

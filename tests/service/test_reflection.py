@@ -36,6 +36,7 @@ async def test_services_are_listed(name):
     assert listed == [
         "grpc.health.v1.Health",
         *SERVICES,
+        "legato.v1.AdminService",
         "legato.v1.InferenceService",
         "legato.v1.ServerService",
     ]

@@ -1,9 +1,9 @@
-"""Services of the contract that this server does not have: a plain UNIMPLEMENTED that says so."""
+"""What the contract has and this server has not: a plain UNIMPLEMENTED that says so."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -17,11 +17,15 @@ def handler(service: ServiceDescriptor) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
 
-def _refusal(method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
-    message = f"{method.full_name} is not built in this server"
+async def refuse(method: str, context: Context) -> NoReturn:
+    """End the call of a method, given by its full name."""
+    message = f"{method} is not built in this server"
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
 
+
+def _refusal(method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
     async def one(request: object, context: Context) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+        await refuse(method.full_name, context)
 
     async def many(request: object, context: Context) -> AsyncIterator[bytes]:
         await one(request, context)

@@ -1,0 +1,197 @@
+"""A real server: a service process that runs a real engine process."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from legato_engine.blobs import blob_folder
+
+from tests.service.harness import Refusal, read_refusal
+
+INFERENCE = "legato.v1.InferenceService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+TWO_HEARTBEATS = 0.5  # seconds; what is told after them was measured within them
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Return once `condition` holds; the test's own timeout bounds it."""
+    while not condition():
+        time.sleep(0.01)
+
+
+class Server:
+    """`python -m legato_service` on a free loopback port, for the length of a `with` block.
+
+    Entering waits until it serves. Leaving stops it like an operator would, unless the test did.
+    """
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._log = folder / "server.log"
+        self._options = options
+        self.address = ""
+
+    def __enter__(self) -> Server:
+        command = [sys.executable, "-m", "legato_service", "--listen", "127.0.0.1:0"]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--threads", "2", *self._options],
+                env=ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+            )
+        self.address = self._wait_for_address()
+        # No retry policy: the tests see the first answer of the server, whatever it is.
+        self.channel = grpc.insecure_channel(self.address)
+        self.inference: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.health: Any = health_pb2_grpc.HealthStub(self.channel)
+        self._admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)
+        until(self.is_serving)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.channel.close()
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        finally:
+            self.process.kill()
+
+    # ------------------------------------------------------------ what it says
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Its log lines of this name so far; lines of other programs' are passed over."""
+        lines = [line for line in self._log.read_bytes().splitlines() if line.startswith(b"{")]
+        return [event for line in lines if (event := json.loads(line)).get("event") == name]
+
+    def _wait_for_address(self) -> str:
+        while not (ready := self.events("ready")):
+            assert self.process.poll() is None, self._log.read_text()
+            time.sleep(0.05)
+        return str(ready[0]["address"])
+
+    def is_serving(self) -> bool:
+        """What its health says."""
+        request = health_pb2.HealthCheckRequest(service=INFERENCE)
+        return bool(self.health.Check(request).status == SERVING)
+
+    def watch(self) -> Iterator[health_pb2.HealthCheckResponse]:
+        """Every change of its health."""
+        watch: Iterator[health_pb2.HealthCheckResponse] = self.health.Watch(
+            health_pb2.HealthCheckRequest(service=INFERENCE)
+        )
+        return watch
+
+    def load(self) -> admin_pb2.GetLoadResponse:
+        """What the engine held at its last heartbeat."""
+        load: admin_pb2.GetLoadResponse = self._admin.GetLoad(admin_pb2.GetLoadRequest())
+        return load
+
+    def holds(self, *, running: int, waiting: int) -> bool:
+        """Whether the engine's last heartbeat said so."""
+        load = self.load()
+        return (load.running, load.waiting) == (running, waiting)
+
+    def settle(self) -> None:
+        """Return once the engine holds nothing: no request, no page, no launch, no picture.
+
+        A launch in flight would move the step, so two looks at an idle engine with the same step,
+        apart by more than a heartbeat, show that there is none.
+        """
+        while True:
+            until(lambda: self._is_idle(self.load()))
+            step = self.load().engine_step
+            time.sleep(TWO_HEARTBEATS)
+            load = self.load()
+            if self._is_idle(load) and load.engine_step == step:
+                break
+        until(lambda: not self.blobs())
+
+    @staticmethod
+    def _is_idle(load: admin_pb2.GetLoadResponse) -> bool:
+        return load.running + load.waiting == 0 and load.kv_used_ratio == 0
+
+    # ------------------------------------------------------------ what it is made of
+
+    @property
+    def engine_pid(self) -> int:
+        """The process id of its engine; waits for one that is being started."""
+        while not (children := _children(self.process.pid)):
+            time.sleep(0.01)
+        (pid,) = children
+        return pid
+
+    def blobs(self) -> list[Path]:
+        """Pictures on their way to the engine."""
+        return list(blob_folder().glob(f"legato-{self.process.pid}-*"))
+
+    def kill_engine(self) -> int:
+        """SIGKILL to the engine; its process id."""
+        pid = self.engine_pid
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+
+def failure_of(read: Callable[[], object]) -> Refusal:
+    """The failure of a call that must fail; `read` waits for its end."""
+    try:
+        read()
+    except grpc.RpcError as error:
+        return read_refusal(error)
+    raise AssertionError("the call succeeded")
+
+
+def exists(pid: int) -> bool:
+    """Whether a process runs, zombies aside."""
+    return _stat(pid).get("state", "Z") != "Z"
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that no other shares."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    sizes = [line.split() for line in rollup if line.startswith("Private_")]
+    return sum(int(size[1]) for size in sizes) * 1024
+
+
+def open_files(pid: int) -> collections.Counter[str]:
+    """The kinds of a process's open files, with how many there are of each."""
+    kinds: collections.Counter[str] = collections.Counter()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            kinds[os.readlink(link).partition(":")[0]] += 1
+        except FileNotFoundError:
+            continue  # closed meanwhile
+    return kinds
+
+
+def _children(pid: int) -> list[int]:
+    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [child for child in found if _stat(child).get("parent") == str(pid) and exists(child)]
+
+
+def _stat(pid: int) -> dict[str, str]:
+    """State and parent of a process, empty when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return {}
+    return {"state": fields[0], "parent": fields[1]}

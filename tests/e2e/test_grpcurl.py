@@ -1,0 +1,117 @@
+"""The grpcurl lines of README, run as they stand by the real grpcurl."""
+
+import importlib.resources
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATH = os.pathsep.join((str(ROOT / ".tools" / "bin"), os.environ["PATH"]))
+README = (ROOT / "README.md").read_text()
+STREET = importlib.resources.files("legato_tiny") / "samples" / "street.jpg"
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("grpcurl", path=PATH) is None,
+    reason="needs grpcurl: `make tools` installs it where go is installed",
+)
+
+
+def commands() -> list[str]:
+    """The shell commands of README that begin with grpcurl, here-documents included."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    found = [re.split(r"^(?=grpcurl )", block, flags=re.MULTILINE) for block in blocks]
+    return [part for parts in found for part in parts if part.startswith("grpcurl ")]
+
+
+def command(*words: str) -> str:
+    """The one command that holds all these words."""
+    (found,) = [each for each in commands() if all(word in each for word in words)]
+    return found
+
+
+@pytest.fixture
+def shell(server, tmp_path):
+    """Run a command of README next to a street.jpg, against the test's server; its output."""
+    (tmp_path / "street.jpg").write_bytes(STREET.read_bytes())
+
+    def run(text: str) -> str:
+        assert "127.0.0.1:50051" in text
+        done = subprocess.run(
+            ["bash", "-euc", text.replace("127.0.0.1:50051", server.address)],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": PATH},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def messages(text: str) -> list[dict[str, Any]]:
+    """The JSON documents that follow each other in grpcurl's output."""
+    decoder, found = json.JSONDecoder(), []
+    while text := text.lstrip():
+        message, end = decoder.raw_decode(text)
+        found.append(message)
+        text = text[end:]
+    return found
+
+
+def test_list(shell):
+    """All that is served is listed."""
+    assert shell(command(" list")).split() == [
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+        "legato.v1.AdminService",
+        "legato.v1.InferenceService",
+        "legato.v1.ServerService",
+    ]
+
+
+def test_describe(shell):
+    """The service is shown with its RPCs and their comments."""
+    shown = shell(command(" describe "))
+    assert "rpc Detect ( .legato.v1.DetectRequest ) returns ( .legato.v1.DetectResponse )" in shown
+    assert "// Boxes every instance of an object." in shown
+    assert "stream .legato.v1.GenerateResponse" in shown
+
+
+def test_detect(shell):
+    """README's request is answered; asked for what is in the picture, it boxes it."""
+    detect = command("InferenceService/Detect")
+    (empty,) = messages(shell(detect))
+    assert empty["info"]["finishReason"] == "FINISH_REASON_STOP"
+    assert empty["info"]["image"]["width"] > 0
+    (response,) = messages(shell(detect.replace("bicycle", "bus")))
+    (found,) = response["objects"]
+    assert found["label"] == "bus"
+    assert 0 <= found["box"]["xMin"] < found["box"]["xMax"] <= 1
+
+
+def test_generate(shell):
+    """The stream's messages arrive one by one, from `started` to `finished`."""
+    events = messages(shell(command("InferenceService/Generate")))
+    assert "started" in events[0]
+    words = [event["text"]["text"] for event in events if "text" in event]
+    assert len(words) > 2
+    assert events[-1]["finished"]["result"]["caption"]["caption"] == "".join(words)
+    assert [int(event.get("index", 0)) for event in events] == list(range(len(events)))
+
+
+def test_the_banner_of_a_server_can_be_run(shell):
+    """The line that `legato serve` suggests works as it is printed."""
+    from legato_service.console import example
+
+    line = example("127.0.0.1:50051").replace("photo.jpg", "street.jpg")
+    (response,) = messages(shell(line))
+    assert response["info"]["model"] == "legato-tiny"
