@@ -40,11 +40,11 @@ def npm_install(folder: Path) -> Path:
     return folder / "node_modules"
 
 
-def rasterise(svg: str) -> Image.Image:
-    """SVG text -> RGBA image about 320 px wide (reduced later with a good filter)."""
+def rasterise(svg: str, width: int = 2 * SIDE) -> Image.Image:
+    """SVG text -> RGBA image (reduced later with a good filter)."""
     import resvg_py  # only the art script needs it, training machines do not have it
 
-    png = bytes(resvg_py.svg_to_bytes(svg_string=svg, width=2 * SIDE))
+    png = bytes(resvg_py.svg_to_bytes(svg_string=svg, width=width))
     return Image.open(io.BytesIO(png)).convert("RGBA")
 
 
@@ -66,7 +66,7 @@ def fit(image: Image.Image) -> Image.Image | None:
 
 
 def draw(job: tuple[str, str, int, str]) -> dict | None:
-    """One job (set, source, noun, label) -> packed sprite record; source is SVG text or a file path."""
+    """One job (set, source, noun, label) -> sprite record; source is SVG text or a file path."""
     set_name, source, noun, label = job
     try:
         image = (

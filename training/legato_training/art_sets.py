@@ -1,4 +1,4 @@
-"""The art: which packages it comes from, under which licence, and how a drawing is found in each."""
+"""The art: which packages it comes from, under which licence, how a drawing is found in each."""
 
 import re
 from dataclasses import dataclass

@@ -1,53 +1,175 @@
-"""Fill the model card from metrics: ``python -m legato_training.card --metrics metrics.json --out MODEL_CARD.md``."""
+"""Fill the model card: ``python -m legato_training.card --out MODEL_CARD.md``.
+
+Numbers come from the metrics and the log of a run, the rest from MODEL_CARD.md.in.
+"""
 
 import argparse
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from legato_training.config import ModelConfig
-from legato_training.evaluate import table
+from legato_training.lexicon import lexicon
 from legato_training.model import LegatoTiny
 from legato_training.vocabulary import ROOT
 
-UNSEEN = "twemoji"
+TRAINED, UNSEEN, THIN = "trained art", "twemoji", "openmoji"
+TITLES = {TRAINED: "trained art", UNSEEN: "Twemoji (unseen)", THIN: "OpenMoji (unseen)"}
 FEWEST = 5
+GOOD, BAD = 0.9, 0.5
+BATCH = 768
+
+
+@dataclass(frozen=True)
+class Row:
+    """A metric's line in the table, and its aims on trained and on unseen art."""
+
+    key: str
+    title: str
+    trained_aim: float | None = None
+    unseen_aim: float | None = None
+    at_most: bool = False
+
+    def aim(self, group: str) -> float | None:
+        """The aim of a column."""
+        return self.trained_aim if group == TRAINED else self.unseen_aim
+
+    def gap(self, metrics: dict, group: str) -> float:
+        """By how much the aim is missed, 0 when it is met."""
+        aim = self.aim(group)
+        if aim is None:
+            return 0.0
+        over = metrics[group][self.key] - aim
+        return max(0.0, over if self.at_most else -over)
+
+
+ROWS = (
+    Row("detect_f1", "detection F1", 0.92, 0.80),
+    Row("detect_f1_small", "of them small"),
+    Row("detect_f1_middle", "of them middle"),
+    Row("detect_f1_large", "of them large"),
+    Row("point_hit", "points", 0.95, 0.85),
+    Row("invented", "boxes invented", 0.04, 0.04, at_most=True),
+    Row("count_to_5", "counting to five", 0.80, 0.80),
+    Row("segment_iou", "segment IoU", 0.70, 0.70),
+    Row("caption_noun_f1", "caption noun F1", 0.85, 0.85),
+)
+
+
+def aim_text(row: Row) -> str:
+    """The aims as the table shows them."""
+    if row.trained_aim is None:
+        return ""
+    if row.at_most:
+        return f"at most {row.trained_aim:.2f}"
+    if row.trained_aim == row.unseen_aim:
+        return f"{row.trained_aim:.2f}"
+    return f"{row.trained_aim:.2f} / {row.unseen_aim:.2f}"
+
+
+def table(metrics: dict) -> str:
+    """Every metric beside its aim; a missed one is bold."""
+    lines = [
+        "| | aim | " + " | ".join(TITLES.values()) + " |",
+        "| --- | --- |" + " --- |" * len(TITLES),
+    ]
+    for row in ROWS:
+        shown = [
+            ("**{:.3f}**" if row.gap(metrics, group) else "{:.3f}").format(metrics[group][row.key])
+            for group in TITLES
+        ]
+        lines.append(f"| {row.title} | {aim_text(row)} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def missed(metrics: dict) -> str:
+    """The missed aims of each column, with what lacks."""
+    lines = []
+    for group, title in TITLES.items():
+        gaps = [(row.title, row.gap(metrics, group)) for row in ROWS]
+        texts = [f"{name} by {gap:.3f}" for name, gap in gaps if gap]
+        lines.append(f"- {title}: {', '.join(texts) if texts else 'none'}.")
+    return "\n".join(lines)
 
 
 def parameter_count() -> str:
     """Trained parameters, in millions."""
     with torch.device("meta"):
         model = LegatoTiny(ModelConfig())
-    return f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M"
+    return f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M"
 
 
-def extremes(metrics: dict, worst: bool, count: int = 12) -> str:
-    """Nouns with the highest or lowest F1 among those asked often enough."""
-    asked = {
-        name: score
-        for name, (score, truth) in metrics[UNSEEN]["per_noun"].items()
-        if truth >= FEWEST
+def known(metrics: dict) -> dict[str, float]:
+    """F1 of each noun asked often enough, worst first."""
+    scores = metrics[UNSEEN]["per_noun"].items()
+    asked = {name: f1 for name, (f1, truth) in scores if truth >= FEWEST and name in drawn_nouns()}
+    return dict(sorted(asked.items(), key=lambda pair: pair[1]))
+
+
+def drawn_nouns() -> set[str]:
+    """Names of the kinds that are drawings, not shapes."""
+    book = lexicon()
+    return {kind.names[0] for kind in book.kinds[: book.num_nouns]}
+
+
+def drawings_alone(metrics: dict, group: str) -> tuple[float, float]:
+    """Mean F1 over drawn nouns by objects asked about, and the share of shapes among these."""
+    nouns, scores = drawn_nouns(), metrics[group]["per_noun"]
+    drawn = [(f1, truth) for name, (f1, truth) in scores.items() if name in nouns]
+    objects = sum(truth for _, truth in drawn)
+    everything = sum(truth for _, truth in scores.values())
+    return sum(f1 * truth for f1, truth in drawn) / objects, 1 - objects / everything
+
+
+def listing(scores: dict[str, float], names: list[str]) -> str:
+    """``dog 0.98, cat 0.97``."""
+    return ", ".join(f"{name} {scores[name]:.2f}" for name in names)
+
+
+def run_fields(log: str) -> dict[str, str]:
+    """Steps, pictures and speed of the run."""
+    steps = int(re.search(r"trained (\d+) steps", log).group(1))
+    rates = sorted(int(rate) for rate in re.findall(r"images/s (\d+)", log))
+    return {
+        "STEPS": f"{steps:,}",
+        "IMAGES": f"{steps * BATCH / 1e6:.2f}",
+        "RATE": f"{round(rates[len(rates) // 2], -1):,}",
     }
-    ranked = sorted(asked, key=lambda name: asked[name], reverse=not worst)[:count]
-    return ", ".join(f"{name} {asked[name]:.2f}" for name in ranked)
+
+
+def fields(metrics: dict, log: str) -> dict[str, str]:
+    """What stands in the place of each @NAME@."""
+    scores = known(metrics)
+    names = list(scores)
+    alone = {group: drawings_alone(metrics, group) for group in (UNSEEN, THIN)}
+    return run_fields(log) | {
+        "PARAMETERS": parameter_count(),
+        "TABLE": table(metrics),
+        "MISSED": missed(metrics),
+        "SHARE": f"{alone[UNSEEN][1]:.0%}",
+        "DRAWINGS": f"{alone[UNSEEN][0]:.2f} (Twemoji) and {alone[THIN][0]:.2f} (OpenMoji)",
+        "WORST": listing(scores, names[:16]),
+        "KNOWN": str(len(names)),
+        "GOOD": str(sum(f1 >= GOOD for f1 in scores.values())),
+        "BAD": str(sum(f1 < BAD for f1 in scores.values())),
+        "RECALL": f"{metrics[UNSEEN]['detect_recall']:.2f}",
+        "PRECISION": f"{metrics[UNSEEN]['detect_precision']:.2f}",
+    }
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--metrics", type=Path, required=True)
+    parser.add_argument("--metrics", type=Path, default=ROOT / "results/metrics.json")
+    parser.add_argument("--log", type=Path, default=ROOT / "results/training.log")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    metrics = json.loads(options.metrics.read_text())
     text = (ROOT / "MODEL_CARD.md.in").read_text()
-    fields = {
-        "PARAMETERS": parameter_count(),
-        "TABLE": table(metrics),
-        "BEST": extremes(metrics, False),
-        "WORST": extremes(metrics, True),
-    }
-    for name, value in fields.items():
+    metrics = json.loads(options.metrics.read_text())
+    for name, value in fields(metrics, options.log.read_text()).items():
         text = text.replace(f"@{name}@", value)
     options.out.write_text(text)
 

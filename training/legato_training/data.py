@@ -1,4 +1,7 @@
-"""Endless batches of scenes and their slots, made in worker processes; the pictures are drawn on the GPU."""
+"""Endless batches of scenes and their slots, made in worker processes.
+
+The pictures are drawn on the GPU.
+"""
 
 from pathlib import Path
 
@@ -60,7 +63,7 @@ class SceneStream(IterableDataset):
 
 
 def unchanged(batch: Arrays) -> Arrays:
-    """Keeps batches numpy, so that they cross process lines through pipes and need no shared memory."""
+    """Keeps batches numpy, so that they travel through pipes and need no shared memory."""
     return batch
 
 

@@ -1,5 +1,6 @@
-"""Greedy decoding in batches, with the grammar the server uses. No suffix cache: the suffix is read again each step.
+"""Greedy decoding in batches, with the grammar the server uses.
 
+No suffix cache: the suffix is read again each step.
 B batch, P prefix, T suffix length, H heads, C head size.
 """
 

@@ -1,7 +1,8 @@
-"""Measure an exported model: ``python -m legato_training.evaluate --model FOLDER --out metrics.json``.
+"""Measure an exported model: ``python -m legato_training.evaluate --model FOLDER --out FILE``.
 
-Fresh scenes with the trained drawing sets and, separately, with each held-out set. Sprites keep their own
-colours; backgrounds and camera faults are as in training.
+Fresh scenes with the trained drawing sets and, separately, with each held-out set: once as in
+training, with the coloured shapes, which no set draws and training knows, and once without them.
+Sprites keep their own colours; backgrounds and camera faults are as in training.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from legato_training.export import load_exported
 from legato_training.language import Narrator
 from legato_training.lexicon import Phrase
 from legato_training.render import Renderer
-from legato_training.scenes import Scene, SceneSampler, render_arrays
+from legato_training.scenes import SHAPE_SHARE, Scene, SceneSampler, render_arrays
 from legato_training.scoring import Tally
 from legato_training.slots import SlotBuilder
 from legato_training.sprites import SpriteBook, load_sprites
@@ -26,6 +27,7 @@ from legato_training.vocabulary import ROOT, Words
 
 EVAL_SEED = 77_000_001
 MAX_ANSWERED = 12
+NO_SHAPES = "without shapes"
 
 
 class Examiner:
@@ -38,8 +40,9 @@ class Examiner:
         decoder: Decoder,
         sets: tuple[int, ...],
         seed: int,
+        shape_share: float = SHAPE_SHARE,
     ) -> None:
-        self.sampler = SceneSampler(book, sets, seed)
+        self.sampler = SceneSampler(book, sets, seed, shape_share)
         self.words = Words()
         self.builder = SlotBuilder(self.sampler, self.words, np.random.default_rng(seed + 1))
         self.renderer, self.decoder, self.device = renderer, decoder, renderer.device
@@ -123,20 +126,35 @@ class Examiner:
             self.tally.caption(scene, self.words.decode(answer.tokens))
 
 
-def evaluate(model_folder: Path, pack: Path, scenes: int, batch: int, device: torch.device) -> dict:
-    """Metrics of every group of drawing sets."""
+def all_groups() -> dict[str, tuple[tuple[int, ...], float]]:
+    """Drawing sets and the share of shapes, by the name of the group."""
+    trained = tuple(i for i, art in enumerate(ART_SETS) if not art.held_out)
+    groups = {"trained art": (trained, SHAPE_SHARE)}
+    for i, art in enumerate(ART_SETS):
+        if art.held_out:
+            groups[art.name] = ((i,), SHAPE_SHARE)
+            groups[f"{art.name} {NO_SHAPES}"] = ((i,), 0.0)
+    return groups
+
+
+def evaluate(
+    model_folder: Path,
+    pack: Path,
+    names: list[str],
+    scenes: int,
+    batch: int,
+    device: torch.device,
+) -> dict:
+    """Metrics of each named group."""
     book = load_sprites(pack)
     renderer = Renderer(book, device)
     decoder = Decoder(load_exported(model_folder).to(device))
-    trained = tuple(i for i, art in enumerate(ART_SETS) if not art.held_out)
-    groups = {"trained art": trained} | {
-        art.name: (i,) for i, art in enumerate(ART_SETS) if art.held_out
-    }
     metrics = {}
-    for name, sets in groups.items():
+    for name in names:
+        sets, shape_share = all_groups()[name]
         torch.manual_seed(EVAL_SEED)
         begin = time.monotonic()
-        examiner = Examiner(book, renderer, decoder, sets, EVAL_SEED)
+        examiner = Examiner(book, renderer, decoder, sets, EVAL_SEED, shape_share)
         for start in range(0, scenes, batch):
             examiner.examine(min(batch, scenes - start))
         metrics[name] = examiner.tally.metrics() | {
@@ -179,10 +197,12 @@ def main() -> None:
     parser.add_argument("--pack", type=Path, default=ROOT / ".data/sprites.npz")
     parser.add_argument("--scenes", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--group", action="append", choices=all_groups(), help="default: all")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     device = torch.device("cpu" if options.cpu else "cuda")
-    metrics = evaluate(options.model, options.pack, options.scenes, options.batch, device)
+    names = options.group or list(all_groups())
+    metrics = evaluate(options.model, options.pack, names, options.scenes, options.batch, device)
     options.out.write_text(json.dumps(metrics, indent=1) + "\n")
     print(table(metrics))
 

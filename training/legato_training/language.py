@@ -303,7 +303,7 @@ class Narrator:
 
 
 def article_for(prefix: str, name: str) -> str:
-    """``a red car``, ``an orange cat``, ``green grapes``: the article depends on the adjective and the noun."""
+    """``a red car``, ``an orange cat``, ``green grapes``: adjective and noun decide the article."""
     if with_article(name) == name:
         return prefix + name
     return f"{'an' if prefix[0] in 'aeiou' else 'a'} {prefix}{name}"

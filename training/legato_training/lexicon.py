@@ -1,4 +1,4 @@
-"""What can be named: kinds (a noun, or a shape in a colour), phrases that ask for them, and groups."""
+"""What can be named: kinds (a noun, or a shape in a colour), phrases that ask for them, groups."""
 
 from dataclasses import dataclass
 from functools import lru_cache

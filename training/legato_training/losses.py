@@ -1,6 +1,7 @@
-"""The losses: tokens, coordinate and size bins with soft targets, and the dense noun loss on image tokens.
+"""The losses: tokens, coordinate and size bins with soft targets, dense nouns on image tokens.
 
-B batch, S suffix, D width, N padded region targets, C kinds, A names per kind, W word pieces per name.
+B batch, S suffix, D width, N padded region targets, C kinds, A names per kind, W word pieces per
+name.
 """
 
 import torch
@@ -36,7 +37,7 @@ def gather_rows(hidden_BSD: Tensor, at_BN: Tensor) -> Tensor:
 
 
 def masked_soft_loss(logits: Tensor, target: Tensor, used: Tensor) -> Tensor:
-    """Mean over used entries of cross entropy minus the target's own entropy, so that perfect is zero."""
+    """Mean over used entries of cross entropy minus the target's own entropy: perfect is zero."""
     log_probability = F.log_softmax(logits.float(), dim=-1)
     loss = (target * (target.clamp(min=1e-9).log() - log_probability)).sum(-1)
     return (loss * used).sum() / used.sum().clamp(min=1)
@@ -67,7 +68,7 @@ def token_loss(model: LegatoTiny, hidden_BSD: Tensor, targets_BS: Tensor) -> Ten
 
 
 class DenseNouns(nn.Module):
-    """Classifies each projected image token against the mean word embedding of the kind that covers it.
+    """Classifies each projected image token against the mean word embedding of what covers it.
 
     Only training uses it: it ties names to places long before the answers could.
     """

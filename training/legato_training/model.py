@@ -1,8 +1,8 @@
 """legato-tiny as plain dense PyTorch: Moondream 2's network, parameter names as in its checkpoints.
 
-Shapes: B batch, T tokens, P prefix (BOS + image), S suffix tokens, D width, H heads, C 64 (head size).
-A packed forward reads one image prefix and several suffix slots; each suffix token sees the prefix and,
-causally, its own slot. With one slot that is exactly Moondream's prefix attention.
+Shapes: B batch, T tokens, P prefix (BOS + image), S suffix tokens, D width, H heads, C 64 (head
+size). A packed forward reads one image prefix and several suffix slots; each suffix token sees the
+prefix and, causally, its own slot. With one slot that is exactly Moondream's prefix attention.
 """
 
 import math
@@ -83,7 +83,10 @@ class Vision(nn.Module):
         self.proj_mlp = MLP(2 * c.vision_dim, c.projector_inner, c.text_dim)
 
     def forward(self, pixels_B3YX: Tensor) -> Tensor:
-        """Pixels in -1..1 [B, 3, Y, X] -> [B, tokens, text dim]. One crop: local features equal global ones."""
+        """Pixels in -1..1 [B, 3, Y, X] -> [B, tokens, text dim].
+
+        One crop: local features equal global ones.
+        """
         batch, channels, height, width = pixels_B3YX.shape
         rows, columns = height // self.patch, width // self.patch
         patches = pixels_B3YX.view(batch, channels, rows, self.patch, columns, self.patch)
@@ -96,7 +99,7 @@ class Vision(nn.Module):
 
 
 def rotate(x_BHTC: Tensor, cos_T: Tensor, sin_T: Tensor) -> Tensor:
-    """Partial rotary embedding, split-half pairs inside the first dims; tables [T, rotary/2] in f32."""
+    """Partial rotary embedding, split-half pairs in the first dims; tables [T, rotary/2] in f32."""
     half = cos_T.shape[-1]
     first, second, rest = x_BHTC.split([half, half, x_BHTC.shape[-1] - 2 * half], dim=-1)
     turned = torch.cat([first * cos_T - second * sin_T, first * sin_T + second * cos_T], dim=-1)
@@ -115,7 +118,7 @@ class TextBlock(nn.Module):
     def forward(
         self, x_BTD: Tensor, cos: Tensor, sin: Tensor, bias_SL: Tensor, prefix: int
     ) -> Tensor:
-        """[B, P+S, D]: the first ``prefix`` tokens see each other, the others see what ``bias_SL`` allows."""
+        """[B, P+S, D]: the ``prefix`` tokens see each other, others what ``bias_SL`` allows."""
         h = self.ln(x_BTD)
         q, k, v = self.attn.split(h)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -137,7 +140,7 @@ class Text(nn.Module):
 
 
 class Region(nn.Module):
-    """Fourier encoders of coordinates and sizes, and the heads that read bins from the residual stream."""
+    """Fourier encoders of coordinates and sizes, heads that read bins from the residual stream."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -151,7 +154,7 @@ class Region(nn.Module):
 
     @staticmethod
     def fourier(values: Tensor, features: Tensor) -> Tensor:
-        """[..., n] @ [n, F] -> cos and sin [..., 2F]; a phase of many radians needs f32 under autocast too."""
+        """[..., n] @ [n, F] -> cos and sin [..., 2F]; many radians need f32, autocast or not."""
         with torch.autocast(values.device.type, enabled=False):
             phase = (2 * math.pi * values.float()) @ features.float()
             return torch.cat([phase.cos(), phase.sin()], dim=-1).to(values.dtype)
@@ -181,7 +184,7 @@ class LegatoTiny(nn.Module):
                 nn.init.normal_(output.weight, std=0.02 / math.sqrt(depth) * 2)
 
     def rope_tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, rotary/2], f32."""
+        """Cosine and sine [T, rotary/2], f32."""
         c = self.config
         exponent = (
             torch.arange(0, c.rotary_dim, 2, device=positions_T.device, dtype=torch.float32)
@@ -246,7 +249,7 @@ def init_linear(module: nn.Module) -> None:
 
 
 def slot_mask(lengths: tuple[int, ...], prefix: int) -> tuple[Tensor, Tensor]:
-    """Positions [S] and additive bias [S, prefix + S] for suffix slots of fixed lengths after one prefix."""
+    """Positions [S] and additive bias [S, prefix + S] of suffix slots of fixed lengths."""
     slot_S = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     within_S = torch.cat([torch.arange(n) for n in lengths])
     same = slot_S[:, None] == slot_S[None, :]

@@ -1,7 +1,8 @@
 """The nouns legato-tiny knows: names, plurals, groups, and the emoji drawings that show them.
 
-One line a noun: ``name; synonym; ... = label, label, ...``. A label is the Unicode (CLDR) short name
-of an emoji; a missing right side means the label is the name. Near-identical drawings share one noun.
+One line a noun: ``name; synonym; ... = label, label, ...``. A label is the Unicode (CLDR) short
+name of an emoji; a missing right side means the label is the name. Near-identical drawings share
+one noun.
 """
 
 from dataclasses import dataclass
@@ -483,7 +484,7 @@ NO_MIRROR = {
 
 @dataclass(frozen=True)
 class Noun:
-    """``names[0]`` is the caption name; ``plurals`` matches ``names``; ``labels`` pick the drawings."""
+    """``names[0]`` is the caption name; ``plurals`` matches ``names``; ``labels`` pick drawings."""
 
     names: tuple[str, ...]
     plurals: tuple[str, ...]

@@ -23,7 +23,7 @@ def is_clockwise(points_P2: np.ndarray) -> bool:
 
 
 def trace_outline(alpha: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None, float]:
-    """uint8 alpha [S,S] -> (outline [64,2] clockwise, hull [48,2], share of area the outline's part holds)."""
+    """Alpha, uint8 [S,S] -> outline [64,2] clockwise, hull [48,2], share of the area outlined."""
     from scipy import ndimage  # art script only
     from scipy.spatial import ConvexHull
     from skimage.measure import find_contours
@@ -52,7 +52,7 @@ def trace_outline(alpha: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | No
 
 
 def fit_hull(hull_P2: np.ndarray) -> np.ndarray:
-    """Reduce a convex hull to HULL_POINTS support points, or repeat its last point up to that many."""
+    """Reduce a convex hull to HULL_POINTS support points, or repeat its last one that often."""
     if len(hull_P2) > HULL_POINTS:
         angles = np.linspace(0, 2 * np.pi, HULL_POINTS, endpoint=False)
         directions = np.stack([np.cos(angles), np.sin(angles)])

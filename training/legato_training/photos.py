@@ -1,4 +1,4 @@
-"""Background photographs: CC0 panoramas (Poly Haven, through @pmndrs/assets) and CC0 / CC BY textures.
+"""Background photographs: panoramas (Poly Haven, through @pmndrs/assets) and textures.
 
 None of them shows one of the nouns; see ART.md for the licences.
 """

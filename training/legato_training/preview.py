@@ -1,4 +1,4 @@
-"""Draw scenes with their labels over them, to look at: ``python -m legato_training.preview --out scenes.png``."""
+"""Draw scenes with their labels, to look at: ``python -m legato_training.preview --out PNG``."""
 
 import argparse
 from pathlib import Path
@@ -33,14 +33,15 @@ def slot_text(words: Words, tokens: np.ndarray, targets: np.ndarray, slot: int) 
 
 
 def draw_labels(image: Image.Image, sample: dict[str, np.ndarray], words: Words) -> Image.Image:
-    """Boxes of the first detect slot (red), outline of the segment slot (green), patch labels (dots)."""
+    """Boxes of the first detect slot (red), outline of the segment slot, patch labels (dots)."""
     pen = ImageDraw.Draw(image)
     for slot, colour in ((DETECT_A, "red"), (SEGMENT, "lime")):
         start, end = STARTS[slot], STARTS[slot] + SLOTS[slot]
         tokens, values = sample["tokens"][start:end], sample["values"][start:end]
         sizes = np.flatnonzero(tokens == SIZE)
         for s in sizes:
-            assert tokens[s - 1] == COORD and tokens[s - 2] == COORD
+            assert tokens[s - 1] == COORD
+            assert tokens[s - 2] == COORD
             cx, cy, (w, h) = values[s - 2, 0], values[s - 1, 0], values[s]
             corner = [
                 (cx - w / 2) * CROP,

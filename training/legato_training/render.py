@@ -1,6 +1,7 @@
-"""Draw batches of scenes: sprites by affine sampling over generated backgrounds, then camera faults.
+"""Draw batches of scenes: affinely sampled sprites on generated backgrounds, then camera faults.
 
-All on one device, batched, eager or compiled. B batch, K objects, Y X pixels; colours 0..1, premultiplied inside.
+All on one device, batched, eager or compiled. B batch, K objects, Y X pixels; colours 0..1,
+premultiplied inside.
 """
 
 from pathlib import Path
@@ -81,7 +82,7 @@ class Renderer:
 
 
 def style_parameters(count: int, objects: int, device: torch.device, restyle: bool) -> Tensor:
-    """Per object [B, K, 8]: hue turn, saturation, brightness, contrast, gamma, posterise steps, grey, rim."""
+    """Per object [B, K, 8], in the order that ``restyle`` unpacks."""
     neutral = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 255.0, 0.0, 0.0], device=device)
     if not restyle:
         return neutral.expand(count, objects, 8)
@@ -111,7 +112,7 @@ def texel(texels: Tensor, base: Tensor, side: Tensor, row: Tensor, column: Tenso
 
 
 def sample(texels: Tensor, base: Tensor, side: Tensor, u: Tensor, v: Tensor) -> list[Tensor]:
-    """Bilinear R, G, B, A at sprite units u, v in -0.5..0.5; channels stay apart so that kernels fuse."""
+    """Bilinear R, G, B, A at sprite units u, v in -0.5..0.5, apart so that kernels fuse."""
     column, row = (u + 0.5) * side - 0.5, (v + 0.5) * side - 0.5
     c0, r0 = column.floor(), row.floor()
     fc, fr = column - c0, row - r0
@@ -121,7 +122,7 @@ def sample(texels: Tensor, base: Tensor, side: Tensor, u: Tensor, v: Tensor) -> 
 
 
 def restyle(rgb: list[Tensor], alpha: Tensor, tint: Tensor, style: Tensor) -> list[Tensor]:
-    """Straight colours after tint, hue, saturation, brightness, contrast, gamma, posterise and rim."""
+    """Straight colours after tint, hue, saturation, brightness, contrast, gamma, posterise, rim."""
     hue, saturation, brightness, contrast, gamma, steps, grey, rim = (
         s[:, None, None] for s in style.unbind(1)
     )
@@ -256,7 +257,7 @@ def blocky(image: Tensor, dct: Tensor, step_B: Tensor) -> Tensor:
 
 
 def finish(image: Tensor, dct: Tensor, rolls: Tensor, gauss: Tensor) -> Tensor:
-    """Camera and codec faults on the whole picture: exposure, cast, blur or sharpening, noise, blocks, grey."""
+    """Camera and codec faults: exposure, cast, blur or sharpening, noise, blocks, grey."""
     r = rolls[:, :, None, None]
     cast = torch.stack([0.92 + 0.16 * rolls[:, i] for i in (0, 1, 2)], 1)[:, :, None, None]
     strong = (r[:, 3:4] < 0.6).float()

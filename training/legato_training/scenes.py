@@ -1,7 +1,7 @@
 """Sample what a scene shows, before anything is drawn: kinds, sprites, places, background.
 
-Unit image coordinates 0..1, x right, y down. K objects at most. Boxes are (x0, y0, x1, y1) of the object's
-alpha inside the picture, whether or not another object covers part of it.
+Unit image coordinates 0..1, x right, y down. K objects at most. Boxes are (x0, y0, x1, y1) of the
+object's alpha inside the picture, whether or not another object covers part of it.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from legato_training.lexicon import COLOUR_NAMES, COLOURS, lexicon
 from legato_training.sprites import LEVELS, SIDE, THUMB, SpriteBook
 
 MAX_OBJECTS = 9
+SHAPE_SHARE = 0.12
 CROP = 336
 GRID = 24
 BACKGROUNDS = ("plain", "gradient", "striped", "checkered", "textured", "photo")
@@ -40,8 +41,14 @@ class Scene:
 class SceneSampler:
     """Draws random scenes from the sprites of some drawing sets."""
 
-    def __init__(self, book: SpriteBook, sets: tuple[int, ...], seed: int) -> None:
-        self.book = book
+    def __init__(
+        self,
+        book: SpriteBook,
+        sets: tuple[int, ...],
+        seed: int,
+        shape_share: float = SHAPE_SHARE,
+    ) -> None:
+        self.book, self.shape_share = book, shape_share
         self.rng = np.random.default_rng(seed)
         self.lexicon = lexicon()
         self.by_kind = book.of_kind(sets)
@@ -53,8 +60,8 @@ class SceneSampler:
         return self.place(self.choose_kinds())
 
     def random_kind(self) -> int:
-        """A noun, or (12%) a coloured shape."""
-        pool = self.shapes if self.rng.random() < 0.12 else self.nouns
+        """A noun, or sometimes a coloured shape."""
+        pool = self.shapes if self.rng.random() < self.shape_share else self.nouns
         return int(pool[self.rng.integers(len(pool))])
 
     def absent_kind(self, present: set[int]) -> int:
@@ -87,7 +94,7 @@ class SceneSampler:
         return int(sprites[self.rng.integers(len(sprites))])
 
     def matrix(self, kind: int, scale: float, squeeze: float) -> np.ndarray:
-        """Sprite to image units: size, mirror, slight shear and rotation, then the picture's squeeze."""
+        """Sprite to image units: size, mirror, slight shear and rotation, the picture's squeeze."""
         rng = self.rng
         stretch = np.exp(rng.normal(0, 0.08))
         mirror = -1.0 if self.lexicon.kinds[kind].mirror and rng.random() < 0.5 else 1.0
@@ -99,7 +106,7 @@ class SceneSampler:
         return np.array([[1 / np.sqrt(squeeze)], [np.sqrt(squeeze)]]) * turned
 
     def place(self, kinds: list[int], squeeze: float | None = None) -> Scene:
-        """Find places; a kind that finds none is left out. ``squeeze`` is the picture's width over its height."""
+        """Find places; a kind that finds none is left out. ``squeeze`` is width over height."""
         rng = self.rng
         squeeze = squeeze or float(np.exp(rng.uniform(np.log(9 / 16), np.log(16 / 9))))
         crowded = rng.random() < 0.18
@@ -130,7 +137,7 @@ class SceneSampler:
     def try_place(
         self, sprite: int, matrix: np.ndarray, taken: list[np.ndarray], allowed: float
     ) -> tuple | None:
-        """(centre, full box, inside share) at a random place, or None where it overlaps too much."""
+        """(centre, full box, inside share) at a random place, or None on too much overlap."""
         centre = self.rng.uniform(0.02, 0.98, 2)
         points = self.book.hull[sprite] @ matrix.T + centre
         full = np.concatenate([points.min(0), points.max(0)])

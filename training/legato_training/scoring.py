@@ -79,7 +79,7 @@ class Tally:
 
             self.sums[f"hits_{label}"] += sum(inside(truth[j]) for _, j in pairs)
             self.sums[f"truth_{label}"] += sum(map(inside, truth))
-            matched = {i: j for i, j in pairs}
+            matched = dict(pairs)
             self.sums[f"found_{label}"] += sum(
                 inside(truth[matched[i]]) if i in matched else inside(box)
                 for i, box in enumerate(boxes)

@@ -1,7 +1,8 @@
 """One scene's questions and answers as token slots of fixed lengths, packed behind one image.
 
-S suffix length; every slot starts at position 577 and sees the image and, causally, itself. ``tokens`` are the
-inputs, ``targets`` the next token where it is learned (-1 elsewhere), values travel with coord and size.
+S suffix length; every slot starts at position 577 and sees the image and, causally, itself.
+``tokens`` are the inputs, ``targets`` the next token where it is learned (-1 elsewhere), values
+travel with coord and size.
 """
 
 from dataclasses import dataclass, field
@@ -179,7 +180,7 @@ class SlotBuilder:
         return turn.say([EOS])
 
     def segment(self, narrator: Narrator) -> Turn | None:
-        """Box and outline of one object: the only one of its kind, else the largest, if it is well visible."""
+        """Box and outline of a well visible object: the only one of its kind, else the largest."""
         scene = narrator.scene
         whole = [
             i
@@ -234,7 +235,7 @@ class SlotBuilder:
 
 
 def outline_in_box(outline_P2: np.ndarray, scene: Scene, i: int) -> np.ndarray:
-    """The sprite's outline moved into the scene and then into its own box, [PATH_POINTS, 2] in 0..1."""
+    """The sprite's outline moved into the scene, then into its box, [PATH_POINTS, 2] in 0..1."""
     moved = outline_P2 @ scene.matrices[i].T + scene.centres[i]
     box = scene.boxes[i]
     inside = np.clip((moved - box[:2]) / (box[2:] - box[:2]), 0.0, 1.0)
@@ -250,7 +251,7 @@ def path_numbers(points_P2: np.ndarray) -> np.ndarray:
 
 
 def region_targets(packed: Packed) -> dict[str, np.ndarray]:
-    """Where coordinates and sizes are learned (index or -1) and their true values, padded to fixed counts."""
+    """Where coordinates and sizes are learned (index or -1) and their true values, padded."""
     coords = np.flatnonzero(packed.targets == COORD)[:MAX_COORDS]
     sizes = np.flatnonzero(packed.targets == SIZE)[:MAX_SIZES]
     coord_at, size_at = np.full(MAX_COORDS, -1, np.int16), np.full(MAX_SIZES, -1, np.int16)

@@ -1,11 +1,12 @@
-"""The sprite pack in memory: a pyramid of premultiplied RGBA for the renderer, small arrays for the sampler.
+"""The sprite pack in memory: premultiplied RGBA for the renderer, small arrays for the sampler.
 
-N sprites; level l of the pyramid has side SIDE >> l. Drawn shapes are added behind the packed art, white,
-so that a tint gives them their colour.
+N sprites; level l of the pyramid has side SIDE >> l. Drawn shapes are added behind the packed art,
+white, so that a tint gives them their colour.
 """
 
 import io
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ class SpriteBook:
     photos: np.ndarray  # uint8 [M, P, P, 3]
 
     def of_kind(self, sets: tuple[int, ...]) -> list[list[np.ndarray]]:
-        """For each kind a list over drawing sets of sprite indices; empty when these sets lack the kind."""
+        """For each kind a list over drawing sets of sprite indices, empty if they lack the kind."""
         book = lexicon()
         by_kind = []
         for index, kind in enumerate(book.kinds):
@@ -52,7 +53,7 @@ class SpriteBook:
 def decode_images(data: np.ndarray, offsets: np.ndarray, mode: str) -> np.ndarray:
     """Concatenated image files -> one uint8 array."""
     raw = data.tobytes()
-    files = (raw[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True))
+    files = (raw[a:b] for a, b in pairwise(offsets))
     return np.stack([np.asarray(Image.open(io.BytesIO(f)).convert(mode)) for f in files])
 
 
@@ -121,7 +122,7 @@ def draw_shape(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dominant_colours(rgba: np.ndarray) -> np.ndarray:
-    """Index of the colour that covers most of each sprite, or -1 when none covers DOMINANT_SHARE."""
+    """Index of the colour that covers most of each sprite, -1 when none covers DOMINANT_SHARE."""
     small = rgba[:, ::5, ::5].reshape(len(rgba), -1, 4).astype(np.float32) / 255
     red, green, blue = small[..., 0], small[..., 1], small[..., 2]
     value, low = small[..., :3].max(2), small[..., :3].min(2)

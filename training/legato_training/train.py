@@ -1,4 +1,4 @@
-"""Train legato-tiny: ``torchrun --nproc-per-node N -m legato_training.train --minutes M --out FOLDER``.
+"""Train legato-tiny: ``torchrun -m legato_training.train --minutes M --out FOLDER``.
 
 The wall clock decides the schedule: warm-up steps, then a cosine over the minutes given.
 """
@@ -230,7 +230,7 @@ def report(
 def train(
     trainer: Trainer, batches, renderer: Renderer, ranks: Ranks, elapsed: float, out: Path
 ) -> None:
-    """Steps until the minutes (or max_steps) are over. Compile time before the first step is not counted."""
+    """Steps until the minutes (or max_steps) are over, compilation not counted."""
     c, begin, saved, marked, mark_step = (
         trainer.config,
         None,

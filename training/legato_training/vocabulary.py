@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE learned on the generator's own text, plus one token for each path number.
+"""The tokenizer: byte-level BPE of the generator's own text, one token for each path number.
 
 ``python -m legato_training.vocabulary`` writes tokenizer.json; it is committed, so runs share it.
 """

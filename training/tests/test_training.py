@@ -73,7 +73,8 @@ def test_a_slot_does_not_see_another_slot():
         forward(model, tokens, values, (8, 8, 8)),
         forward(model, changed, values, (8, 8, 8)),
     )
-    assert torch.equal(before[:, :8], after[:, :8]) and torch.equal(before[:, 16:], after[:, 16:])
+    assert torch.equal(before[:, :8], after[:, :8])
+    assert torch.equal(before[:, 16:], after[:, 16:])
     assert not torch.allclose(before[:, 8:16], after[:, 8:16])
 
 
@@ -115,7 +116,7 @@ def test_bins_follow_the_contract():
 
 
 def test_the_tokenizer_adds_nothing():
-    """Plain text gives no special ids, and every path number is one token that decodes to itself."""
+    """Plain text gives no special ids; every path number is one token that decodes to itself."""
     words = Words()
     assert min(words.encode("hi")) > 20
     assert all(
@@ -126,7 +127,7 @@ def test_the_tokenizer_adds_nothing():
 
 @needs_art
 def test_boxes_are_the_drawn_alpha(book, batch):
-    """Every box of an uncut object is within a pixel and a half of the pixels that its sprite changes."""
+    """Every box is within two and a half pixels of the pixels that its sprite changes."""
     renderer = Renderer(book, torch.device("cpu"))
     tensors = {k: torch.from_numpy(v) for k, v in batch.items()}
     white = tensors | {
