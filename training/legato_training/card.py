@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 import torch
 
@@ -21,6 +22,7 @@ TITLES = {TRAINED: "trained art", UNSEEN: "Twemoji (unseen)", THIN: "OpenMoji (u
 FEWEST = 5
 GOOD, BAD = 0.9, 0.5
 BATCH = 768
+WIDTH = 118
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def missed(metrics: dict) -> str:
     for group, title in TITLES.items():
         gaps = [(row.title, row.gap(metrics, group)) for row in ROWS]
         texts = [f"{name} by {gap:.3f}" for name, gap in gaps if gap]
-        lines.append(f"- {title}: {', '.join(texts) if texts else 'none'}.")
+        line = f"- {title}: {', '.join(texts) if texts else 'none'}."
+        lines.append(fill(line, WIDTH, subsequent_indent="  "))
     return "\n".join(lines)
 
 
@@ -126,7 +129,7 @@ def drawings_alone(metrics: dict, group: str) -> tuple[float, float]:
 
 def listing(scores: dict[str, float], names: list[str]) -> str:
     """``dog 0.98, cat 0.97``."""
-    return ", ".join(f"{name} {scores[name]:.2f}" for name in names)
+    return fill(", ".join(f"{name} {scores[name]:.2f}" for name in names), WIDTH)
 
 
 def run_fields(log: str) -> dict[str, str]:
