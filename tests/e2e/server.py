@@ -165,11 +165,11 @@ def exists(pid: int) -> bool:
     return _stat(pid).get("state", "Z") != "Z"
 
 
-def resident_bytes(pid: int) -> int:
-    """Memory of a process that no other shares."""
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    sizes = [line.split() for line in rollup if line.startswith("Private_")]
-    return sum(int(size[1]) for size in sizes) * 1024
+def own_bytes(pid: int) -> int:
+    """Memory that a process has written to; pages of files come and go as the kernel likes."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {name: int(size) for name, size, _ in (line.split() for line in rollup)}
+    return (sizes["Anonymous:"] + sizes["Swap:"]) * 1024
 
 
 def open_files(pid: int) -> collections.Counter[str]:

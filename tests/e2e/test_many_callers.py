@@ -18,11 +18,11 @@ from legato_client import (
 
 from tests.e2e.jobs import WILD, ask_async, jobs
 from tests.e2e.scenes import two_shapes
-from tests.e2e.server import open_files, resident_bytes, until
+from tests.e2e.server import open_files, own_bytes, until
 
 MEBIBYTE = 1024 * 1024
 GROWTH = (8 * MEBIBYTE, 24 * MEBIBYTE)
-"""Private memory that service and engine may gain over the requests of a round.
+"""Memory that service and engine may gain over the requests of a round.
 
 Allocators keep what they once had. A prepared picture is 1.3 MiB in the engine, and a round brings
 30 new ones, so a leak of them passes this bound.
@@ -94,18 +94,18 @@ class Worker:
                     await caller.query(None, "hello", sampling=Sampling(max_tokens=3))
 
 
-@pytest.mark.parametrize("count", [240, pytest.param(6000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [240, pytest.param(3000, marks=pytest.mark.slow)])
 async def test_memory_and_files_stay(server, count):
     """After a warm-up, hundreds of requests leave memory within a bound, and no file open."""
     worker = Worker(server.address)
     await worker.run(60)
     await asyncio.to_thread(server.settle)
     pids = (server.process.pid, server.engine_pid)
-    memory = [resident_bytes(pid) for pid in pids]
+    memory = [own_bytes(pid) for pid in pids]
     files = [open_files(pid) for pid in pids]
     await worker.run(count)
     await asyncio.to_thread(server.settle)
-    gained = [resident_bytes(pid) - before for pid, before in zip(pids, memory, strict=True)]
+    gained = [own_bytes(pid) - before for pid, before in zip(pids, memory, strict=True)]
     for pid, size, before, bound in zip(pids, gained, files, GROWTH, strict=True):
         assert size < bound
         await asyncio.to_thread(until, functools.partial(_opened_no_more, pid, before))
