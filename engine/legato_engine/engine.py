@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -29,6 +30,7 @@ from legato_engine.scheduler.scheduler import Scheduler, deadline_of
 from legato_engine.sequence import Sequence, SequenceStatus
 
 _log = structlog.get_logger()
+_Future = concurrent.futures.Future[Picture]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -37,7 +39,7 @@ class _Job:
 
     request: Request
     arrival: float
-    future: concurrent.futures.Future[Picture]
+    future: _Future
 
 
 class EngineCore:
@@ -62,7 +64,7 @@ class EngineCore:
         self._sink = sink
         self._wake = wake
         self._jobs: dict[str, _Job] = {}
-        self._prepared: collections.deque[_Job] = collections.deque()
+        self._prepared: collections.deque[tuple[str, _Future]] = collections.deque()
         self._fresh: list[Sequence] = []
         self._seq_ids = itertools.count()
 
@@ -123,7 +125,7 @@ class EngineCore:
     def step(self) -> bool:
         """Admit prepared pictures, expire, run one scheduler tick; whether it did device work."""
         while self._prepared:
-            self._admit(self._prepared.popleft())
+            self._admit(*self._prepared.popleft())
         self._expire()
         worked = self._scheduler.step()
         self._announce_queued()
@@ -143,21 +145,23 @@ class EngineCore:
     def _prepare(self, request: Request, arrival: float) -> None:
         assert request.image is not None
         future = self._preprocessor.start(request.image, keep=request.cache_image)
-        job = _Job(request, arrival, future)
-        self._jobs[request.request_id] = job
-        future.add_done_callback(lambda _: self._on_prepared(job))
+        self._jobs[request.request_id] = _Job(request, arrival, future)
+        # The callback must not hold the future: its picture would live until the next full
+        # garbage collection, which a process of long-lived objects hardly ever runs.
+        future.add_done_callback(functools.partial(self._on_prepared, request.request_id))
 
-    def _on_prepared(self, job: _Job) -> None:
+    def _on_prepared(self, request_id: str, future: _Future) -> None:
         """Runs on a preprocess thread, or on this one when the job was cancelled."""
-        self._prepared.append(job)
+        self._prepared.append((request_id, future))
         self._wake()
 
-    def _admit(self, job: _Job) -> None:
-        if self._jobs.get(job.request.request_id) is not job:
+    def _admit(self, request_id: str, future: _Future) -> None:
+        job = self._jobs.get(request_id)
+        if job is None or job.future is not future:
             return  # aborted or expired meanwhile
-        del self._jobs[job.request.request_id]
+        del self._jobs[request_id]
         try:
-            self._enqueue(job.request, job.arrival, job.future.result())
+            self._enqueue(job.request, job.arrival, future.result())
         except Exception as error:  # noqa: BLE001 - one request's failure is its own
             self._fail(job.request, error)
 

@@ -1,10 +1,12 @@
 """The engine without its process, on a real model with random weights."""
 
 import dataclasses
+import gc
 import io
 import random
 import threading
 import time
+import weakref
 
 import msgspec
 import numpy as np
@@ -302,6 +304,36 @@ def test_bug_in_the_frontend_is_internal(assembly):
     assert isinstance(world.error("bad"), InternalError)
     assert "secret" not in world.error("bad").message
     world.close()
+
+
+class WatchedFrontend(GatedFrontend):
+    """A frontend that knows which of its pictures are still in memory."""
+
+    def __init__(self, frontend):
+        super().__init__(frontend)
+        self.pictures = []
+        self.gate.set()
+
+    def prepare_image(self, *arguments):
+        """Remember the picture without holding it."""
+        image = super().prepare_image(*arguments)
+        self.pictures.append(weakref.ref(image.pixels.pixels_NHWC))
+        return image
+
+
+@pytest.mark.parametrize("question", ["hello", "too long " * 2000], ids=["answered", "refused"])
+def test_a_picture_goes_with_its_request(assembly, question):
+    """Nothing but a cache holds a picture when its request has ended, not even as garbage."""
+    frontend = WatchedFrontend(assembly.frontend)
+    world = World(dataclasses.replace(assembly, frontend=frontend))
+    gc.disable()
+    try:
+        world.submit("r", QueryTask(question=question), world.encoded(png()), cache_image=False)
+        world.run("r")
+        world.close()  # the threads that prepared it have ended, too
+        assert [picture() for picture in frontend.pictures] == [None]
+    finally:
+        gc.enable()
 
 
 def test_queued_is_told_once_to_those_that_wait(world):
