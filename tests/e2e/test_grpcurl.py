@@ -103,7 +103,7 @@ def test_generate(shell):
     events = messages(shell(command("InferenceService/Generate")))
     assert "started" in events[0]
     words = [event["text"]["text"] for event in events if "text" in event]
-    assert len(words) > 2
+    assert words  # how many depends on how fast the reader is
     assert events[-1]["finished"]["result"]["caption"]["caption"] == "".join(words)
     assert [int(event.get("index", 0)) for event in events] == list(range(len(events)))
 
