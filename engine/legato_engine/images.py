@@ -6,6 +6,8 @@ What comes out is always the picture as a viewer would show it, 8-bit RGB:
 - alpha is dropped, not composited;
 - 16-bit samples keep their high byte;
 - of an animated WebP or PNG the first frame is used.
+
+Pixels are uint8 RGB arrays, shape legend: H and W pixels, C channels. They may be read-only.
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ import io
 import struct
 
 import numpy as np
+import numpy.typing as npt
+import simplejpeg
 from PIL import Image
 
 from legato_engine.core import PixelFormat, RawImage
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField
+
+Pixels = npt.NDArray[np.uint8]
 
 _EXIF_ORIENTATION = 0x0112
 _TRANSPOSE = {
@@ -38,6 +44,7 @@ _CHANNELS = {
     PixelFormat.BGRA8: (4, (2, 1, 0)),
     PixelFormat.MONO8: (1, (0, 0, 0)),
 }
+_FLAT_JPEG_MODES = ("RGB", "L")  # the colour spaces that libjpeg itself brings to RGB
 _PILLOW_FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP"}
 
 
@@ -87,8 +94,8 @@ def check_raw(raw: RawImage, *, max_pixels: int) -> None:
         raise InvalidField(f"{needed} bytes of pixels needed, {raw.blob.size} given", field="image")
 
 
-def decode_encoded(data: bytes | memoryview, *, max_pixels: int) -> Image.Image:
-    """The displayed picture of a JPEG, PNG or WebP file, mode RGB.
+def decode_encoded(data: bytes | memoryview, *, max_pixels: int) -> Pixels:
+    """[H, W, C] of the displayed picture of a JPEG, PNG or WebP file.
 
     Raises `ImageUndecodable`, or `ImageTooLarge` before anything is decoded.
     """
@@ -97,16 +104,19 @@ def decode_encoded(data: bytes | memoryview, *, max_pixels: int) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
         if image.size != (header.width, header.height):
             raise ImageUndecodable("the image contradicts its own header", field="image")
-        image.load()
-        return _orient(_to_rgb(image), image)
+        pixels_HWC = _decode_jpeg(data, image) if header.mime_type == "image/jpeg" else None
+        if pixels_HWC is None:
+            image.load()
+            pixels_HWC = np.asarray(_to_rgb(image))
+        return _orient(pixels_HWC, image)
     except (ImageUndecodable, MemoryError):
         raise
     except Exception as error:  # decoders raise whatever the corrupt bytes trip
         raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
 
 
-def decode_raw(view: bytes | memoryview, raw: RawImage) -> Image.Image:
-    """The picture of raw pixels, mode RGB and independent of `view`.
+def decode_raw(view: bytes | memoryview, raw: RawImage) -> Pixels:
+    """[H, W, C] of raw pixels, independent of `view`.
 
     Raises `InvalidField` when the layout does not fit the bytes.
     """
@@ -115,7 +125,7 @@ def decode_raw(view: bytes | memoryview, raw: RawImage) -> Image.Image:
     bytes_N = np.frombuffer(view, np.uint8, count=raw.blob.size)
     shape = (raw.height, raw.width, channels)
     pixels_HWC = np.lib.stride_tricks.as_strided(bytes_N, shape, (raw.row_stride, channels, 1))
-    return Image.fromarray(np.ascontiguousarray(pixels_HWC[:, :, order]))
+    return np.ascontiguousarray(pixels_HWC[:, :, order])
 
 
 def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
@@ -195,10 +205,29 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _orient(rgb: Image.Image, source: Image.Image) -> Image.Image:
+def _decode_jpeg(data: bytes | memoryview, opened: Image.Image) -> Pixels | None:
+    """Pillow's own pixels without its copies; None where Pillow has to decide.
+
+    That is for colour spaces which Pillow converts, and for files that make libjpeg complain: some
+    of them Pillow shows, the truncated ones it refuses. The buffer has the size of the checked
+    header, so a file cannot grow while it is decoded.
+    """
+    if opened.mode not in _FLAT_JPEG_MODES:
+        return None
+    pixels_HWC = np.empty((opened.height, opened.width, 3), np.uint8)
+    try:
+        decoded_HWC = simplejpeg.decode_jpeg(data, "RGB", buffer=pixels_HWC, strict=True)
+    except ValueError:
+        return None
+    return pixels_HWC if decoded_HWC.shape == pixels_HWC.shape else None
+
+
+def _orient(pixels_HWC: Pixels, source: Image.Image) -> Pixels:
     try:
         orientation = source.getexif().get(_EXIF_ORIENTATION, 1)
     except Exception:  # noqa: BLE001 - a broken EXIF block must not lose a good picture
         orientation = 1
     method = _TRANSPOSE.get(orientation)
-    return rgb if method is None else rgb.transpose(method)
+    if method is None:
+        return pixels_HWC
+    return np.asarray(Image.fromarray(pixels_HWC).transpose(method))

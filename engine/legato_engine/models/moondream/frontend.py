@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from PIL import Image
 
 from legato_engine.core import (
@@ -18,7 +19,13 @@ from legato_engine.models.model import PreparedImage
 from legato_engine.models.moondream import budget
 from legato_engine.models.moondream.config import MoondreamConfig, SamplingDefaults
 from legato_engine.models.moondream.constraints import constraint_table
-from legato_engine.models.moondream.preprocess import crop_image
+from legato_engine.models.moondream.preprocess import (
+    Crops,
+    Pixels,
+    WholePicture,
+    crop_image,
+    whole_picture,
+)
 from legato_engine.models.moondream.prompts import Prompt, Prompts, clean
 from legato_engine.models.moondream.tasks.answer import Answer
 from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
@@ -34,20 +41,42 @@ _SKILLS = ("query", "caption", "detect", "point", "segment")
 
 
 class MoondreamFrontend:
-    """A `models.model.ModelFrontend`; safe to use from many threads."""
+    """A `models.model.ModelFrontend`; safe to use from many threads.
 
-    def __init__(self, config: MoondreamConfig, tokenizer: Tokenizer) -> None:
+    `resize_on_device`: pictures stay as they are decoded, for the model to resize and cut; those
+    that the device has no room for are cut here all the same.
+    """
+
+    def __init__(
+        self, config: MoondreamConfig, tokenizer: Tokenizer, *, resize_on_device: bool = False
+    ) -> None:
         self.name = config.name
         self.tasks = tuple(s for s in _SKILLS if getattr(config.templates, s) is not None)
         self.constraints = constraint_table(config.tokens)
         self._config = config
         self._tokenizer = tokenizer
         self._prompts = Prompts(config, tokenizer)
+        self._resize_on_device = resize_on_device
 
-    def prepare_image(self, image_rgb: Image.Image, key: str, info: ImageInfo) -> PreparedImage:
-        """Resize and tile a decoded picture."""
-        crops = crop_image(image_rgb, self._config.vision)
-        return PreparedImage(key=key, pixels=crops, info=info, num_bytes=crops.pixels_NHWC.nbytes)
+    def resizing_on_device(self) -> MoondreamFrontend:
+        """The same frontend, with pictures left to the device."""
+        return MoondreamFrontend(self._config, self._tokenizer, resize_on_device=True)
+
+    def prepare_image(
+        self, image_rgb: Image.Image | Pixels, key: str, info: ImageInfo
+    ) -> PreparedImage:
+        """Resize and tile a decoded picture, given as PIL RGB or as pixels [H, W, 3].
+
+        The result may refer to these pixels.
+        """
+        pixels = self._layout(image_rgb)
+        return PreparedImage(
+            key=key,
+            pixels=pixels,
+            info=info,
+            num_bytes=pixels.num_bytes,
+            num_crops=self._num_crops(pixels),
+        )
 
     def prefix_length(self, has_image: bool) -> int:
         """Positions of the shared prefix: BOS plus image tokens, or 1."""
@@ -76,6 +105,22 @@ class MoondreamFrontend:
                 prompt = self._prompts.segment(request.task.object, request.task.spatial_refs)
                 setup = self._setup(request, prompt, SamplingDefaults())
                 return SegmentSkill(setup, clean(request.task.object, "object"), self._tokenizer)
+
+    def _num_crops(self, pixels: Crops | WholePicture) -> int:
+        """Crops that the device can encode apart; pictures cut here are encoded in one go."""
+        rows, columns = pixels.tiling
+        if isinstance(pixels, Crops) or rows * columns > self._config.vision.max_crops:
+            return 0
+        return 1 + rows * columns if (rows, columns) != (1, 1) else 1
+
+    def _layout(self, image_rgb: Image.Image | Pixels) -> Crops | WholePicture:
+        if self._resize_on_device:
+            whole = whole_picture(np.asarray(image_rgb), self._config.vision)
+            if whole is not None:
+                return whole
+        if isinstance(image_rgb, np.ndarray):
+            image_rgb = Image.fromarray(image_rgb)
+        return crop_image(image_rgb, self._config.vision)
 
     def _query(self, request: Request, task: QueryTask) -> SkillTask:
         prompt = self._prompts.query(task.question, task.spatial_refs, reasoning=task.reasoning)

@@ -12,7 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from legato_engine.kernels.cut_plan import CropGeometry, CutPlan
 from legato_engine.models.moondream.config import VisionConfig
+
+Pixels = npt.NDArray[np.uint8]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,8 +26,26 @@ class Crops:
     row. A tiling of (1, 1) is the whole picture alone, for its only tile would be the same.
     """
 
-    pixels_NHWC: npt.NDArray[np.uint8]
+    pixels_NHWC: Pixels
     tiling: tuple[int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its pixels."""
+        return self.pixels_NHWC.nbytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WholePicture:
+    """A picture that the device resizes and cuts: uint8 RGB as decoded, and what `Crops` says."""
+
+    pixels_HWC: Pixels
+    tiling: tuple[int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its pixels."""
+        return self.pixels_HWC.nbytes
 
 
 def select_tiling(height: int, width: int, config: VisionConfig) -> tuple[int, int]:
@@ -54,6 +75,20 @@ def select_tiling(height: int, width: int, config: VisionConfig) -> tuple[int, i
     return max(1, rows), max(1, columns)
 
 
+def crop_geometry(config: VisionConfig) -> CropGeometry:
+    """The sizes that the device's kernels cut by."""
+    return CropGeometry(config.crop_size, config.patch_size, config.overlap_margin)
+
+
+def whole_picture(pixels_HWC: Pixels, config: VisionConfig) -> WholePicture | None:
+    """The picture for the device to cut; None when the device has no room for its size."""
+    height, width = pixels_HWC.shape[:2]
+    tiling = select_tiling(height, width, config)
+    if not CutPlan(height, width, tiling, crop_geometry(config)).fits:
+        return None
+    return WholePicture(pixels_HWC, tiling)
+
+
 def crop_image(image: Image.Image, config: VisionConfig) -> Crops:
     """Cut an RGB picture; every tile shares `overlap_margin` patches with its neighbours."""
     size, window = config.crop_size, config.window
@@ -70,5 +105,5 @@ def crop_image(image: Image.Image, config: VisionConfig) -> Crops:
     return Crops(np.stack(crops), (rows, columns))
 
 
-def _resized(image: Image.Image, height: int, width: int) -> npt.NDArray[np.uint8]:
+def _resized(image: Image.Image, height: int, width: int) -> Pixels:
     return np.array(image.resize((width, height), Image.Resampling.LANCZOS), dtype=np.uint8)

@@ -6,8 +6,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.models.moondream.preprocess import crop_image, select_tiling
+from legato_engine.core import ImageInfo
+from legato_engine.kernels.cut_plan import CutPlan
+from legato_engine.kernels.lanczos import resize
+from legato_engine.models.moondream.frontend import MoondreamFrontend
+from legato_engine.models.moondream.preprocess import (
+    Crops,
+    WholePicture,
+    crop_geometry,
+    crop_image,
+    select_tiling,
+    whole_picture,
+)
 from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
+from legato_engine.models.moondream.tokenizer import StandInTokenizer
 
 VISION = moondream2_config().vision
 
@@ -81,3 +93,54 @@ def test_a_small_picture_is_encoded_once(picture, tiny_config):
     crops = crop_image(picture(30, 20), tiny_config.vision)
     assert crops.tiling == (1, 1)
     assert crops.pixels_NHWC.shape == (1, 56, 56, 3)
+
+
+INFO = ImageInfo(image_id="img", width=1, height=1, cache_hit=False)
+
+
+@pytest.mark.parametrize("size", [(850, 600), (480, 640), (300, 300), (900, 379)])
+def test_the_device_is_told_to_make_the_same_crops(picture, size):
+    """Canvas and whole picture of the plan, cut by tiles, are the crops that Pillow makes."""
+    image = picture(*size)
+    crops = crop_image(image, VISION)
+    whole = whole_picture(np.asarray(image), VISION)
+    assert whole is not None
+    assert whole.tiling == crops.tiling
+    plan = CutPlan(image.height, image.width, whole.tiling, crop_geometry(VISION))
+    assert plan.num_crops == len(crops.pixels_NHWC)
+    canvases = [resize(whole.pixels_HWC, t.to_height, t.to_width) for t in plan.targets]
+    assert np.array_equal(canvases[0], crops.pixels_NHWC[0])
+    for index, crop_HWC in enumerate(crops.pixels_NHWC[1:]):
+        y, x = (VISION.window * step for step in divmod(index, whole.tiling[1]))
+        assert np.array_equal(canvases[1][y : y + 378, x : x + 378], crop_HWC)
+
+
+def test_a_picture_for_the_device_stays_whole(picture):
+    """Nothing is cut on the host, and the weight is that of the picture's own pixels."""
+    frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer(), resize_on_device=True)
+    pixels_HWC = np.asarray(picture(850, 600))
+    image = frontend.prepare_image(pixels_HWC, "key", INFO)
+    assert isinstance(image.pixels, WholePicture)
+    assert image.pixels.tiling == (2, 4)
+    assert np.shares_memory(image.pixels.pixels_HWC, pixels_HWC)
+    assert image.num_bytes == 850 * 600 * 3
+    assert isinstance(frontend.prepare_image(picture(850, 600), "key", INFO).pixels, WholePicture)
+
+
+def test_a_picture_without_room_on_the_device_is_cut_on_the_host():
+    """A picture beyond the device's buffers becomes crops, as without a device."""
+    frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer(), resize_on_device=True)
+    image = frontend.prepare_image(np.zeros((20, 900_000, 3), np.uint8), "key", INFO)
+    assert isinstance(image.pixels, Crops)
+    assert image.num_bytes == 378 * 378 * 3
+
+
+def test_pixels_and_pillow_pictures_are_cut_alike(picture):
+    """A picture is the same as an array and as a Pillow image."""
+    frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer())
+    images = [
+        frontend.prepare_image(given, "key", INFO)
+        for given in (picture(500, 400), np.asarray(picture(500, 400)))
+    ]
+    assert np.array_equal(images[0].pixels.pixels_NHWC, images[1].pixels.pixels_NHWC)
+    assert images[0].num_bytes == images[1].num_bytes == images[0].pixels.pixels_NHWC.nbytes

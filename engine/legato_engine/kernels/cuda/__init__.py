@@ -1,0 +1,1 @@
+"""Kernels in CUDA C++, compiled at start by NVRTC, which torch's own wheel brings along."""

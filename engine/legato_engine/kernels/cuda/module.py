@@ -1,0 +1,111 @@
+"""Compiled kernels on the current GPU: loading, and launching into torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from legato_engine.errors import InternalError
+from legato_engine.kernels.cuda.compiler import compile_source
+
+Argument = torch.Tensor | int | float
+
+
+class Module:
+    """`sources/<name>` compiled for the current device with `defines` as its constants."""
+
+    def __init__(self, name: str, defines: Mapping[str, int]) -> None:
+        from cuda.bindings import driver
+
+        torch.cuda.current_stream()  # the context exists from here on
+        major, minor = torch.cuda.get_device_capability()
+        self._code = compile_source(name, defines, f"sm_{major}{minor}")
+        self._module = _checked(driver.cuModuleLoadData(self._code))
+
+    def kernel(self, name: str, *, shared: int = 0) -> Kernel:
+        """The `extern "C"` kernel of that name; `shared` dynamic bytes unless told less."""
+        from cuda.bindings import driver
+
+        function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+        if shared:
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(function, limit, shared))
+        return Kernel(self, function, shared)
+
+
+class Kernel:
+    """One kernel. Launches are asynchronous and can be captured."""
+
+    def __init__(self, module: Module, function: Any, shared: int) -> None:
+        self._module = module  # unloaded with its last kernel
+        self._function = function
+        self._shared = shared
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        *,
+        shared: int | None = None,
+        cluster: int = 1,
+        overlap: bool = False,
+    ) -> None:
+        """Enqueue on torch's current stream.
+
+        Tensors pass as pointers, ints as int32, floats as float32. `shared` bytes of dynamic
+        memory, at most what the kernel was made with. `cluster` thread blocks along x
+        share their memory. `overlap` (programmatic dependent launch): the kernel may begin before
+        the one in front of it has ended, and waits for its results by `griddepcontrol.wait`.
+        """
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self._shared if shared is None else shared
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        attributes = _attributes(cluster, overlap)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        values, types = zip(*map(_parameter, arguments), strict=True)
+        _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
+
+
+def _attributes(cluster: int, overlap: bool) -> list[Any]:
+    from cuda.bindings import driver
+
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x = cluster
+        attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+        attributes.append(attribute)
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    return attributes
+
+
+def _parameter(argument: Argument) -> tuple[Any, Any]:
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr(), ctypes.c_void_p
+    if isinstance(argument, int):
+        return argument, ctypes.c_int32
+    return argument, ctypes.c_float
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    from cuda.bindings import driver
+
+    result, *values = answer
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise InternalError(f"CUDA driver: {result.name}")
+    return values[0] if values else None

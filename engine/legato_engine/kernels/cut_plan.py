@@ -1,0 +1,143 @@
+"""What the device needs to know to cut one picture: sizes, order of the passes and weights.
+
+It all goes in one block of int32 words, so one small copy brings it there and the kernels' launches
+are the same for every picture. The words, by index:
+
+    0 rows of tiles, 1 columns of tiles, 2 width of the picture, 3 crops;
+    from `HEADER_WORDS`: the target "whole picture", and `TARGET_WORDS` later the target "canvas".
+
+A target is the picture resized by two passes:
+
+    0, 1 height and width between the passes (0, 0: there is no such target), 2 whether the first
+    pass resizes the height; 3, 4 where the first pass's table starts and how many pixels it makes,
+    5 its weights per pixel; 6, 7, 8 the same for the second pass.
+
+A table is starts, then counts, then weights, as in `kernels.lanczos.Table`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from legato_engine.kernels import lanczos
+
+HEADER_WORDS = 4
+TARGET_WORDS = 9
+
+MAX_PIXELS = 4096 * 4096
+"""The largest picture, and the most pixels between the passes of both targets together."""
+
+MAX_WORDS = 1 << 18
+"""The largest plan; weights grow with the longer side of a picture."""
+
+_TABLES_AT = HEADER_WORDS + 2 * TARGET_WORDS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CropGeometry:
+    """Sizes of a crop in pixels, of a patch in pixels, and of the tiles' overlap in patches."""
+
+    crop_size: int
+    patch_size: int
+    margin: int
+
+    @property
+    def grid(self) -> int:
+        """Patches on a side of a crop."""
+        return self.crop_size // self.patch_size
+
+    def canvas_size(self, tiles: int) -> int:
+        """Pixels that so many tiles span side by side."""
+        margins = 2 * self.margin * self.patch_size
+        return tiles * (self.crop_size - margins) + margins
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """One resize of the whole picture."""
+
+    height: int
+    width: int
+    to_height: int
+    to_width: int
+
+    @property
+    def rows_first(self) -> bool:
+        """Whether the first pass resizes the height."""
+        return lanczos.rows_first(self.height, self.width, self.to_height, self.to_width)
+
+    @property
+    def passes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Sizes before and after, of the axis that each pass resizes."""
+        rows, columns = (self.height, self.to_height), (self.width, self.to_width)
+        return (rows, columns) if self.rows_first else (columns, rows)
+
+    @property
+    def between(self) -> tuple[int, int]:
+        """Height and width between the passes."""
+        return (self.to_height, self.width) if self.rows_first else (self.height, self.to_width)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CutPlan:
+    """A picture of `height` by `width` pixels, cut to itself and (rows, columns) `tiling`.
+
+    With a tiling of (1, 1) there is the whole picture alone.
+    """
+
+    height: int
+    width: int
+    tiling: tuple[int, int]
+    geometry: CropGeometry
+
+    @property
+    def num_crops(self) -> int:
+        """The whole picture and its tiles."""
+        rows, columns = self.tiling
+        return 1 if self.tiling == (1, 1) else 1 + rows * columns
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The whole picture, and the canvas if there are tiles to cut from it."""
+        side = self.geometry.crop_size
+        sizes = [(side, side)]
+        if self.tiling != (1, 1):
+            rows, columns = self.tiling
+            sizes.append((self.geometry.canvas_size(rows), self.geometry.canvas_size(columns)))
+        return tuple(Target(self.height, self.width, *size) for size in sizes)
+
+    @property
+    def num_words(self) -> int:
+        """Words that `write` fills."""
+        return _TABLES_AT + sum(
+            size_out * (2 + lanczos.num_weights(size_in, size_out))
+            for target in self.targets
+            for size_in, size_out in target.passes
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has room for it."""
+        pixels = sum(height * width for height, width in (t.between for t in self.targets))
+        largest = max(self.height * self.width, pixels)
+        return largest <= MAX_PIXELS and self.num_words <= MAX_WORDS
+
+    def write(self, words_N: npt.NDArray[np.int32]) -> int:
+        """Fill the first `num_words` of `words_N`; returns their number."""
+        words_N[:_TABLES_AT] = 0
+        words_N[:HEADER_WORDS] = (*self.tiling, self.width, self.num_crops)
+        at = _TABLES_AT
+        for index, target in enumerate(self.targets):
+            words = [*target.between, int(target.rows_first)]
+            for size_in, size_out in target.passes:
+                table = lanczos.table(size_in, size_out)
+                words += [at, size_out, table.weights_OK.shape[1]]
+                for array in (table.starts_O, table.counts_O, table.weights_OK):
+                    words_N[at : at + array.size] = array.ravel()
+                    at += array.size
+            start = HEADER_WORDS + index * TARGET_WORDS
+            words_N[start : start + TARGET_WORDS] = words
+        return at

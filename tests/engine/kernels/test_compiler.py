@@ -1,0 +1,103 @@
+"""Kernels are compiled once per machine, and a change of anything compiles them again."""
+
+from __future__ import annotations
+
+import pytest
+from legato_engine.errors import InternalError
+from legato_engine.kernels.cuda import compiler
+
+TEXTS = {
+    "good.cu": """#include "part.cuh"
+        extern "C" __global__ void good(int* out) { *out = PART + N; }""",
+    "broken.cu": 'extern "C" __global__ void broken() { no_such_name(); }',
+    "part.cuh": "constexpr int PART = 1;",
+}
+MARK = b"from the cache"
+
+
+def has_nvrtc():
+    """Whether the compiler's bindings and its library are there."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and sources of the tests' own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(folder))
+    monkeypatch.setattr(compiler, "sources", lambda: TEXTS)
+    return folder
+
+
+def code(**defines):
+    """Machine code of the good source."""
+    return compiler.compile_source("good.cu", {"N": 2} | defines, "sm_90")
+
+
+def mark(cache):
+    """Put a mark in place of everything cached."""
+    for file in cache.iterdir():
+        file.write_bytes(MARK)
+
+
+def test_what_is_cached_is_not_compiled_again(cache):
+    """The same source with the same constants comes from the cache, which holds one whole file."""
+    compiled = code()
+    assert compiled.startswith(b"\x7fELF")
+    assert [file.read_bytes() for file in cache.iterdir()] == [compiled]
+    mark(cache)
+    assert code() == MARK
+
+
+def test_a_changed_constant_is_compiled(cache):
+    """Code made with other constants, or for another GPU, is not taken from the cache."""
+    code()
+    mark(cache)
+    assert code(N=3) != MARK
+    assert compiler.compile_source("good.cu", {"N": 2}, "sm_100") != MARK
+    assert code() == MARK
+
+
+@pytest.mark.parametrize("file", ["good.cu", "part.cuh"])
+def test_a_changed_source_is_compiled(cache, monkeypatch, file):
+    """A change of the source, or of a file that it may include, leaves the cache behind."""
+    code()
+    mark(cache)
+    monkeypatch.setattr(compiler, "sources", lambda: TEXTS | {file: TEXTS[file] + "\n// more"})
+    assert code() != MARK
+
+
+def test_a_broken_source_says_what_is_wrong(cache):
+    """The compiler's own words are in the error, and nothing is cached."""
+    with pytest.raises(InternalError, match=r"broken\.cu does not compile: (.|\n)*no_such_name"):
+        compiler.compile_source("broken.cu", {}, "sm_90")
+    assert not cache.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(cache, monkeypatch):
+    """Where no folder can be made, code is compiled each time."""
+    cache.write_text("a file where the folder would be")
+    assert code() == code()
+    assert code().startswith(b"\x7fELF")
+    assert cache.is_file()
+
+
+def test_the_cache_is_where_it_is_said_to_be(tmp_path, monkeypatch):
+    """The engine's own variable wins over the user's cache folder, which wins over the home."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("LEGATO_KERNEL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert compiler.cache_folder() == tmp_path / "home" / ".cache" / "legato" / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert compiler.cache_folder() == tmp_path / "xdg" / "legato" / "kernels"
+    monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path / "own"))
+    assert compiler.cache_folder() == tmp_path / "own"
