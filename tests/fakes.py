@@ -21,7 +21,7 @@ from legato_engine.core import (
     TextDelta,
 )
 from legato_engine.errors import LegatoError
-from legato_engine.scheduler.launch import Launch, LaunchKind, Row
+from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, Row
 from legato_engine.scheduler.runner import LaunchTimes
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken, Task
@@ -119,13 +119,14 @@ def make_sequence(
     *,
     prefix_key: str | None = None,
     prefix_length: int = 1,
+    num_crops: int = 0,
     deadline: float | None = None,
 ) -> EngineSequence:
     """A waiting sequence of request `r<seq_id>`."""
     task = task if task is not None else FakeTask(seed=seq_id)
     request = Request(request_id=f"r{seq_id}", task=QueryTask(question="?"), deadline=deadline)
     sequence = EngineSequence(
-        seq_id, request, task, prefix_key, prefix_length, task.prompt, pixels=object()
+        seq_id, request, task, prefix_key, prefix_length, task.prompt, object(), num_crops
     )
     if isinstance(task, FakeTask):
         task.is_over = lambda: sequence.finalized
@@ -156,18 +157,24 @@ class FakeRunner:
         self._slots: dict[int, _SlotUse] = {}
         self._kv: dict[tuple[int, int], object] = {}  # (page, offset): what was written there
         self._last_token: dict[int, tuple[int, int]] = {}  # row: (sequence id, position)
+        self._features: tuple[EngineSequence, int] | None = None  # whose first crops are encoded
         self.calls: list[tuple[str, int]] = []  # (call, launch id)
+        self.plans: list[Plan] = []  # by launch id
         self.constraints: dict[int, list[int]] = {}  # by launch id
 
     def forward(self, launch: Launch) -> None:
         """Take the slot; run the forward pass at once, as the compute stream would in its turn."""
         self.calls.append(("forward", launch.launch_id))
+        self.plans.append(launch.plan)
         assert launch.slot not in self._slots, "a slot is reused before its commit"
         assert all(use.tokens is not None for use in self._slots.values()), "two unsampled forwards"
         use = _SlotUse(launch, {}, [])
         for row in launch.plan.rows:
             self._hold(use, row)
-            if launch.plan.kind is LaunchKind.PREFILL:
+            if launch.plan.kind is LaunchKind.ENCODE:
+                assert len(launch.plan.rows) == 1, "an encode is about one picture"
+                self._encode(row)
+            elif launch.plan.kind is LaunchKind.PREFILL:
                 self._prefill(row)
             else:
                 self._decode(row)
@@ -181,7 +188,7 @@ class FakeRunner:
         assert use.tokens is None, "sampled twice"
         self.constraints[launch.launch_id] = list(constraints)
         use.tokens = []
-        for row, constraint in zip(launch.plan.rows, constraints, strict=True):
+        for row, constraint in zip(launch.plan.sampled_rows, constraints, strict=True):
             sequence = row.sequence
             assert (constraint == 0) == sequence.finalized, "only a zombie's constraint is 0"
             position = row.position + row.num_tokens
@@ -232,8 +239,29 @@ class FakeRunner:
         use.held.update(claims)
         use.resources.append((sequence.row, sequence.page_ids))
 
+    def _encode(self, row: Row) -> None:
+        sequence, work = row.sequence, row.prefix
+        assert sequence.num_launched == 0, "encoded behind its prefill"
+        assert work.compute_pages, "encodes a picture whose prefix is there"
+        assert work.first_crop < work.stop_crop <= sequence.num_crops, "no such crops"
+        self._continue_features(row)
+        self._features = (sequence, work.stop_crop)
+
+    def _continue_features(self, row: Row) -> None:
+        """The feature buffer is free, or holds the first crops of this very row's picture."""
+        sequence, first = row.sequence, row.prefix.first_crop
+        owner, encoded = self._features or (sequence, 0)
+        if owner.finalized:
+            owner, encoded = sequence, 0
+        assert owner is sequence, "another picture's features wait for their prefill"
+        assert encoded == first, "crops are encoded in order, each once"
+        assert sequence.pixels is not None, "its picture is gone"
+
     def _prefill(self, row: Row) -> None:
         sequence = row.sequence
+        self._continue_features(row)
+        self._features = None
+        assert row.prefix.stop_crop == 0, "a prefill encodes all that are left"
         assert row.position == sequence.prefix_length, "the prompt starts behind the prefix"
         assert row.num_tokens == len(sequence.prompt), "the whole prompt is prefilled at once"
         if row.prefix.compute_pages:

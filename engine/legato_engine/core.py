@@ -164,6 +164,7 @@ class Request(Value, frozen=True):
     """One task on at most one image, as the service hands it to the engine.
 
     `deadline` is absolute `time.monotonic()` seconds (one clock for all processes of a host).
+    Without `deltas` only the whole result is told, which repeats what they would have said.
     """
 
     request_id: str
@@ -176,6 +177,7 @@ class Request(Value, frozen=True):
     cache_image: bool = True
     return_tokens: bool = False
     top_logprobs: int = 0
+    deltas: bool = True
 
 
 # ---------------------------------------------------------------- what comes back

@@ -28,7 +28,8 @@ class Sequence:
     this sequence. Pages, row and adapter slot are released when both say so, and only then.
 
     `prefix_length` tokens (BOS and image) may be shared with other sequences; they are followed by
-    `len(prompt)` private prompt tokens. `num_launched` counts the tokens whose sampling was
+    `len(prompt)` private prompt tokens. The picture may be encoded in parts of its `num_crops`
+    crops; 0 or 1 leaves nothing to split. `num_launched` counts the tokens whose sampling was
     planned, `num_committed` those read back; the difference is at most 2.
     """
 
@@ -38,11 +39,13 @@ class Sequence:
     prefix_key: str | None
     prefix_length: int
     prompt: tuple[PromptToken, ...]
-    pixels: Any = None  # prepared image, opaque here; dropped once its prefill is launched
+    pixels: Any = None  # prepared image, opaque here; dropped once prefilled or finalized
+    num_crops: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     finalized: bool = False
     inflight_refs: int = 0
     num_launched: int = 0
+    last_position: int = -1  # of the newest launched token: the next decode feeds it
     num_committed: int = 0
     row: int = -1  # index into the device's per-row state while resources are held
     page_ids: tuple[int, ...] = ()  # page of position p is page_ids[p // page_size]

@@ -7,15 +7,21 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefixWork:
-    """What a prefill must do about the sequence's shared prefix before its own prompt.
+    """What a sequence's launches must do about its shared prefix before its own prompt.
 
     `compute_pages` are the pages to fill by running the prefix (image miss, or no image), empty on
     a hit. `copy_tail` is (source page, destination page): the prefix's last page is only partly
     full, so each sequence continues in a private copy; None when the prefix ends on a page border.
+
+    `first_crop` counts the picture's crops that earlier launches have encoded. An encode goes on to
+    `stop_crop` (not included) and no further; a prefill encodes all that are left, and its
+    `stop_crop` is 0.
     """
 
     compute_pages: tuple[int, ...] = ()
     copy_tail: tuple[int, int] | None = None
+    first_crop: int = 0
+    stop_crop: int = 0
 
 
 NO_PREFIX_WORK = PrefixWork()

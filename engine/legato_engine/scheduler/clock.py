@@ -19,12 +19,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The host's clocks: `time.monotonic` and `time.perf_counter_ns`."""
+    """The host's clocks, called without a frame of its own: a tick reads them eight times."""
 
-    def now(self) -> float:
-        """Seconds, `time.monotonic`."""
-        return time.monotonic()
-
-    def perf_ns(self) -> int:
-        """Nanoseconds, `time.perf_counter_ns`."""
-        return time.perf_counter_ns()
+    now = staticmethod(time.monotonic)
+    perf_ns = staticmethod(time.perf_counter_ns)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import NamedTuple
 
 from legato_engine.kv_cache.prefix_work import NO_PREFIX_WORK, PrefixWork
 from legato_engine.sequence import Sequence
 
 
 class LaunchKind(enum.StrEnum):
-    """What a launch runs; the pipeline treats both alike."""
+    """What a launch runs; the pipeline treats all alike.
 
+    ENCODE runs the vision tower over some crops of one row's picture and samples nothing. Its
+    features wait in the device's only feature buffer for that row's PREFILL; until then no other
+    sequence is encoded or prefilled.
+    """
+
+    ENCODE = "encode"
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -26,13 +33,13 @@ class Phase(enum.StrEnum):
     COMMITTED = "committed"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's part in a launch.
+class Row(NamedTuple):
+    """One sequence's part in a launch; a tuple, as every decode makes one for each of its rows.
 
     `position` is the absolute position of the first private input token of this launch: for decode
     the single token fed (sampled by an earlier launch, read on the device), for prefill the first
-    prompt token after the prefix. The token sampled sits at `position + num_tokens`.
+    prompt token after the prefix. The token sampled sits at `position + num_tokens`. An encode
+    feeds no token: its `num_tokens` is 0, and its `prefix` names the crops.
     """
 
     sequence: Sequence
@@ -49,14 +56,21 @@ class Plan:
     rows: tuple[Row, ...]
 
     @property
+    def sampled_rows(self) -> tuple[Row, ...]:
+        """The rows that get a token: all, but none of an encode's."""
+        return () if self.kind is LaunchKind.ENCODE else self.rows
+
+    @property
     def constrained(self) -> bool:
         """Whether sampling must wait for the commit of the previous launch.
 
         A prefill's first constraint is known from the start, so it never waits.
         """
-        return self.kind is LaunchKind.DECODE and any(
-            r.sequence.task.constrained for r in self.rows
-        )
+        if self.kind is LaunchKind.DECODE:
+            for row in self.rows:
+                if row.sequence.task.constrained:
+                    return True
+        return False
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The waiting queue and who leaves it next."""
+"""The waiting queue, who leaves it next, and whose picture is being encoded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from itertools import islice
 
 from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.kv_cache.prefix_work import PrefixWork
 from legato_engine.scheduler.launch import LaunchKind, Plan, Row
 from legato_engine.sequence import Sequence
 
@@ -17,11 +18,22 @@ class _Waiting:
     overtaken: int = 0
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Encoding:
+    """An admitted sequence with a part of its picture encoded."""
+
+    sequence: Sequence
+    work: PrefixWork  # its `first_crop` is the next to encode
+
+
 class PrefillPlanner:
     """First come, first served, with bounded skip-ahead.
 
     A sequence that does not fit right now may be overtaken by `max_overtakes` later ones; then it
     blocks all behind it until it fits, so it cannot starve. Nor is the queue searched deeper.
+
+    Once a part of a picture is encoded, its sequence is the only one planned until its prefill: the
+    device has one feature buffer.
     """
 
     def __init__(
@@ -31,32 +43,64 @@ class PrefillPlanner:
         self._max_rows = max_prefill_rows
         self._max_overtakes = max_overtakes
         self._queue: deque[_Waiting] = deque()
+        self._encoding: _Encoding | None = None
 
     def __len__(self) -> int:
-        """Sequences waiting."""
+        """Sequences waiting; one whose picture is being encoded waits no more."""
         return len(self._queue)
+
+    @property
+    def due(self) -> bool:
+        """Whether `plan` has anything to look at."""
+        return bool(self._queue) or self._encoding is not None
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; the caller knows that it fits an empty pool."""
         self._queue.append(_Waiting(sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a waiting sequence."""
+        """Forget a sequence whose prefill is not planned yet; what it holds is the caller's."""
+        if self._encoding is not None and self._encoding.sequence is sequence:
+            self._encoding = None
+            return
         found = next(waiting for waiting in self._queue if waiting.sequence is sequence)
         self._queue.remove(found)
 
-    def plan(self) -> Plan | None:
+    def plan(self, max_crops: int = 0) -> Plan | None:
         """Admit what fits and plan its prefill; None when nothing fits or nothing waits.
 
-        Admission takes the row and the pages, so a plan that is returned must be launched.
+        A picture of more than `max_crops` crops that nobody has computed is encoded first, that
+        many crops at a time; 0 never splits, and lets the prefill encode what is left of a picture
+        already begun. Admission takes the row and the pages, so a plan that is returned must be
+        launched.
         """
+        if self._encoding is not None:
+            return self._continue(self._encoding, max_crops)
         rows: list[Row] = []
         while len(rows) < self._max_rows and self._manager.rows_free > 0:
             waiting = self._next()
             if waiting is None:
                 break
-            rows.append(self._admit(waiting))
+            large = 0 < max_crops < waiting.sequence.num_crops
+            if large and rows:
+                break  # an encode is a launch of its own
+            work = self._admit(waiting)
+            if large and work.compute_pages:
+                return self._continue(_Encoding(waiting.sequence, work), max_crops)
+            rows.append(_prefill_row(waiting.sequence, work))
         return Plan(LaunchKind.PREFILL, tuple(rows)) if rows else None
+
+    def _continue(self, encoding: _Encoding, max_crops: int) -> Plan:
+        """The next crops of a picture, or its prefill when all are encoded or may be at once."""
+        sequence, work = encoding.sequence, encoding.work
+        if max_crops == 0 or work.first_crop == sequence.num_crops:
+            self._encoding = None
+            return Plan(LaunchKind.PREFILL, (_prefill_row(sequence, work),))
+        self._encoding = encoding
+        stop = min(work.first_crop + max_crops, sequence.num_crops)
+        encoding.work = dataclasses.replace(work, first_crop=stop)
+        part = dataclasses.replace(work, stop_crop=stop)
+        return Plan(LaunchKind.ENCODE, (Row(sequence, sequence.prefix_length, 0, part),))
 
     def _next(self) -> _Waiting | None:
         """The first that fits, unless one before it was overtaken often enough."""
@@ -67,12 +111,14 @@ class PrefillPlanner:
                 return None
         return None
 
-    def _admit(self, admitted: _Waiting) -> Row:
+    def _admit(self, admitted: _Waiting) -> PrefixWork:
         for waiting in self._queue:
             if waiting is admitted:
                 break
             waiting.overtaken += 1
         self._queue.remove(admitted)
-        sequence = admitted.sequence
-        prefix = self._manager.admit(sequence)
-        return Row(sequence, sequence.prefix_length, len(sequence.prompt), prefix)
+        return self._manager.admit(admitted.sequence)
+
+
+def _prefill_row(sequence: Sequence, work: PrefixWork) -> Row:
+    return Row(sequence, sequence.prefix_length, len(sequence.prompt), work)

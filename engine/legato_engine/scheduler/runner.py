@@ -26,7 +26,7 @@ class Runner(Protocol):
 
     Calls for one launch come in this order, once each: `forward`, `sample`, `collect`. Between
     `forward` and the end of `collect` the launch owns the buffers of its slot. Nothing here blocks
-    but `collect`.
+    but `collect`. An encode and the prefill behind it read the sequence's `pixels` in `forward`.
     """
 
     def forward(self, launch: Launch) -> None:
@@ -34,11 +34,17 @@ class Runner(Protocol):
         ...
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
-        """Enqueue sampling under one constraint per row, then the copy back on the copy stream."""
+        """Enqueue sampling under one constraint per row, then the copy back on the copy stream.
+
+        An encode samples nothing: no constraints, only its events are recorded.
+        """
         ...
 
     def collect(self, launch: Launch) -> list[SampledToken]:
-        """Wait for the copy and read one token per row. After it returns the slot is free."""
+        """Wait for the copy and read one token per row, none of an encode's.
+
+        After it returns the slot is free.
+        """
         ...
 
     def times(self, launch: Launch) -> LaunchTimes:

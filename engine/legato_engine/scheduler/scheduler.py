@@ -5,29 +5,25 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence as Many
 
 from legato_engine.core import FinishReason, Request
 from legato_engine.errors import (
     DeadlineExceeded,
-    DeadlineUnreachable,
     InternalError,
     InvalidField,
     LegatoError,
-    PromptTooLong,
-    QueueFull,
 )
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import Load
+from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.clock import Clock
-from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import Launch, LaunchKind, Plan
+from legato_engine.scheduler.launch import Launch, LaunchKind
 from legato_engine.scheduler.pipeline import Pipeline
+from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
 from legato_engine.scheduler.runner import Runner
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import Observer, StepRecord
-from legato_engine.scheduler.wait_estimate import WaitEstimate
 from legato_engine.sequence import Sequence, SequenceStatus
 from legato_engine.tasks import SampledToken
 
@@ -59,25 +55,28 @@ class Scheduler:
         max_prefill_rows: int = 1,
         max_overtakes: int = 16,
         prefills_per_decode: int = 1,
+        crops_per_launch: int = 5,
         observer: Observer | None = None,
     ) -> None:
+        """`prefills_per_decode` and `crops_per_launch` are the `Planner`'s."""
         self._runner = runner
         self._manager = manager
         self._pipeline = pipeline
         self._clock = clock
         self._sink = sink
         self._observer = observer
-        self._max_waiting = max_waiting
-        self._prefills_per_decode = prefills_per_decode
         self._prefill = PrefillPlanner(
             manager, max_prefill_rows=max_prefill_rows, max_overtakes=max_overtakes
         )
-        self._decode = DecodePlanner()
-        self._wait = WaitEstimate()
+        self._planner = Planner(
+            self._prefill,
+            prefills_per_decode=prefills_per_decode,
+            crops_per_launch=crops_per_launch,
+        )
+        self._admission = Admission(manager, clock, self._prefill, max_waiting=max_waiting)
         self._live: dict[str, Sequence] = {}  # by request id: all that are not finalized
-        self._running: list[Sequence] = []  # of these, those whose prefill was launched
+        self._running: dict[Sequence, None] = {}  # of these, those that hold a row; in order
         self._records: deque[StepRecord] = deque()  # one per launch in flight, same order
-        self._prefill_streak = 0  # prefills launched since the last decode
         self._next_deadline = math.inf  # no live sequence has an earlier one
         self.steps_committed = 0
 
@@ -94,9 +93,8 @@ class Scheduler:
         assert sequence.task.max_tokens > 0, "a task samples at least one token"
         if request.request_id in self._live:
             raise InvalidField("request id is in use", field="request_id")
-        self._check_room(sequence)
+        self._admission.check(sequence)
         if request.deadline is not None:
-            self._check_deadline(request.deadline)
             self._next_deadline = min(self._next_deadline, request.deadline)
         self._live[request.request_id] = sequence
         self._prefill.add(sequence)
@@ -109,29 +107,7 @@ class Scheduler:
 
     def check_queue(self, preparing: int = 0) -> None:
         """Raise `QueueFull` when those who wait and `preparing` more leave no place for another."""
-        if len(self._prefill) + preparing >= self._max_waiting:
-            raise QueueFull(
-                "the waiting queue is full",
-                limit=self._max_waiting,
-                retry_after_ms=max(1, round(self.estimated_wait() * 1000)),
-            )
-
-    def _check_room(self, sequence: Sequence) -> None:
-        if not self._manager.fits_ever(sequence):
-            raise PromptTooLong(
-                "prompt and max_tokens do not fit the context",
-                limit=self._manager.max_length,
-                actual=sequence.max_length,
-            )
-        self.check_queue()
-
-    def _check_deadline(self, deadline: float) -> None:
-        wait = self._predict_wait()
-        if wait is not None and wait > deadline - self._clock.now():
-            raise DeadlineUnreachable(
-                "the predicted wait is longer than the time left",
-                estimated_wait_ms=round(wait * 1000),
-            )
+        self._admission.check_queue(preparing)
 
     # ------------------------------------------------------------ state out
 
@@ -142,12 +118,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences whose prefill is yet to be launched."""
+        """Sequences that no launch has named yet."""
         return len(self._prefill)
 
     def estimated_wait(self) -> float:
         """Seconds a request arriving now would wait; 0 while nothing is known."""
-        return self._predict_wait() or 0.0
+        return self._admission.estimated_wait()
 
     def load(self) -> Load:
         """What is held right now; `images_cached` is not known here."""
@@ -160,10 +136,6 @@ class Scheduler:
             prefix_pages=self._manager.prefix_pages,
             pages_total=self._manager.pages_total,
         )
-
-    def _predict_wait(self) -> float | None:
-        manager = self._manager
-        return self._wait.predict(len(self._prefill), manager.rows_free, manager.num_rows)
 
     # ------------------------------------------------------------ the tick
 
@@ -201,50 +173,48 @@ class Scheduler:
         deadlines = (deadline_of(sequence.request) for sequence in self._live.values())
         self._next_deadline = min(deadlines, default=math.inf)
 
-    def _plan(self) -> Plan | None:
-        """A prefill when one fits, but only so many in a row while sequences wait to decode."""
-        if self._prefill_streak < self._prefills_per_decode:
-            return self._prefill.plan() or self._decode.plan(self._running)
-        return self._decode.plan(self._running) or self._prefill.plan()
-
     def _launch(self) -> Launch | None:
         """Plan and enqueue the next forward; every tick leaves a slot free for it."""
         plan_start = self._clock.perf_ns()
-        plan = self._plan()
+        plan = self._planner.plan(self._running)
         if plan is None:
             return None
         plan_end = self._clock.perf_ns()
         launch = self._pipeline.launch(plan)
         self._runner.forward(launch)
-        for row in plan.rows:
-            row.sequence.num_launched += 1
-        if plan.kind is LaunchKind.PREFILL:
-            self._prefill_streak += 1
-            self._start([row.sequence for row in plan.rows])
-        else:
-            self._prefill_streak = 0
+        for sequence, position, num_tokens, _ in plan.sampled_rows:
+            sequence.num_launched += 1
+            sequence.last_position = position + num_tokens
+        if plan.kind is not LaunchKind.DECODE:
+            self._advance(launch)
         self._records.append(StepRecord(launch, plan_start, plan_end, self._clock.perf_ns()))
         return launch
 
-    def _start(self, sequences: Many[Sequence]) -> None:
+    def _advance(self, launch: Launch) -> None:
+        """An encode or a prefill is enqueued: note what it makes true of its sequences."""
+        sequences = [row.sequence for row in launch.plan.rows]
+        if launch.plan.kind is LaunchKind.PREFILL:
+            for sequence in sequences:
+                sequence.pixels = None
+                self._manager.prefix_launched(sequence)
+        starting = [s for s in sequences if s.status is SequenceStatus.WAITING]
         now = self._clock.now()
-        for sequence in sequences:
+        for sequence in starting:
             sequence.status = SequenceStatus.PREFILLING
             sequence.prefill_start = now
-            sequence.pixels = None
-            self._manager.prefix_launched(sequence)
-            self._running.append(sequence)
-        for sequence in sequences:
+            self._running[sequence] = None
+        for sequence in starting:
             if not sequence.finalized:
                 self._sink.started(sequence)
 
     def _sample(self, launch: Launch) -> None:
         record = self._records[-1]
         record.finalize_start = self._clock.perf_ns()
-        sequences = (row.sequence for row in launch.plan.rows)
-        self._runner.sample(
-            launch, [FREE if s.finalized else s.task.constraint() for s in sequences]
-        )
+        constraints = [
+            FREE if row.sequence.finalized else row.sequence.task.constraint()
+            for row in launch.plan.sampled_rows
+        ]
+        self._runner.sample(launch, constraints)
         self._pipeline.mark_sampled(launch)
         record.finalize_end = self._clock.perf_ns()
 
@@ -253,11 +223,12 @@ class Scheduler:
         record.wait_start = self._clock.perf_ns()
         tokens = self._runner.collect(launch)
         record.wait_end = self._clock.perf_ns()
-        for row, token in zip(launch.plan.rows, tokens, strict=True):
-            if row.sequence.finalized:
+        for row, token in zip(launch.plan.sampled_rows, tokens, strict=True):
+            sequence = row.sequence
+            if sequence.finalized:
                 record.zombies += 1
             else:
-                self._consume(row.sequence, token)
+                self._consume(sequence, token)
         for sequence in self._pipeline.commit(launch):
             self._manager.release(sequence)
         self.steps_committed += 1
@@ -279,19 +250,22 @@ class Scheduler:
             log.exception("task of request %s failed", sequence.request.request_id)
             self._fail(sequence, InternalError("the task could not read its tokens"))
             return
-        sequence.num_committed += 1
-        if sequence.status is SequenceStatus.PREFILLING:
+        if sequence.num_committed == 0:
             sequence.status = SequenceStatus.RUNNING
             sequence.first_token = self._clock.now()
+        sequence.num_committed += 1
         if events:
             self._sink.delta(sequence, events)
-        reason = task.finish_reason
-        if reason is None and sequence.num_committed == task.max_tokens:
-            reason = FinishReason.LENGTH
-        if reason is not None and not sequence.finalized:
-            self._finalize(sequence)
-            self._wait.completed(self._clock.now() - sequence.prefill_start)
-            self._sink.done(sequence, reason)
+        if task.finish_reason is not None or sequence.num_committed == task.max_tokens:
+            self._complete(sequence)
+
+    def _complete(self, sequence: Sequence) -> None:
+        """End a sequence behind its last token, unless its listener has just given it up."""
+        if sequence.finalized:
+            return
+        self._finalize(sequence)
+        self._admission.completed(sequence)
+        self._sink.done(sequence, sequence.task.finish_reason or FinishReason.LENGTH)
 
     # ------------------------------------------------------------ the end of a sequence
 
@@ -304,13 +278,14 @@ class Scheduler:
         assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
         sequence.finalized = True
         del self._live[sequence.request.request_id]
-        if sequence.status is SequenceStatus.WAITING:
+        if sequence.num_launched == 0:
             self._prefill.remove(sequence)
-        else:
-            self._running.remove(sequence)
+        if sequence.status is not SequenceStatus.WAITING:
+            del self._running[sequence]
             if sequence.inflight_refs == 0:
                 self._manager.release(sequence)
         sequence.status = SequenceStatus.FINISHED
+        sequence.pixels = None  # observers may keep the launch, and it the sequence
 
 
 def deadline_of(request: Request) -> float:

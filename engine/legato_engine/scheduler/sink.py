@@ -18,7 +18,7 @@ class Sink(Protocol):
     """
 
     def started(self, sequence: Sequence) -> None:
-        """Its prefill was launched."""
+        """Its prefill was launched, or the first part of it."""
         ...
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:

@@ -13,7 +13,7 @@ class StepRecord:
     """When the host worked on a launch: starts and ends in `Clock.perf_ns` nanoseconds.
 
     The scheduler fills it between the launch and its commit; it is complete when the observer gets
-    it. `zombies` counts the rows whose sequence had ended before this commit.
+    it. `zombies` counts the rows sampled in vain: their sequence had ended before this commit.
     """
 
     launch: Launch

@@ -4,6 +4,7 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefix_work import PrefixWork
 from legato_engine.scheduler.decode import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan, Row
+from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
 from legato_engine.sequence import Sequence
 
@@ -16,6 +17,7 @@ def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -
     """A sequence of prefix 1 and prompt 3, `launched` samples planned."""
     sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=max_tokens))
     sequence.num_launched = launched
+    sequence.last_position = sequence.prompt_length + launched - 1
     sequence.inflight_refs = refs
     return sequence
 
@@ -134,3 +136,45 @@ def test_a_removed_sequence_is_not_planned() -> None:
     planner.add(second)
     planner.remove(first)
     assert planned(planner.plan()) == [1]
+
+
+def test_an_encode_row_names_its_crops_and_feeds_no_token() -> None:
+    """The parts of a picture carry the same pages, each its crops, and the prefill the rest."""
+    planner = PrefillPlanner(KVCacheManager(17, PAGE, 2))
+    sequence = make_sequence(0, prefix_key="k", prefix_length=8, num_crops=5)
+    planner.add(sequence)
+    plans = [planner.plan(max_crops=2), planner.plan(max_crops=2), planner.plan()]
+    assert plans[0] is not None
+    pages = plans[0].rows[0].prefix.compute_pages
+    parts = [PrefixWork(pages, None, first, stop) for first, stop in ((0, 2), (2, 4), (4, 0))]
+    assert plans == [
+        Plan(LaunchKind.ENCODE, (Row(sequence, 8, 0, parts[0]),)),
+        Plan(LaunchKind.ENCODE, (Row(sequence, 8, 0, parts[1]),)),
+        Plan(LaunchKind.PREFILL, (Row(sequence, 8, 1, parts[2]),)),
+    ]
+    assert not planner.due
+
+
+def test_a_sequence_given_up_between_its_parts_is_planned_no_more() -> None:
+    """The next in the queue is, and nothing of the first is left in the planner."""
+    planner = PrefillPlanner(KVCacheManager(17, PAGE, 2))
+    large, text = make_sequence(0, num_crops=5), sized(1, 4)
+    planner.add(large)
+    planner.add(text)
+    assert planned(planner.plan(max_crops=2)) == [0]
+    assert len(planner) == 1
+    planner.remove(large)
+    assert planned(planner.plan(max_crops=2)) == [1]
+    assert not planner.due
+
+
+def test_both_sides_take_turns() -> None:
+    """So many prefills, then a decode; either side alone goes on as long as it has work."""
+    prefill = PrefillPlanner(KVCacheManager(65, PAGE, 8))
+    planner = Planner(prefill, prefills_per_decode=2, crops_per_launch=0)
+    for seq_id in range(5):
+        prefill.add(sized(seq_id, 4))
+    decoding = [running(9, launched=1)]
+    plans = [planner.plan(who) for who in (decoding, decoding, decoding, [], [], [], decoding, [])]
+    kinds = [None if plan is None else plan.kind.value for plan in plans]
+    assert kinds == [*["prefill"] * 2, "decode", *["prefill"] * 3, "decode", None]

@@ -33,7 +33,8 @@ tasks = st.builds(
     constrained=st.booleans(),
 )
 keys = st.sampled_from([None, *PREFIX_LENGTHS])
-bursts = st.lists(st.tuples(tasks, keys, st.integers(-30, 30)), min_size=1, max_size=6)
+crops = st.integers(0, 7)
+bursts = st.lists(st.tuples(tasks, keys, crops, st.integers(-30, 30)), min_size=1, max_size=6)
 
 
 def prefix_length(key: str | None) -> int:
@@ -63,6 +64,7 @@ class Walk(RuleBasedStateMachine):
         num_rows=st.integers(1, 4),
         max_prefill_rows=st.integers(1, 2),
         max_overtakes=st.integers(0, 3),
+        crops_per_launch=st.integers(0, 3),
         not_finite=st.frozensets(st.tuples(st.integers(0, 20), st.integers(2, 20)), max_size=4),
         quitters=st.frozensets(st.integers(0, 20), max_size=4),
     )
@@ -78,13 +80,17 @@ class Walk(RuleBasedStateMachine):
         self.world.sink.on_delta = on_delta
 
     @rule(burst=bursts)
-    def submit(self, burst: list[tuple[FakeTask, str | None, int]]) -> None:
+    def submit(self, burst: list[tuple[FakeTask, str | None, int, int]]) -> None:
         """Some more requests, any of which may be refused; half of them have a deadline."""
-        for task, key, seconds in burst:
+        for task, key, num_crops, seconds in burst:
             deadline = self.world.clock.now() + seconds if seconds > 0 else None
             with contextlib.suppress(PromptTooLong, QueueFull, DeadlineUnreachable):
                 self.world.submit(
-                    task, prefix_key=key, prefix_length=prefix_length(key), deadline=deadline
+                    task,
+                    prefix_key=key,
+                    prefix_length=prefix_length(key),
+                    num_crops=num_crops,
+                    deadline=deadline,
                 )
 
     @precondition(lambda self: self.world.sequences)
@@ -98,12 +104,11 @@ class Walk(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         """A few ticks; whenever something lives, a tick gets on with it."""
         for _ in range(count):
-            progressed = self.world.scheduler.step()
+            progressed = self.world.step()
             assert progressed or self.world.scheduler.idle
             live = [s for s in self.world.sequences if not s.finalized]
             now = self.world.clock.now()
             assert all((s.request.deadline or math.inf) > now for s in live), "not expired"
-            self.world.check()
 
     @rule(seconds=st.integers(1, 4))
     def advance(self, seconds: int) -> None:
@@ -138,30 +143,38 @@ def test_any_walk_keeps_the_rules(walk: type[Walk]) -> None:
     )
 
 
-arrivals = st.lists(st.tuples(tasks, keys, st.integers(0, 3)), min_size=1, max_size=10)
+arrivals = st.lists(st.tuples(tasks, keys, crops, st.integers(0, 3)), min_size=1, max_size=10)
 
 
 @settings(max_examples=100, deadline=None)
 @given(arrivals=arrivals, num_pages=st.integers(12, 24), num_rows=st.integers(1, 4))
-def test_depth_changes_no_token(
-    arrivals: list[tuple[FakeTask, str | None, int]], num_pages: int, num_rows: int
+def test_neither_depth_nor_splitting_changes_a_token(
+    arrivals: list[tuple[FakeTask, str | None, int, int]], num_pages: int, num_rows: int
 ) -> None:
-    """Every request reads the same tokens and ends the same way at depth 1 and at depth 2."""
+    """Every request reads the same tokens and ends the same way, however it is launched."""
     outcomes = []
-    for depth in (1, 2):
-        world = World(depth=depth, num_pages=num_pages, num_rows=num_rows)
-        for drawn, key, ticks in arrivals:
+    for depth, crops_per_launch in ((1, 0), (2, 0), (1, 2), (2, 2)):
+        world = World(
+            depth=depth,
+            num_pages=num_pages,
+            num_rows=num_rows,
+            crops_per_launch=crops_per_launch,
+        )
+        for drawn, key, num_crops, ticks in arrivals:
             task = FakeTask(
                 seed=drawn.sampling.seed or 0,
                 num_prompt=len(drawn.prompt),
                 max_tokens=drawn.max_tokens,
                 constrained=drawn.constrained,
             )
-            world.submit(task, prefix_key=key, prefix_length=prefix_length(key))
+            world.submit(
+                task, prefix_key=key, prefix_length=prefix_length(key), num_crops=num_crops
+            )
             for _ in range(ticks):
-                world.scheduler.step()
-        world.scheduler.drain()
+                world.step()
+        while not world.scheduler.idle:
+            world.step()
         world.check_rest()
         check_streams(world)
         outcomes.append(([world.tokens(s) for s in world.sequences], world.sink.ended))
-    assert outcomes[0] == outcomes[1]
+    assert outcomes[1:] == outcomes[:1] * 3

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import Load
+from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.step_record import StepRecord
@@ -26,6 +29,7 @@ class World:
         max_waiting: int = 256,
         max_prefill_rows: int = 1,
         max_overtakes: int = 16,
+        crops_per_launch: int = 5,
     ) -> None:
         self.page_size = page_size
         self.clock = FakeClock()
@@ -43,8 +47,11 @@ class World:
             max_waiting=max_waiting,
             max_prefill_rows=max_prefill_rows,
             max_overtakes=max_overtakes,
+            crops_per_launch=crops_per_launch,
             observer=self,
         )
+        self._crops_per_launch = crops_per_launch
+        self._streak = 0  # encodes and prefills since the last decode
         self.sequences: list[Sequence] = []
         self.aborted: set[str] = set()
 
@@ -58,6 +65,7 @@ class World:
         *,
         prefix_key: str | None = None,
         prefix_length: int = 1,
+        num_crops: int = 0,
         deadline: float | None = None,
     ) -> Sequence:
         """Submit request `r<n>`, n counting from 0; raises what the scheduler raises."""
@@ -66,6 +74,7 @@ class World:
             task,
             prefix_key=prefix_key,
             prefix_length=prefix_length,
+            num_crops=num_crops,
             deadline=deadline,
         )
         self.sequences.append(sequence)
@@ -75,6 +84,37 @@ class World:
             self.sequences.pop()
             raise
         return sequence
+
+    def step(self) -> bool:
+        """One checked tick; whoever decodes is held up by one bounded launch at a time."""
+        now = self.clock.now()
+        decoding = [
+            s
+            for s in self.sequences
+            if 0 < s.num_launched < s.task.max_tokens
+            and not s.finalized
+            and (s.request.deadline or math.inf) > now
+        ]
+        streaming = any(s.request.deltas for s in decoding)
+        num_planned = len(self.runner.plans)
+        progressed = self.scheduler.step()
+        for plan in self.runner.plans[num_planned:]:
+            self._check_turn(plan, decoding=bool(decoding), streaming=streaming)
+        self.check()
+        return progressed
+
+    def _check_turn(self, plan: Plan, *, decoding: bool, streaming: bool) -> None:
+        if plan.kind is LaunchKind.DECODE:
+            self._streak = 0
+            return
+        self._streak += 1
+        assert not (decoding and self._streak > 1), "a decode is due"
+        assert streaming or plan.kind is LaunchKind.PREFILL, "split with nobody to hold up"
+        limit = self._crops_per_launch if streaming else 0
+        for row in plan.rows:
+            stop = row.prefix.stop_crop or row.sequence.num_crops
+            crops = stop - row.prefix.first_crop if row.prefix.compute_pages else 0
+            assert crops <= limit or limit == 0, "too many crops at once"
 
     def abort(self, sequence: Sequence) -> None:
         """Abort a request, whatever its state."""

@@ -8,6 +8,8 @@ from legato_engine.models.moondream.tasks.answer import Answer
 from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
 from legato_engine.tasks import SampledToken
 
+_TEXT = int(Allow.TEXT)  # a plain number: every step asks
+
 
 class AnsweringSkill(SkillTask):
     """Text until EOS or a stop string; `result` is left to the skill."""
@@ -18,7 +20,7 @@ class AnsweringSkill(SkillTask):
 
     def constraint(self) -> int:
         """Plain text throughout."""
-        return Allow.TEXT
+        return _TEXT
 
     def _read(self, token: SampledToken) -> list[Event]:
         if token.token_id == self._tokens.eos:

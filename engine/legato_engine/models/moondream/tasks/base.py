@@ -43,9 +43,11 @@ class SkillTask(abc.ABC):
         """Advance by one token; the budget's last one ends the task if nothing else does."""
         self._num_consumed += 1
         events = self._read(token)
-        if self.finish_reason is None and self._num_consumed == self.max_tokens:
+        if self.finish_reason is None:
+            if self._num_consumed < self.max_tokens:
+                return events
             self.finish_reason = FinishReason.LENGTH
-        return events if self.finish_reason is None else events + self._close()
+        return events + self._close()
 
     @abc.abstractmethod
     def constraint(self) -> int:

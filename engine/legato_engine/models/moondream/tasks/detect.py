@@ -7,6 +7,9 @@ from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.base import TaskSetup
 from legato_engine.models.moondream.tasks.listing import ListingSkill
 
+# Plain numbers: every step asks, and looking up an enum's member is slow.
+_CYCLE = (int(Allow.COORD_OR_EOS), int(Allow.COORD), int(Allow.SIZE))
+
 
 class DetectSkill(ListingSkill[ObjectEvent]):
     """x, y, size, then the next x or EOS."""
@@ -20,7 +23,7 @@ class DetectSkill(ListingSkill[ObjectEvent]):
 
     def constraint(self) -> int:
         """Follows the cycle."""
-        return (Allow.COORD_OR_EOS, Allow.COORD, Allow.SIZE)[len(self._centre)]
+        return _CYCLE[len(self._centre)]
 
     def result(self, finish_reason: FinishReason) -> DetectResult:
         """The boxes completed so far."""

@@ -7,6 +7,9 @@ from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.base import TaskSetup
 from legato_engine.models.moondream.tasks.listing import ListingSkill
 
+# Plain numbers: every step asks, and looking up an enum's member is slow.
+_X, _Y = int(Allow.COORD_OR_EOS), int(Allow.COORD)
+
 
 class PointSkill(ListingSkill[PointEvent]):
     """x, y, then the next x or EOS."""
@@ -20,7 +23,7 @@ class PointSkill(ListingSkill[PointEvent]):
 
     def constraint(self) -> int:
         """Follows the cycle."""
-        return Allow.COORD_OR_EOS if self._x is None else Allow.COORD
+        return _X if self._x is None else _Y
 
     def result(self, finish_reason: FinishReason) -> PointResult:
         """The points completed so far."""

@@ -10,6 +10,9 @@ from legato_engine.models.moondream.tasks.base import TaskSetup
 from legato_engine.models.moondream.tasks.thoughts import Thoughts
 from legato_engine.tasks import SampledToken
 
+# Plain numbers: every step asks, and looking up an enum's member is slow.
+_THOUGHT, _TEXT, _ANSWER = int(Allow.THOUGHT), int(Allow.TEXT), int(Allow.ANSWER)
+
 
 class QuerySkill(AnsweringSkill):
     """The answer alone."""
@@ -47,8 +50,8 @@ class ReasonedQuerySkill(QuerySkill):
     def constraint(self) -> int:
         """By phase: thoughts, opening, answer."""
         if self._num_opened == 0:
-            return Allow.THOUGHT
-        return Allow.TEXT if self._num_opened == self._num_answer_tokens else Allow.ANSWER
+            return _THOUGHT
+        return _TEXT if self._num_opened == self._num_answer_tokens else _ANSWER
 
     def result(self, finish_reason: FinishReason) -> QueryResult:
         """Thoughts and answer so far."""

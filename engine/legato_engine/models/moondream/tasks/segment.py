@@ -10,6 +10,8 @@ from legato_engine.models.moondream.tasks.svg_path import SvgPath
 from legato_engine.models.moondream.tokenizer import NUM_SPECIAL, Tokenizer
 from legato_engine.tasks import SampledToken
 
+_FREE = int(Allow.FREE)  # a plain number: every step asks
+
 
 class SegmentSkill(SkillTask):
     """x, y and size of the box, then path text until EOS; the model is trusted with the order.
@@ -31,7 +33,7 @@ class SegmentSkill(SkillTask):
 
     def constraint(self) -> int:
         """Free throughout."""
-        return Allow.FREE
+        return _FREE
 
     def result(self, finish_reason: FinishReason) -> SegmentResult:
         """The outline so far; none without a box, an empty path if the text is no path."""

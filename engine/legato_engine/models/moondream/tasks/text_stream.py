@@ -33,6 +33,8 @@ class TextStream:
         pending = self._held + self.last_piece
         if not self.text:
             pending = pending.lstrip()
+        if not self._stop:
+            return self._show(pending)
         cut = min((at for stop in self._stop if (at := pending.find(stop)) >= 0), default=-1)
         if cut >= 0:
             self.stopped = True

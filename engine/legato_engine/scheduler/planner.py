@@ -1,0 +1,56 @@
+"""Whose turn it is: the prefill side or the decode side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from legato_engine.scheduler.decode import DecodePlanner
+from legato_engine.scheduler.launch import LaunchKind, Plan
+from legato_engine.scheduler.prefill import PrefillPlanner
+from legato_engine.sequence import Sequence
+
+
+class Planner:
+    """Lets both sides in turn have a launch while both have work.
+
+    At most `prefills_per_decode` encodes and prefills run between two decodes.
+
+    `crops_per_launch` bounds how long each of them holds up those whose tokens are read as they
+    come: while anybody of them decodes, a picture of more crops is encoded in launches of at most
+    that many. The time between two tokens of a streaming request then grows by one such launch, by
+    one prefill behind them, or by one prefill of a picture of no more crops, and never by a whole
+    large picture. The price is paid by the picture's own first token, which waits for a decode
+    between every two of its launches, by smaller batches in the vision tower, and by those queued
+    behind it, as the device encodes one picture at a time. Without a stream to hold up, a picture
+    is prefilled in one launch: whoever waits for a whole answer has it sooner so. 0 always does
+    that.
+    """
+
+    def __init__(
+        self, prefill: PrefillPlanner, *, prefills_per_decode: int, crops_per_launch: int
+    ) -> None:
+        assert crops_per_launch >= 0, f"{crops_per_launch} crops per launch"
+        self._prefill = prefill
+        self._decode = DecodePlanner()
+        self._prefills_per_decode = prefills_per_decode
+        self._crops_per_launch = crops_per_launch
+        self._streak = 0  # encodes and prefills planned since the last decode
+
+    def plan(self, running: Iterable[Sequence]) -> Plan | None:
+        """What runs next; the plan must be launched. `running` are those admitted, not finalized.
+
+        None when neither side has anything that can run.
+        """
+        decode = self._decode.plan(running)
+        plan = decode
+        if self._prefill.due and (decode is None or self._streak < self._prefills_per_decode):
+            max_crops = self._crops_per_launch if _streams(decode) else 0
+            plan = self._prefill.plan(max_crops) or decode
+        if plan is not None:
+            self._streak = 0 if plan.kind is LaunchKind.DECODE else self._streak + 1
+        return plan
+
+
+def _streams(decode: Plan | None) -> bool:
+    """Whether somebody reads these tokens one by one."""
+    return decode is not None and any(row.sequence.request.deltas for row in decode.rows)
