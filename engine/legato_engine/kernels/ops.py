@@ -1,15 +1,53 @@
 """Linear maps, and attention on paged keys and values: one signature each, whoever implements it.
 
 Shape legend: N pages, S positions per page, H heads, E head dim, T query tokens of one sequence,
-L its positions, B rows, M pages per row. Caches are one layer's, [N, S, H, E].
+L its positions, B rows, M pages per row, P positions, R rotated dims of a head. Caches are one
+layer's, [N, H, S, E].
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 import torch.nn.functional as F
 
 from legato_engine.kernels import reference
+from legato_engine.kernels.cuda import prefill
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where T tokens stand: cosines and sines of their angles, and int64 (page, slot) of each."""
+
+    cos_T1R: torch.Tensor
+    sin_T1R: torch.Tensor
+    page_T: torch.Tensor
+    slot_T: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """Where tokens stand that follow each other from `start`.
+
+    `pages_M` (int64, without gaps) covers them and all before; the tables, float32 [P, R/2], every
+    position.
+    """
+
+    start: int
+    pages_M: torch.Tensor
+    cos_PR: torch.Tensor
+    sin_PR: torch.Tensor
+
+    def places(self, count: int, page_size: int) -> Places:
+        """The first `count` of them one by one."""
+        positions_T = torch.arange(self.start, self.start + count, device=self.pages_M.device)
+        return Places(
+            self.cos_PR[positions_T][:, None],
+            self.sin_PR[positions_T][:, None],
+            self.pages_M[positions_T // page_size],
+            positions_T % page_size,
+        )
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -23,16 +61,47 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.T
     return F.linear(x, weight, bias)
 
 
+def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """The sum of three tensors of one shape, left to right; rounded once or twice."""
+    if prefill.can_add(x, y, z):
+        return prefill.add3(x, y, z)
+    return x + y + z
+
+
+def rotate_and_cache(
+    qkv_T3HE: torch.Tensor,
+    where: Places | Span,
+    k_NHSE: torch.Tensor,
+    v_NHSE: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rotated queries, rotated keys, and values [T, H, E]; keys and values also go to their slots.
+
+    The caches are two of one kind. The three results may be views of `qkv_T3HE`, changed in place.
+    """
+    q_THE, k_THE, v_THE = qkv_T3HE.unbind(1)
+    if isinstance(where, Span):
+        if prefill.can_rotate(qkv_T3HE, where.cos_PR, k_NHSE):
+            angles = where.cos_PR, where.sin_PR
+            prefill.rotate_and_cache(qkv_T3HE, *angles, where.start, where.pages_M, k_NHSE, v_NHSE)
+            return q_THE, k_THE, v_THE
+        where = where.places(qkv_T3HE.shape[0], k_NHSE.shape[2])
+    q_THE = reference.rotate(q_THE, where.cos_T1R, where.sin_T1R)
+    k_THE = reference.rotate(k_THE, where.cos_T1R, where.sin_T1R)
+    write_kv(k_NHSE, k_THE, where.page_T, where.slot_T)
+    write_kv(v_NHSE, v_THE, where.page_T, where.slot_T)
+    return q_THE, k_THE, v_THE
+
+
 def write_kv(
-    cache_NSHE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
+    cache_NHSE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
 ) -> None:
     """Put each of T keys or values at its (page, slot), both int64."""
-    reference.write_kv(cache_NSHE, new_THE, page_T, slot_T)
+    reference.write_kv(cache_NHSE, new_THE, page_T, slot_T)
 
 
-def gather_pages(cache_NSHE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
+def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
     """[length, H, E]: the first `length` positions of the pages, copied."""
-    return reference.gather_pages(cache_NSHE, pages_M, length)
+    return reference.gather_pages(cache_NHSE, pages_M, length)
 
 
 def full_attention(
@@ -49,8 +118,8 @@ def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tens
 
 def decode_attention(
     q_BHE: torch.Tensor,
-    k_NSHE: torch.Tensor,
-    v_NSHE: torch.Tensor,
+    k_NHSE: torch.Tensor,
+    v_NHSE: torch.Tensor,
     positions_B: torch.Tensor,
     page_table_BM: torch.Tensor,
 ) -> torch.Tensor:
@@ -61,5 +130,5 @@ def decode_attention(
     so the call can be captured.
     """
     if q_BHE.device.type == "cpu":
-        return reference.decode_attention_rows(q_BHE, k_NSHE, v_NSHE, positions_B, page_table_BM)
-    return reference.decode_attention_padded(q_BHE, k_NSHE, v_NSHE, positions_B, page_table_BM)
+        return reference.decode_attention_rows(q_BHE, k_NHSE, v_NHSE, positions_B, page_table_BM)
+    return reference.decode_attention_padded(q_BHE, k_NHSE, v_NHSE, positions_B, page_table_BM)

@@ -27,16 +27,31 @@ def linear_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 
 def write_kv(
-    cache_NSHE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
+    cache_NHSE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
 ) -> None:
     """See `ops.write_kv`."""
-    cache_NSHE[page_T, slot_T] = new_THE
+    cache_NHSE[page_T, :, slot_T] = new_THE
 
 
-def gather_pages(cache_NSHE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
+def rotate(x_THE: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:
+    """Turn queries or keys by the pairs (i, i + R/2) of their first R dims.
+
+    Tables are float32 [T, 1, R/2]; float32 inside, one cast back.
+    """
+    half = cos_T1R.shape[-1]
+    first, second = x_THE[..., :half], x_THE[..., half : 2 * half]
+    rest = x_THE[..., 2 * half :]
+    turned = torch.cat(
+        [first * cos_T1R - second * sin_T1R, first * sin_T1R + second * cos_T1R], dim=-1
+    )
+    return torch.cat([turned.to(x_THE.dtype), rest], dim=-1)
+
+
+def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
     """See `ops.gather_pages`."""
-    num_pages = -(-length // cache_NSHE.shape[1])
-    return cache_NSHE.index_select(0, pages_M[:num_pages]).flatten(0, 1)[:length]
+    num_pages = -(-length // cache_NHSE.shape[2])
+    pages_MHSE = cache_NHSE.index_select(0, pages_M[:num_pages])
+    return pages_MHSE.transpose(1, 2).flatten(0, 1)[:length]
 
 
 def full_attention(
@@ -57,8 +72,8 @@ def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tens
 
 def decode_attention_rows(
     q_BHE: torch.Tensor,
-    k_NSHE: torch.Tensor,
-    v_NSHE: torch.Tensor,
+    k_NHSE: torch.Tensor,
+    v_NHSE: torch.Tensor,
     positions_B: torch.Tensor,
     page_table_BM: torch.Tensor,
 ) -> torch.Tensor:
@@ -69,16 +84,16 @@ def decode_attention_rows(
     ):
         if first_page == _SCRATCH_PAGE:
             continue
-        k_LHE = gather_pages(k_NSHE, page_table_BM[row], position + 1)
-        v_LHE = gather_pages(v_NSHE, page_table_BM[row], position + 1)
+        k_LHE = gather_pages(k_NHSE, page_table_BM[row], position + 1)
+        v_LHE = gather_pages(v_NHSE, page_table_BM[row], position + 1)
         out_BHE[row] = _single_attention(q_BHE[row], k_LHE, v_LHE)
     return out_BHE
 
 
 def decode_attention_padded(
     q_BHE: torch.Tensor,
-    k_NSHE: torch.Tensor,
-    v_NSHE: torch.Tensor,
+    k_NHSE: torch.Tensor,
+    v_NHSE: torch.Tensor,
     positions_B: torch.Tensor,
     page_table_BM: torch.Tensor,
 ) -> torch.Tensor:
@@ -87,11 +102,11 @@ def decode_attention_padded(
     What lies behind a row's position may be anything, NaN included, so it is zeroed and not only
     masked.
     """
-    context = page_table_BM.shape[1] * k_NSHE.shape[1]
+    context = page_table_BM.shape[1] * k_NHSE.shape[2]
     visible_BL = torch.arange(context, device=q_BHE.device) <= positions_B[:, None]
     hidden_BL11 = ~visible_BL[:, :, None, None]
-    k_BLHE = k_NSHE[page_table_BM].flatten(1, 2).masked_fill_(hidden_BL11, 0.0)
-    v_BLHE = v_NSHE[page_table_BM].flatten(1, 2).masked_fill_(hidden_BL11, 0.0)
+    k_BLHE = k_NHSE[page_table_BM].transpose(2, 3).flatten(1, 2).masked_fill(hidden_BL11, 0.0)
+    v_BLHE = v_NHSE[page_table_BM].transpose(2, 3).flatten(1, 2).masked_fill(hidden_BL11, 0.0)
     return _attention(q_BHE[:, None], k_BLHE, v_BLHE, visible_BL[:, None])[:, 0]
 
 

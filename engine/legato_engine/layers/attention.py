@@ -8,7 +8,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from legato_engine.kernels.cuda import norm
 from legato_engine.layers.linear import Linear
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values
 
 
 class Attention(nn.Module):
@@ -20,13 +23,24 @@ class Attention(nn.Module):
         self.qkv = Linear(dim, 3 * dim)
         self.proj = Linear(dim, dim)
 
-    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def after_norm(
+        self, x: torch.Tensor, y: torch.Tensor, ln: nn.LayerNorm
+    ) -> tuple[torch.Tensor, Heads]:
+        """The sum x + y, whose storage may be x's, and what `split` makes of its norm."""
+        x, normed = norm.add_norm(x, y, ln)
+        return x, self.split(normed)
+
+    def split(self, x: torch.Tensor) -> Heads:
         """Queries, keys and values [..., H, E] of [..., D]."""
-        qkv: torch.Tensor = self.qkv(x)
-        heads = qkv.reshape(*qkv.shape[:-1], 3, self._num_heads, -1)
-        return heads.select(-3, 0), heads.select(-3, 1), heads.select(-3, 2)
+        return split_heads(self.qkv(x), self._num_heads)
 
     def join(self, heads: torch.Tensor) -> torch.Tensor:
         """[..., D] of [..., H, E]."""
         out: torch.Tensor = self.proj(heads.flatten(-2))
         return out
+
+
+def split_heads(qkv: torch.Tensor, num_heads: int) -> Heads:
+    """Views [..., H, E] of [..., 3 D], which kernels of attention read where they are."""
+    heads = qkv.view(*qkv.shape[:-1], 3, num_heads, -1)
+    return heads.select(-3, 0), heads.select(-3, 1), heads.select(-3, 2)

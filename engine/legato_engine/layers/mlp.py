@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from legato_engine.kernels.cuda import norm
 from legato_engine.layers.linear import Linear
 
 
@@ -19,6 +19,12 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., dim] to [..., out_dim]."""
-        hidden: torch.Tensor = self.fc1(x)
-        out: torch.Tensor = self.fc2(F.gelu(hidden, approximate="tanh"))
+        out: torch.Tensor = self.fc2(self.fc1.gelu(x))
         return out
+
+    def after_norm(
+        self, x: torch.Tensor, y: torch.Tensor, ln: nn.LayerNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum x + y, whose storage may be x's, and what this makes of its norm."""
+        x, normed = norm.add_norm(x, y, ln)
+        return x, self(normed)

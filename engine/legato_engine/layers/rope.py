@@ -1,12 +1,16 @@
 """Rotary position embedding of the first dimensions of a head.
 
-Shape legend: T tokens, H heads, E head dim, R rotated dims, P positions.
+Shape legend: T tokens, R rotated dims, P positions.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+
+from legato_engine.kernels.reference import rotate
+
+__all__ = ["Rope", "rotate"]
 
 
 class Rope(nn.Module):
@@ -38,14 +42,3 @@ class Rope(nn.Module):
     def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, 1, R/2] of int64 positions."""
         return self.cos_PR[positions_T][:, None], self.sin_PR[positions_T][:, None]
-
-
-def rotate(x_THE: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:
-    """Turn queries or keys: float32 inside, one cast back."""
-    half = cos_T1R.shape[-1]
-    first, second = x_THE[..., :half], x_THE[..., half : 2 * half]
-    rest = x_THE[..., 2 * half :]
-    turned = torch.cat(
-        [first * cos_T1R - second * sin_T1R, first * sin_T1R + second * cos_T1R], dim=-1
-    )
-    return torch.cat([turned.to(x_THE.dtype), rest], dim=-1)

@@ -6,6 +6,7 @@ Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from legato_engine.core import ImageInfo, Request
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
 class KVCache:
     """Paged keys and values of all layers.
 
-    `k_LNSHE`, `v_LNSHE`: layer, page, slot within page, kv head, head dim. Page 0 is scratch: rows
+    `k_LNHSE`, `v_LNHSE`: layer, page, kv head, slot within page, head dim. Page 0 is scratch: rows
     that pad a batch write there and nobody reads it.
     """
 
-    k_LNSHE: torch.Tensor
-    v_LNSHE: torch.Tensor
+    k_LNHSE: torch.Tensor
+    v_LNHSE: torch.Tensor
 
     @property
     def page_size(self) -> int:
         """Positions per page."""
-        return self.k_LNSHE.shape[2]
+        return self.k_LNHSE.shape[3]
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,6 +39,38 @@ class DecodeBatch:
 
     positions_B: torch.Tensor
     page_table_BM: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInputs:
+    """B tokens of a step, each in a row of its own or several of one row, at fixed addresses.
+
+    All int64 but payloads (float32). Token b is `token_R[source_B[b]]` with its payload, the last
+    that its row sampled; where the source is -1 it is the prompt's, at index b. `row_B` names its
+    row of the page table, `fresh_B` the first position of its sequence that this very step writes.
+    """
+
+    source_B: torch.Tensor
+    row_B: torch.Tensor
+    position_B: torch.Tensor
+    fresh_B: torch.Tensor
+    prompt_token_B: torch.Tensor
+    prompt_payload_B2: torch.Tensor
+    token_R: torch.Tensor
+    payload_R2: torch.Tensor
+    page_table_RM: torch.Tensor
+
+    def part(self, of: slice) -> StepInputs:
+        """Some of the tokens."""
+        return dataclasses.replace(
+            self,
+            source_B=self.source_B[of],
+            row_B=self.row_B[of],
+            position_B=self.position_B[of],
+            fresh_B=self.fresh_B[of],
+            prompt_token_B=self.prompt_token_B[of],
+            prompt_payload_B2=self.prompt_payload_B2[of],
+        )
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,6 +97,83 @@ class PreparedImage:
     pixels: Any
     info: ImageInfo
     num_bytes: int
+    num_crops: int = 0  # that the device encodes one by one; 0: all at once
+
+
+class StepKernels(Protocol):
+    """A whole decode step as a few kernels, for a device that has them; only fixed addresses.
+
+    A token's results have the same bits in every batch. Steps share scratch memory.
+    """
+
+    def forward(self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor) -> None:
+        """Fill the final residual stream and the float32 logits; writes K and V."""
+        ...
+
+    def payload(
+        self,
+        state: RowTensors,
+        hidden_BD: torch.Tensor,
+        token_B: torch.Tensor,
+        row_B: torch.Tensor,
+        payload_B2: torch.Tensor,
+    ) -> None:
+        """Write the values that go with sampled tokens, here and in their rows' state."""
+        ...
+
+
+class RowTensors(Protocol):
+    """What the device remembers of every row, by its number; `scratch_row` is for padding."""
+
+    token_R: torch.Tensor
+    payload_R2: torch.Tensor
+    temperature_R: torch.Tensor
+    top_p_R: torch.Tensor
+    top_k_R: torch.Tensor
+    seed_R: torch.Tensor
+    scratch_row: int
+
+
+class PictureEncoder(Protocol):
+    """A picture's embeddings in steps of fixed shape, at fixed addresses; one picture at a time.
+
+    In the order of their calls: `stage` (host), `upload`, then for ranges of crops that follow each
+    other `take`, `encode` and `give`, then `finish`. `encode` and `finish` can be captured.
+    """
+
+    max_crops: int
+
+    def fits(self, image: PreparedImage) -> bool:
+        """Whether it can take this picture."""
+        ...
+
+    def num_crops(self, image: PreparedImage) -> int:
+        """Crops of a picture that fits."""
+        ...
+
+    def stage(self, slot: int, image: PreparedImage) -> None:
+        """Write the picture into that slot's pinned memory, on the host."""
+        ...
+
+    def upload(self, slot: int) -> None:
+        """Enqueue the copies and cut the crops."""
+        ...
+
+    def take(self, first: int, stop: int) -> None:
+        """Enqueue: crops `first` to `stop` become the vision tower's input."""
+        ...
+
+    def encode(self, count: int) -> None:
+        """Enqueue the vision tower over `count` crops."""
+        ...
+
+    def give(self, first: int, stop: int) -> None:
+        """Enqueue: its output becomes the features of those crops."""
+        ...
+
+    def finish(self) -> torch.Tensor:
+        """Enqueue the rest; [P, D] of BOS and the picture, always the same tensor."""
+        ...
 
 
 class Model(Protocol):
@@ -81,6 +191,8 @@ class Model(Protocol):
     width: int
     max_context: int
     num_parameters: int
+    bos_token: int
+    cuts_pictures: bool  # on the device; else the frontend does
     dtype: torch.dtype
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
@@ -105,6 +217,16 @@ class Model(Protocol):
 
     def payload(self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
         """[B, 2] float32: the value that goes with each sampled token, zero for plain tokens."""
+        ...
+
+    def step_kernels(self, kv: KVCache) -> StepKernels | None:
+        """`embed`, `decode`, `logits` and `payload` as kernels, where the device can run them."""
+        ...
+
+    def picture_encoder(
+        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_slots: int
+    ) -> PictureEncoder | None:
+        """`prefix_embeddings` of a picture in steps, where the device can cut pictures itself."""
         ...
 
 

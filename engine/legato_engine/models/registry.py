@@ -33,13 +33,22 @@ class ModelBundle:
     frontend: MoondreamFrontend
     weights: Path | None
 
+    def resizing_on_device(self) -> ModelBundle:
+        """The same model with a frontend that leaves resizing and cutting to the device."""
+        return dataclasses.replace(self, frontend=self.frontend.resizing_on_device())
+
     @property
     def max_context(self) -> int:
         """Positions of one sequence, generated ones included."""
         return self.config.text.max_context
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> MoondreamModel:
-        """The model on a device; raises `InvalidField` when the weights do not fit it."""
+    def load(
+        self, device: torch.device, dtype: torch.dtype, *, vision_fp8: bool = False
+    ) -> MoondreamModel:
+        """The model on a device, its vision tower in fp8 if asked.
+
+        Raises `InvalidField` when the weights do not fit it, or the device or tower cannot be fp8.
+        """
         from legato_engine.models.moondream import weights
         from legato_engine.models.moondream.model import MoondreamModel
 
@@ -47,6 +56,8 @@ class ModelBundle:
             network = weights.random_weights(self.config, _SEED, device, dtype)
         else:
             network = weights.load_weights(self.config, self.weights, device, dtype)
+        if vision_fp8:
+            network.vision.use_fp8()
         return MoondreamModel(self.config, network)
 
 

@@ -1,4 +1,4 @@
-"""Both decode variants, and the suffix pass, agree with attention written out."""
+"""Decode, suffix pass and the write before them agree with attention and rotation written out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def attend(q_HE, k_LHE, v_LHE):
 def cache():
     """Rows of 1, 4, 5 and 12 positions and one of padding; all else in the caches is NaN."""
     generator = torch.Generator().manual_seed(3)
-    shape = (12, PAGE, HEADS, HEAD_DIM)
-    k_NSHE, v_NSHE = torch.full(shape, math.nan), torch.full(shape, math.nan)
+    shape = (12, HEADS, PAGE, HEAD_DIM)
+    k_NHSE, v_NHSE = torch.full(shape, math.nan), torch.full(shape, math.nan)
     lengths = [1, 4, 5, 12]
     tables = [[7, 0, 0], [2, 0, 0], [9, 1, 0], [3, 11, 5], [0, 0, 0]]
     k_rows, v_rows = [], []
@@ -31,13 +31,13 @@ def cache():
         v_LHE = torch.randn(length, HEADS, HEAD_DIM, generator=generator)
         position_L = torch.arange(length)
         page_L = torch.tensor(pages)[position_L // PAGE]
-        ops.write_kv(k_NSHE, k_LHE, page_L, position_L % PAGE)
-        ops.write_kv(v_NSHE, v_LHE, page_L, position_L % PAGE)
+        ops.write_kv(k_NHSE, k_LHE, page_L, position_L % PAGE)
+        ops.write_kv(v_NHSE, v_LHE, page_L, position_L % PAGE)
         k_rows.append(k_LHE)
         v_rows.append(v_LHE)
     positions_B = torch.tensor([length - 1 for length in lengths] + [0])
-    k_NSHE[0, 0], v_NSHE[0, 0] = 1.0, 2.0  # what padding rows wrote
-    return k_NSHE, v_NSHE, positions_B, torch.tensor(tables), k_rows, v_rows
+    k_NHSE[0, :, 0], v_NHSE[0, :, 0] = 1.0, 2.0  # what padding rows wrote
+    return k_NHSE, v_NHSE, positions_B, torch.tensor(tables), k_rows, v_rows
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def cache():
 )
 def test_decode_sees_exactly_its_own_positions(cache, decode):
     """A row attends to its context through its pages, and garbage elsewhere never reaches it."""
-    k_NSHE, v_NSHE, positions_B, page_table_BM, k_rows, v_rows = cache
+    k_NHSE, v_NHSE, positions_B, page_table_BM, k_rows, v_rows = cache
     q_BHE = torch.randn(5, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(4))
-    out_BHE = decode(q_BHE, k_NSHE, v_NSHE, positions_B, page_table_BM)
+    out_BHE = decode(q_BHE, k_NHSE, v_NHSE, positions_B, page_table_BM)
     for row in range(4):
         expected_HE = attend(q_BHE[row], k_rows[row], v_rows[row])
         torch.testing.assert_close(out_BHE[row], expected_HE, rtol=1e-5, atol=1e-5)
@@ -56,9 +56,9 @@ def test_decode_sees_exactly_its_own_positions(cache, decode):
 
 def test_padding_rows_give_zeros_on_the_cpu(cache):
     """A row whose first page is the scratch page is not computed."""
-    k_NSHE, v_NSHE, positions_B, page_table_BM, _, _ = cache
+    k_NHSE, v_NHSE, positions_B, page_table_BM, _, _ = cache
     q_BHE = torch.ones(5, HEADS, HEAD_DIM)
-    out_BHE = ops.decode_attention(q_BHE, k_NSHE, v_NSHE, positions_B, page_table_BM)
+    out_BHE = ops.decode_attention(q_BHE, k_NHSE, v_NHSE, positions_B, page_table_BM)
     assert not out_BHE[4].any()
 
 
@@ -77,7 +77,51 @@ def test_suffix_is_causal_behind_its_context(start):
 
 def test_gather_reads_what_was_written(cache):
     """Gathered pages are the positions in order, cut to the length asked for."""
-    k_NSHE, _, _, page_table_BM, k_rows, _ = cache
+    k_NHSE, _, _, page_table_BM, k_rows, _ = cache
     for row, k_LHE in enumerate(k_rows):
-        gathered = ops.gather_pages(k_NSHE, page_table_BM[row], len(k_LHE))
+        gathered = ops.gather_pages(k_NHSE, page_table_BM[row], len(k_LHE))
         assert torch.equal(gathered, k_LHE)
+
+
+@pytest.mark.parametrize("start", [0, 3, 7])
+def test_a_span_turns_and_keeps_keys_and_values(start):
+    """Queries and keys of a span turn by their positions; pages hold what attention sees."""
+    generator = torch.Generator().manual_seed(start)
+    count, half = 6, 2
+    angle_PR = torch.rand(start + count, half, generator=generator) * 6
+    pages_M = torch.tensor([5, 2, 7, 1])
+    span = ops.Span(start, pages_M, angle_PR.cos(), angle_PR.sin())
+    qkv_T3HE = torch.randn(count, 3, HEADS, HEAD_DIM, generator=generator)
+    caches = [torch.full((8, HEADS, PAGE, HEAD_DIM), math.nan) for _ in range(2)]
+    q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_T3HE.clone(), span, *caches)
+    for new_THE, index in ((q_THE, 0), (k_THE, 1)):
+        given_THE = qkv_T3HE[:, index]
+        pair_THR = torch.complex(given_THE[..., :half], given_THE[..., half : 2 * half])
+        turned_THR = pair_THR * torch.polar(torch.ones(count, 1, half), angle_PR[start:, None])
+        torch.testing.assert_close(new_THE[..., :half], turned_THR.real)
+        torch.testing.assert_close(new_THE[..., half : 2 * half], turned_THR.imag)
+        assert torch.equal(new_THE[..., 2 * half :], given_THE[..., 2 * half :])
+    assert torch.equal(v_THE, qkv_T3HE[:, 2])
+    for cache_NHSE, new_THE in zip(caches, (k_THE, v_THE), strict=True):
+        gathered_LHE = ops.gather_pages(cache_NHSE, pages_M, start + count)
+        assert torch.equal(gathered_LHE[start:], new_THE)
+        assert int(cache_NHSE.isfinite().sum()) == new_THE.numel()
+
+
+def test_a_span_is_its_places_one_by_one():
+    """A span and the same tokens given by their places leave the same bits everywhere."""
+    generator = torch.Generator().manual_seed(5)
+    angle_PR = torch.rand(16, 2, generator=generator)
+    span = ops.Span(3, torch.tensor([2, 3, 1]), angle_PR.cos(), angle_PR.sin())
+    qkv_T3HE = torch.randn(7, 3, HEADS, HEAD_DIM, generator=generator)
+    results = []
+    for where in (span, span.places(7, PAGE)):
+        caches = [torch.zeros(4, HEADS, PAGE, HEAD_DIM) for _ in range(2)]
+        results.append((*ops.rotate_and_cache(qkv_T3HE.clone(), where, *caches), *caches))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_sum_of_three_on_the_cpu_goes_left_to_right():
+    """The bits are those of two sums, each rounded."""
+    x, y, z = (torch.randn(4, 5).bfloat16() for _ in range(3))
+    assert torch.equal(ops.add3(x, y, z), (x + y) + z)

@@ -19,7 +19,7 @@ class PagedSession:
         self.num_rows = num_rows
         pages_per_row = -(-model.max_context // PAGE_SIZE)
         num_pages = (num_rows + 2) * pages_per_row + 1
-        shape = (model.num_layers, num_pages, PAGE_SIZE, model.num_kv_heads, model.head_dim)
+        shape = (model.num_layers, num_pages, model.num_kv_heads, PAGE_SIZE, model.head_dim)
         nan = float("nan")
         self.kv = KVCache(
             torch.full(shape, nan, dtype=model.dtype), torch.full(shape, nan, dtype=model.dtype)
@@ -51,8 +51,8 @@ class PagedSession:
         num_full = length // PAGE_SIZE
         pages = torch.tensor(shared[:num_full].tolist() + self._take(self.pages_per_row - num_full))
         if length % PAGE_SIZE:
-            self.kv.k_LNSHE[:, pages[num_full]] = self.kv.k_LNSHE[:, shared[num_full]]
-            self.kv.v_LNSHE[:, pages[num_full]] = self.kv.v_LNSHE[:, shared[num_full]]
+            self.kv.k_LNHSE[:, pages[num_full]] = self.kv.k_LNHSE[:, shared[num_full]]
+            self.kv.v_LNHSE[:, pages[num_full]] = self.kv.v_LNHSE[:, shared[num_full]]
         self.page_table_RM[row] = pages
         self.positions_R[row] = length + len(prompt)
         ids_T = torch.tensor([token.token_id for token in prompt])

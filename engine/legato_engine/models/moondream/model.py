@@ -5,12 +5,22 @@ Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan, PreparedImage
+from legato_engine.models.model import (
+    DecodeBatch,
+    KVCache,
+    PictureEncoder,
+    PrefillSpan,
+    PreparedImage,
+    StepKernels,
+)
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
+from legato_engine.models.moondream.fused import FusedMoondream, can_fuse
 from legato_engine.models.moondream.preprocess import Crops
 from legato_engine.models.moondream.region import Region
 from legato_engine.models.moondream.text import Text
@@ -27,6 +37,11 @@ class Network(nn.Module):
         self.region = Region(config.region, config.text.dim)
 
 
+def cuts_pictures(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a model there resizes and cuts pictures itself; elsewhere the host does."""
+    return device.type == "cuda" and dtype is torch.bfloat16
+
+
 class MoondreamModel:
     """A `models.model.Model` over a `Network` that is loaded and frozen."""
 
@@ -41,6 +56,9 @@ class MoondreamModel:
         self.max_context = text.max_context
         self.dtype = network.text.wte.dtype
         self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
+        self.bos_token = config.tokens.bos
+        self.cuts_pictures = cuts_pictures(network.text.wte.device, network.text.wte.dtype)
+        self._config = config
         self._network = network
         self._tokens = config.tokens
         self._device = network.text.wte.device
@@ -87,6 +105,24 @@ class MoondreamModel:
         kind_B1 = token_ids_B[:, None]
         payload_B2 = torch.where(kind_B1 == self._tokens.coord, coord_B2, 0.0)
         return torch.where(kind_B1 == self._tokens.size, size_B2, payload_B2)
+
+    def step_kernels(self, kv: KVCache) -> StepKernels | None:
+        """The kernels over this cache, None where only torch's own operations run."""
+        if not can_fuse(self._config, kv):
+            return None
+        return FusedMoondream(self._config, self._network.text, self._network.region, kv)
+
+    def picture_encoder(
+        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_slots: int
+    ) -> PictureEncoder | None:
+        """The vision tower in steps; None where pictures are cut on the host."""
+        if not self.cuts_pictures:
+            return None
+        from legato_engine.models.moondream.picture_encoder import MoondreamPictureEncoder
+
+        bos_D = self._network.text.wte[self.bos_token]
+        vision = self._network.vision
+        return MoondreamPictureEncoder(self._config, vision, bos_D, pinned, num_slots)
 
     def _upload(self, crops: Crops) -> torch.Tensor:
         """The pixels on the device; page-locked first, so that the copy does not stop the host."""

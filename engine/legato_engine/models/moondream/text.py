@@ -5,7 +5,6 @@ Shape legend: T tokens of one sequence, B rows of one token each, D width, V voc
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -15,23 +14,13 @@ from legato_engine.kernels import ops
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.mlp import MLP
-from legato_engine.layers.rope import Rope, rotate
+from legato_engine.layers.rope import Rope
 from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.models.moondream.config import TextConfig
 
 Heads = torch.Tensor
 Attend = Callable[[Heads, Heads, Heads, torch.Tensor, torch.Tensor], Heads]
 """Queries, keys and values of the new tokens and one layer's caches, which hold them already."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Places:
-    """Where the tokens of a pass stand: their angles, and the (page, slot) of each."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    page: torch.Tensor
-    slot: torch.Tensor
 
 
 class TextBlock(nn.Module):
@@ -46,20 +35,18 @@ class TextBlock(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        places: Places,
-        k_NSHE: torch.Tensor,
-        v_NSHE: torch.Tensor,
+        where: ops.Places | ops.Span,
+        k_NHSE: torch.Tensor,
+        v_NHSE: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
         """[tokens, D] to [tokens, D]; writes the tokens' keys and values first."""
         normed: torch.Tensor = self.ln(x)
-        q, k, v = self.attn.split(normed)
-        q = rotate(q, places.cos, places.sin)
-        k = rotate(k, places.cos, places.sin)
-        ops.write_kv(k_NSHE, k, places.page, places.slot)
-        ops.write_kv(v_NSHE, v, places.page, places.slot)
+        qkv: torch.Tensor = self.attn.qkv(normed)
+        qkv_T3HE = qkv.view(x.shape[0], 3, k_NHSE.shape[1], -1)
+        q, k, v = ops.rotate_and_cache(qkv_T3HE, where, k_NHSE, v_NHSE)
         mlp: torch.Tensor = self.mlp(normed)
-        return x + self.attn.join(attend(q, k, v, k_NSHE, v_NSHE)) + mlp
+        return ops.add3(x, self.attn.join(attend(q, k, v, k_NHSE, v_NHSE)), mlp)
 
 
 class Text(nn.Module):
@@ -76,44 +63,43 @@ class Text(nn.Module):
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         """[T, D] final residual stream of a span of one sequence."""
         end = span.start + x_TD.shape[0]
-        positions_T = torch.arange(span.start, end, device=x_TD.device)
-        pages_T = span.pages_M[positions_T // kv.page_size]
+        where = ops.Span(span.start, span.pages_M, self.rope.cos_PR, self.rope.sin_PR)
 
         def attend(
-            q_THE: Heads, k_THE: Heads, v_THE: Heads, k_NSHE: torch.Tensor, v_NSHE: torch.Tensor
+            q_THE: Heads, k_THE: Heads, v_THE: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
         ) -> Heads:
             if span.bidirectional:
                 return ops.full_attention(q_THE[None], k_THE[None], v_THE[None])[0]
-            k_LHE = ops.gather_pages(k_NSHE, span.pages_M, end)
-            v_LHE = ops.gather_pages(v_NSHE, span.pages_M, end)
+            k_LHE = ops.gather_pages(k_NHSE, span.pages_M, end)
+            v_LHE = ops.gather_pages(v_NHSE, span.pages_M, end)
             return ops.suffix_attention(q_THE, k_LHE, v_LHE)
 
-        return self._blocks(x_TD, self._places(positions_T, pages_T, kv), kv, attend)
+        return self._blocks(x_TD, where, kv, attend)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
         index_B1 = (batch.positions_B // kv.page_size)[:, None]
         pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
+        angles = self.rope.at(batch.positions_B)
+        where = ops.Places(*angles, pages_B, batch.positions_B % kv.page_size)
 
         def attend(
-            q_BHE: Heads, _k: Heads, _v: Heads, k_NSHE: torch.Tensor, v_NSHE: torch.Tensor
+            q_BHE: Heads, _k: Heads, _v: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
         ) -> Heads:
             return ops.decode_attention(
-                q_BHE, k_NSHE, v_NSHE, batch.positions_B, batch.page_table_BM
+                q_BHE, k_NHSE, v_NHSE, batch.positions_B, batch.page_table_BM
             )
 
-        return self._blocks(x_BD, self._places(batch.positions_B, pages_B, kv), kv, attend)
+        return self._blocks(x_BD, where, kv, attend)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """[B, V] float32 of the residual stream."""
         logits_BV: torch.Tensor = self.lm_head(self.post_ln(hidden_BD))
         return logits_BV.float()
 
-    def _places(self, positions: torch.Tensor, pages: torch.Tensor, kv: KVCache) -> Places:
-        cos, sin = self.rope.at(positions)
-        return Places(cos, sin, pages, positions % kv.page_size)
-
-    def _blocks(self, x: torch.Tensor, places: Places, kv: KVCache, attend: Attend) -> torch.Tensor:
+    def _blocks(
+        self, x: torch.Tensor, where: ops.Places | ops.Span, kv: KVCache, attend: Attend
+    ) -> torch.Tensor:
         for layer, block in enumerate(self.blocks):
-            x = block(x, places, kv.k_LNSHE[layer], kv.v_LNSHE[layer], attend)
+            x = block(x, where, kv.k_LNHSE[layer], kv.v_LNHSE[layer], attend)
         return x

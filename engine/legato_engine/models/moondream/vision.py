@@ -11,27 +11,41 @@ import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels import ops
+from legato_engine.kernels.cuda import norm
 from legato_engine.layers.attention import Attention
+from legato_engine.layers.fp8 import Fp8Attention, Fp8MLP
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.moondream.config import VisionConfig
 
 
 class VisionBlock(nn.Module):
-    """Sequential pre-norm block; every token of a crop sees every token of that crop."""
+    """Sequential pre-norm block; every token of a crop sees every token of that crop.
+
+    It gets and gives the residual in two terms, so that whoever adds them can take the norm of
+    the sum at once: the next half of a block, or the norm behind the last.
+    """
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.ln1 = nn.LayerNorm(config.dim)
-        self.attn = Attention(config.dim, config.num_heads)
+        self.attn: Attention | Fp8Attention = Attention(config.dim, config.num_heads)
         self.ln2 = nn.LayerNorm(config.dim)
-        self.mlp = MLP(config.dim, config.ff_dim, config.dim)
+        self.mlp: MLP | Fp8MLP = MLP(config.dim, config.ff_dim, config.dim)
 
-    def forward(self, x_NTD: torch.Tensor) -> torch.Tensor:
-        """[N, T, D] to [N, T, D]."""
-        x_NTD = x_NTD + self.attn.join(ops.full_attention(*self.attn.split(self.ln1(x_NTD))))
-        mlp_NTD: torch.Tensor = self.mlp(self.ln2(x_NTD))
-        return x_NTD + mlp_NTD
+    def forward(
+        self, x_NTD: torch.Tensor, y_NTD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both terms behind the block, of those in front of it; x may be written over."""
+        x_NTD, heads = self.attn.after_norm(x_NTD, y_NTD, self.ln1)
+        y_NTD = self.attn.join(ops.full_attention(*heads))
+        return self.mlp.after_norm(x_NTD, y_NTD, self.ln2)
+
+    def use_fp8(self, num_heads: int) -> None:
+        """See `Vision`."""
+        assert isinstance(self.attn, Attention), "already e4m3"
+        assert isinstance(self.mlp, MLP), "already e4m3"
+        self.attn, self.mlp = Fp8Attention(self.attn, num_heads), Fp8MLP(self.mlp)
 
 
 class Vision(nn.Module):
@@ -44,7 +58,7 @@ class Vision(nn.Module):
         self.pos_emb = nn.Parameter(torch.empty(1, config.num_tokens, config.dim))
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
         self.post_ln = nn.LayerNorm(config.dim)
-        self.proj_mlp = MLP(2 * config.dim, config.proj_inner_dim, text_dim)
+        self.proj_mlp: MLP | Fp8MLP = MLP(2 * config.dim, config.proj_inner_dim, text_dim)
 
     def forward(self, pixels_NHWC: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
         """[T, X] of uint8 crops: the whole picture first, then `tiling` rows by columns of tiles.
@@ -57,14 +71,30 @@ class Vision(nn.Module):
         projected_TX: torch.Tensor = self.proj_mlp(torch.cat([whole_TD, local_TD], dim=-1))
         return projected_TX
 
+    def use_fp8(self) -> None:
+        """Blocks and projector multiply in e4m3 from now on; once, after the weights are loaded.
+
+        The weights are quantised where they are, layer by layer, and the originals let go; names
+        stay. Raises `InvalidField` if the device or a layer's size does not allow it.
+        """
+        if isinstance(self.proj_mlp, Fp8MLP):
+            return
+        for block in self.blocks:
+            assert isinstance(block, VisionBlock), "a tower has one kind of block"
+            block.use_fp8(self._config.num_heads)
+        self.proj_mlp = Fp8MLP(self.proj_mlp)
+
     def encode(self, pixels_NHWC: torch.Tensor) -> torch.Tensor:
         """[N, T, D] of uint8 crops, brought to -1..1 in the model's dtype."""
-        pixels = pixels_NHWC.to(self.pos_emb.dtype).div_(255.0).sub_(0.5).div_(0.5)
-        x_NTD: torch.Tensor = self.patch_emb(patches(pixels, self._config.patch_size))
-        x_NTD = x_NTD + self.pos_emb
+        pixels = normalised(pixels_NHWC, self.pos_emb.dtype)
+        return self.encode_patches(patches(pixels, self._config.patch_size))
+
+    def encode_patches(self, patches_NTP: torch.Tensor) -> torch.Tensor:
+        """[N, T, D] of normalised patches."""
+        x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
         for block in self.blocks:
-            x_NTD = block(x_NTD)
-        normed_NTD: torch.Tensor = self.post_ln(x_NTD)
+            x_NTD, y_NTD = block(x_NTD, y_NTD)
+        _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln)
         return normed_NTD
 
     def reconstruct(self, tiles_NTD: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
@@ -74,6 +104,11 @@ class Vision(nn.Module):
         stitched_YWD = stitch(tiles_NGGD, tiling, self._config.overlap_margin)
         pooled_DGG = F.adaptive_avg_pool2d(stitched_YWD.permute(2, 0, 1), (grid, grid))
         return pooled_DGG.flatten(1).t()
+
+
+def normalised(levels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """8-bit levels brought to -1..1, rounded at every step as in training."""
+    return levels.to(dtype).div_(255.0).sub_(0.5).div_(0.5)
 
 
 def patches(pixels_NHWC: torch.Tensor, size: int) -> torch.Tensor:

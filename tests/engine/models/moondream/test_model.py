@@ -204,13 +204,13 @@ def test_decode_writes_where_the_position_says(tiny_model):
     """A decode step touches one slot of one page of its row and nothing else."""
     session = PagedSession(tiny_model)
     session.prefill(1, None, tuple(PromptToken(token) for token in (1, 30, 3)))
-    before = session.kv.k_LNSHE.clone()
+    before = session.kv.k_LNHSE.clone()
     position = int(session.positions_R[1])
     pages_M = session.page_table_RM[1]
     batch = DecodeBatch(session.positions_R[1:2], session.page_table_RM[1:2])
     tiny_model.decode(tiny_model.embed(torch.tensor([40]), torch.zeros(1, 2)), batch, session.kv)
-    changed = (before != session.kv.k_LNSHE) & ~(before.isnan() & session.kv.k_LNSHE.isnan())
-    touched = changed.flatten(3).any(-1)[0].nonzero().tolist()
+    changed = (before != session.kv.k_LNHSE) & ~(before.isnan() & session.kv.k_LNHSE.isnan())
+    touched = changed.any(-1).any(2)[0].nonzero().tolist()
     assert touched == [[pages_M[position // 16].item(), position % 16]]
 
 
@@ -223,5 +223,5 @@ def test_prefix_sees_itself_both_ways(tiny_model, frontend, prepare):
         x_PD[-1] += seed
         pages_M = torch.arange(1, 3)
         tiny_model.prefill(x_PD, PrefillSpan(0, pages_M, bidirectional=True), session.kv)
-        start.append(session.kv.k_LNSHE[1, 1, 0])
+        start.append(session.kv.k_LNHSE[1, 1, :, 0])
     assert not torch.equal(*start)

@@ -1,0 +1,112 @@
+"""Kernels for many tokens of one sequence: rotation with the write to the pages, and sums.
+
+Shape legend: T tokens, H heads, E head dim (64), P positions, R rotated pairs of a head (16), N
+pages, S positions per page, M pages of a sequence; `...` any dimensions.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from legato_engine.kernels.cuda.module import Kernel, Module
+
+SOURCE = "prefill.cu"
+
+_HEAD_DIM = 64
+_ROTATED_PAIRS = 16
+_THREADS = 256
+_VALUES_PER_LOAD = 8
+_ALIGNMENT = 16  # bytes of an access
+_MAX_VALUES = 1 << 30  # what an int can number
+
+
+def defines(num_heads: int, page_size: int) -> dict[str, int]:
+    """Constants of `SOURCE`."""
+    return {"HEADS": num_heads, "PAGE": page_size}
+
+
+def can_rotate(qkv_T3HE: torch.Tensor, cos_PR: torch.Tensor, k_NHSE: torch.Tensor) -> bool:
+    """Whether `rotate_and_cache` takes such tensors; values and sines are as keys and cosines."""
+    return (
+        _is_plain(qkv_T3HE)
+        and _is_plain(k_NHSE)
+        and qkv_T3HE.shape[-1] == _HEAD_DIM
+        and cos_PR.shape[-1] == _ROTATED_PAIRS
+        and cos_PR.dtype is torch.float32
+        and cos_PR.is_contiguous()
+    )
+
+
+def rotate_and_cache(
+    qkv_T3HE: torch.Tensor,
+    cos_PR: torch.Tensor,
+    sin_PR: torch.Tensor,
+    start: int,
+    pages_M: torch.Tensor,
+    k_NHSE: torch.Tensor,
+    v_NHSE: torch.Tensor,
+) -> None:
+    """Turn queries and keys in place; keys and values go to positions `start` and on of `pages_M`.
+
+    The pages are int64 and without gaps. The bits are those of `reference.rotate`.
+    """
+    count, _, num_heads, _ = qkv_T3HE.shape
+    kernel = _compiled(num_heads, k_NHSE.shape[2], qkv_T3HE.device).rotate_and_cache
+    threads = count * num_heads * (_HEAD_DIM // _VALUES_PER_LOAD)
+    operands = (qkv_T3HE, cos_PR, sin_PR, pages_M, k_NHSE, v_NHSE, start, count)
+    _launch(kernel, threads, operands, qkv_T3HE.device)
+
+
+def can_add(*terms: torch.Tensor) -> bool:
+    """Whether `add3` takes these terms."""
+    first = terms[0]
+    return first.numel() % _VALUES_PER_LOAD == 0 and all(
+        _is_plain(term) and term.shape == first.shape for term in terms
+    )
+
+
+def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """[...] of three times [...]: summed in float32, rounded once."""
+    out = torch.empty_like(x)
+    loads = x.numel() // _VALUES_PER_LOAD
+    _launch(_compiled(1, 1, x.device).add3, loads, (x, y, z, out, loads), x.device)
+    return out
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """On a GPU, bf16, without gaps, and where 16-byte accesses reach it."""
+    return (
+        x.device.type == "cuda"
+        and x.dtype is torch.bfloat16
+        and x.is_contiguous()
+        and x.data_ptr() % _ALIGNMENT == 0
+    )
+
+
+class _Kernels:
+    """The kernels for one shape of the cache, on the current device."""
+
+    def __init__(self, num_heads: int, page_size: int) -> None:
+        module = Module(SOURCE, defines(num_heads, page_size))
+        self.rotate_and_cache = module.kernel("rotate_and_cache")
+        self.add3 = module.kernel("add3")
+
+
+@functools.cache
+def _compiled(num_heads: int, page_size: int, device: torch.device) -> _Kernels:
+    with torch.cuda.device(device):
+        return _Kernels(num_heads, page_size)
+
+
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _launch(
+    kernel: Kernel, threads: int, operands: tuple[torch.Tensor | int, ...], device: torch.device
+) -> None:
+    grid = (-(-threads // _THREADS), 1, 1)
+    kernel.launch(grid, _THREADS, operands, overlap=_can_overlap(device))

@@ -1,0 +1,25 @@
+// The best of several candidates, ties to the lowest id.
+#pragma once
+
+#include "common.cuh"
+
+// Unsigned integers in the order of the floats.
+__device__ __forceinline__ u32 to_key(float x) {
+  const u32 bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float from_key(u32 key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+struct Best {  // lexicographically: greater `first`, greater `second`, lower `id`
+  u32 first, second, id;
+};
+
+// Of a warp, in every lane.
+__device__ __forceinline__ Best warp_best(Best mine) {
+  const u32 first = __reduce_max_sync(~0u, mine.first);
+  const u32 second = __reduce_max_sync(~0u, mine.first == first ? mine.second : 0u);
+  const bool equal = mine.first == first && mine.second == second;
+  return {first, second, __reduce_min_sync(~0u, equal ? mine.id : ~0u)};
+}

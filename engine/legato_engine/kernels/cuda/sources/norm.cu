@@ -1,0 +1,37 @@
+// A residual sum and its layer norm: x becomes x + y, rounded once, and the norm of that is the result, as
+// bf16 or as e4m3 with one float32 scale per row.
+//
+// Constants as in rows.cuh. x is [count, DIM]; y [terms, DIM] repeats over it; weight and bias are [DIM].
+#include "rows.cuh"
+
+__device__ __forceinline__ void add_and_normalise(Row& row, int index, bf16* x, const bf16* y, int terms,
+                                                  const bf16* weight, const bf16* bias, float epsilon) {
+  __shared__ float shared[2][WARPS];
+  inputs_ready();
+  row.lane = row_lane();
+  row.load_sum(x + (i64)index * DIM, y + (i64)((u32)index % (u32)terms) * DIM);
+  normalise(row, weight, bias, epsilon, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
+    add_norm(bf16* x, const bf16* y, int terms, const bf16* weight, const bf16* bias, float epsilon,
+             bf16* out, int count) {
+  const int index = row_index();
+  if (index >= count) return;
+  Row row;
+  add_and_normalise(row, index, x, y, terms, weight, bias, epsilon);
+  row.store(out + (i64)index * DIM);
+}
+
+#if __CUDA_ARCH__ >= 890  // the first with conversions to e4m3
+extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
+    add_norm_quantise(bf16* x, const bf16* y, int terms, const bf16* weight, const bf16* bias, float epsilon,
+                      unsigned char* values, float* scales, int count) {
+  __shared__ float shared[WARPS];
+  const int index = row_index();
+  if (index >= count) return;
+  Row row;
+  add_and_normalise(row, index, x, y, terms, weight, bias, epsilon);
+  quantise(row, values + (i64)index * DIM, scales + index, shared);
+}
+#endif

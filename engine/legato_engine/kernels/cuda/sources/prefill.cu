@@ -1,0 +1,104 @@
+// Many tokens of one sequence at once: what torch would do in many passes over the same memory.
+//
+// Constants: HEADS heads of 64, PAGE positions per page. T tokens, P positions.
+//
+// Memory: qkv [T, 3, HEADS, 64]; keys and values [pages, HEADS, PAGE, 64]; angles [P, 16] float32.
+#include "common.cuh"
+
+constexpr int HEAD = 64, HALF = 16;  // dimensions of a head, and pairs of them that turn
+constexpr int WIDTH = 8;             // values of a 16-byte access
+constexpr int LANES = HEAD / WIDTH;  // threads of a head
+constexpr int TURNED = 2 * HALF / WIDTH, GAP = HALF / WIDTH;  // those that turn; from one of a pair to the other
+constexpr int THREADS = 256;
+
+__device__ __forceinline__ void after_previous() {
+#if __CUDA_ARCH__ >= 900
+  wait_previous();
+#endif
+}
+
+// One thread's share of a token's angles; the second of a pair adds where the first subtracts.
+struct Angles {
+  float4 cos[2], sin[2];
+
+  __device__ __forceinline__ void load(const float* cosines, const float* sines, int position, int lane) {
+    const int at = position * HALF + lane % GAP * WIDTH;
+    const float sign = lane < GAP ? -1.f : 1.f;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      cos[i] = reinterpret_cast<const float4*>(cosines + at)[i];
+      sin[i] = reinterpret_cast<const float4*>(sines + at)[i];
+      sin[i] = float4{sin[i].x * sign, sin[i].y * sign, sin[i].z * sign, sin[i].w * sign};
+    }
+  }
+};
+
+// Every operation rounds by itself, as torch's do: the results have the same bits.
+__device__ __forceinline__ float turn(float own, float other, float cos, float sin) {
+  return __fadd_rn(__fmul_rn(own, cos), __fmul_rn(other, sin));
+}
+
+// Eight values whose partners another thread of the head holds; all threads of a warp come here.
+__device__ __forceinline__ uint4 turned(const uint4& own, const Angles& angles) {
+  uint4 out;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const u32 a = (&own.x)[j], b = __shfl_xor_sync(~0u, a, GAP);
+    const float* cos = &angles.cos[j / 2].x + j % 2 * 2;
+    const float* sin = &angles.sin[j / 2].x + j % 2 * 2;
+    (&out.x)[j] = pack(turn(low_float(a), low_float(b), cos[0], sin[0]),
+                       turn(high_float(a), high_float(b), cos[1], sin[1]));
+  }
+  return out;
+}
+
+// Queries and keys turn in place, and keys and values go to their slots of `pages`: token t stands at position
+// start + t. A thread has 16 bytes of a head's query, key and value; at four blocks per processor there are registers
+// for all of them to be on their way at once.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+    rotate_and_cache(bf16* qkv, const float* cosines, const float* sines, const i64* pages, bf16* keys, bf16* values,
+                     int start, int count) {
+  const int index = blockIdx.x * THREADS + threadIdx.x;
+  const int lane = index % LANES, head = index / LANES % HEADS, token = index / (LANES * HEADS);
+  const int position = start + token;
+  const bool real = token < count, turns = real && lane < TURNED;
+  Angles angles = {};
+  if (turns) angles.load(cosines, sines, position, lane);
+  after_previous();
+  uint4* const query = reinterpret_cast<uint4*>(qkv + (i64)token * (3 * HEADS * HEAD) + head * HEAD) + lane;
+  uint4* const key = query + HEADS * LANES;
+  uint4 q = {}, k = {}, v = {};
+  i64 page = 0;
+  if (turns) q = load_fresh(query);
+  if (real) {
+    k = load_fresh(key);
+    v = load_fresh(key + HEADS * LANES);
+    page = load_fresh_i64(pages + position / PAGE);
+  }
+  const uint4 turned_q = turned(q, angles), turned_k = turned(k, angles);
+  if (turns) {
+    *query = turned_q;
+    *key = k = turned_k;
+  }
+  if (real) {
+    const i64 at = ((page * HEADS + head) * PAGE + position % PAGE) * LANES + lane;
+    reinterpret_cast<uint4*>(keys)[at] = k;
+    reinterpret_cast<uint4*>(values)[at] = v;
+  }
+}
+
+// out = x + y + z of `loads` times eight values, rounded once.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    add3(const uint4* x, const uint4* y, const uint4* z, uint4* out, int loads) {
+  const int index = blockIdx.x * THREADS + threadIdx.x;
+  after_previous();
+  if (index >= loads) return;
+  const uint4 a = x[index], b = y[index], c = z[index];
+  uint4 sum;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const u32 i = (&a.x)[j], k = (&b.x)[j], l = (&c.x)[j];
+    (&sum.x)[j] = pack(low_float(i) + low_float(k) + low_float(l), high_float(i) + high_float(k) + high_float(l));
+  }
+  out[index] = sum;
+}

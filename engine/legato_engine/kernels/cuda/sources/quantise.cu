@@ -1,0 +1,46 @@
+// Rows of bf16 to e4m3 with one float32 scale each; what comes before is done on the way, in float32.
+//
+// Constants as in rows.cuh.
+#include "rows.cuh"
+
+// x / (1 + exp(-2u)), u the argument of the tanh form: one exponential and one reciprocal, which are what
+// limits it, and small results keep their relative precision.
+__device__ __forceinline__ float gelu(float x) {
+  constexpr float LINEAR = -2.3022082f, CUBIC = -0.10294324f;  // -2 log2(e) sqrt(2 / pi), and 0.044715 of that
+  float power, share;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * fmaf(CUBIC, x * x, LINEAR)));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.f + power));
+  return x * share;
+}
+
+enum Before { NOTHING, GELU };
+
+template <Before BEFORE>
+__device__ __forceinline__ void quantise_rows(const bf16* x, unsigned char* values, float* scales, int count) {
+  __shared__ float shared[WARPS];
+  const int index = row_index();
+  if (index >= count) return;
+  inputs_ready();
+  Row row;
+  row.lane = row_lane();
+  row.load(x + (i64)index * DIM);
+  if constexpr (BEFORE == GELU) {
+#pragma unroll
+    for (int i = 0; i < HELD; i++)
+#pragma unroll
+      for (int j = 0; j < WIDTH; j++) row.values[i][j] = gelu(row.values[i][j]);
+  }
+  quantise(row, values + (i64)index * DIM, scales + index, shared);
+}
+
+// x bf16 [count, DIM] to `values` e4m3 [count, DIM] and `scales` [count]; x may be anything finite.
+extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
+    quantise_plain(const bf16* x, unsigned char* values, float* scales, int count) {
+  quantise_rows<NOTHING>(x, values, scales, count);
+}
+
+// The same of gelu(x), in its tanh form.
+extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
+    quantise_gelu(const bf16* x, unsigned char* values, float* scales, int count) {
+  quantise_rows<GELU>(x, values, scales, count);
+}

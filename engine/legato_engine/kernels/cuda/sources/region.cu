@@ -1,0 +1,171 @@
+// Values that tokens carry: encoded into the residual stream, and read back out of it.
+//
+// Constants: DIM width, INNER inner width, COORD_BINS and SIZE_BINS (all of a decoder's outputs), COORD_FEATURES
+// and SIZE_FEATURES frequencies, COORD and SIZE token ids, TILES groups of 8 tokens; PARTS,
+// SPLIT and INPUT_STAGES as in decode.cu. B tokens; `stages` is how many stages of weights shared memory holds.
+#include "stream.cuh"
+
+// x [B, DIM]: the word of each token, or its encoded value if it is a COORD or a SIZE token.
+// `source` [B]: a row of the token and payload state, or -1 for the prompt's own entry of that index.
+extern "C" __global__ void __launch_bounds__(WORKERS) embed(
+    const i64* source, const i64* row_token, const float* row_payload, const i64* prompt_token,
+    const float* prompt_payload, const bf16* words, const bf16* coord_features, const bf16* coord_weight,
+    const bf16* coord_bias, const bf16* size_features, const bf16* size_weight, const bf16* size_bias, bf16* x) {
+  constexpr int OUTPUTS = 64, MOST = (COORD_FEATURES > SIZE_FEATURES ? COORD_FEATURES : SIZE_FEATURES) * 2;
+  __shared__ __align__(16) bf16 features[MOST];
+  const int index = blockIdx.y, first = blockIdx.x * OUTPUTS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  launch_dependents();
+  wait_previous();
+  const i64 row = source[index];
+  const i64 token = row < 0 ? prompt_token[index] : row_token[row];
+  const float* payload = row < 0 ? prompt_payload + index * 2 : row_payload + row * 2;
+  bf16* out = x + (i64)index * DIM + first;
+  if (token != COORD && token != SIZE) {
+    if (threadIdx.x < OUTPUTS && first + threadIdx.x < DIM) out[threadIdx.x] = words[token * DIM + first + threadIdx.x];
+    return;
+  }
+  const bool size = token == SIZE;
+  const int count = size ? SIZE_FEATURES : COORD_FEATURES;
+  const float a = rounded(6.283185307179586f * rounded(payload[0]));
+  const float b = rounded(6.283185307179586f * rounded(payload[1]));
+  for (int i = threadIdx.x; i < count; i += WORKERS) {
+    const float phase = size ? rounded(a * to_float(size_features[i]) + b * to_float(size_features[count + i]))
+                             : rounded(a * to_float(coord_features[i]));
+    features[i] = to_bf16(cosf(phase));
+    features[count + i] = to_bf16(sinf(phase));
+  }
+  __syncthreads();
+  const bf16* weight = size ? size_weight : coord_weight;
+  const bf16* bias = size ? size_bias : coord_bias;
+  for (int o = warp; o < OUTPUTS && first + o < DIM; o += WARPS) {
+    const bf16* weights = weight + (i64)(first + o) * count * 2;
+    float sum = 0.f;
+    for (int i = lane * 8; i < count * 2; i += 256) {
+      const uint4 w = *reinterpret_cast<const uint4*>(weights + i), f = *reinterpret_cast<const uint4*>(features + i);
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        sum += low_float((&w.x)[j]) * low_float((&f.x)[j]) + high_float((&w.x)[j]) * high_float((&f.x)[j]);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) out[o] = to_bf16(sum + to_float(bias[first + o]));
+  }
+}
+
+// Which of the two decoders any token of the batch needs; uniform over the grid.
+__device__ __forceinline__ void needed(const i64* tokens, int batch, bool& coord, bool& size) {
+  coord = size = false;
+  for (int i = 0; i < batch; i++) {
+    const i64 token = load_fresh_i64(tokens + i);
+    coord |= token == COORD;
+    size |= token == SIZE;
+  }
+}
+
+// inner [B, 2 * INNER]: gelu of the first layer of the coord decoder, then of the size decoder. A
+// decoder that no token needs is not run.
+extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_inner(
+    const i64* tokens, const bf16* hidden, const bf16* coord_weights, const bf16* coord_bias, const bf16* size_weights,
+    const bf16* size_bias, bf16* inner, int batch, int stages) {
+  constexpr int BLOCKS = INNER / 16, CHUNK = chunk_of(DIM), CHUNKS = DIM / CHUNK;
+  unsigned char* shared = shared_memory;
+  const int elements = places<TILES>(batch) * (CHUNK + PAD), late = HELD<TILES> ? elements * CHUNKS / (16 * CHUNK) : 0;
+  Ring ring(shared, stages, 16 * CHUNK, late), inputs(shared, CHUNKS, elements);
+  ring.late_data = inputs.data;  // free when the tokens are held
+  auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+  if (threadIdx.x == WORKERS) ring.init();
+  if (threadIdx.x == WORKERS + 32) inputs.init();
+  if (warp < WARPS)
+    for (int i = 0; i < CHUNKS; i++) clear<TILES>(inputs.data + i * inputs.elements, CHUNK + PAD, batch);
+  __syncthreads();
+  launch_dependents();
+  wait_previous();
+  bool coord, size;
+  needed(tokens, batch, coord, size);
+  const int begin = coord ? 0 : BLOCKS, end = size ? 2 * BLOCKS : BLOCKS;
+  const int first = begin + blockIdx.x, step = gridDim.x, count = first < end ? (end - first + step - 1) / step : 0;
+  if (count == 0) return;
+  if (warp > WARPS) {
+    produce_inputs<CHUNK>(inputs, CHUNKS, batch, [&](int i, int token) { return hidden + (i64)token * DIM + i * CHUNK; });
+    return;
+  }
+  if (warp == WARPS) {
+    if (threadIdx.x == WORKERS)
+      produce_weights<CHUNK>(ring, count * CHUNKS, [&](int i) {
+        const int block = first + i / CHUNKS * step;
+        const bf16* weights = block < BLOCKS ? coord_weights : size_weights;
+        return weights + ((i64)(block % BLOCKS) * CHUNKS + i % CHUNKS) * (16 * CHUNK);
+      });
+    return;
+  }
+  multiply_blocks<TILES, DIM>(count, ring, inputs, sums, batch, [] {}, [&](int i, int tile, float4 sum) {
+    const int block = first + i * step, at = block % BLOCKS * 16 + g;
+    const bf16* bias = block < BLOCKS ? coord_bias : size_bias;
+    const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int token = tile * 8 + t * 2 + j;
+      if (token >= batch) continue;
+      bf16* out = inner + (i64)token * 2 * INNER + block / BLOCKS * INNER + at;
+      out[0] = to_bf16(gelu_tanh(low[j] + to_float(bias[at])));
+      out[8] = to_bf16(gelu_tanh(high[j] + to_float(bias[at + 8])));
+    }
+  });
+}
+
+// coord_bins [B, COORD_BINS] and size_bins [B, SIZE_BINS] float32 logits; a decoder that no token needs
+// leaves its own as they are.
+extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_bins(
+    const i64* tokens, const bf16* inner, const bf16* coord_weights, const bf16* coord_bias, const bf16* size_weights,
+    const bf16* size_bias, float* coord_bins, float* size_bins, int batch, int stages) {
+  constexpr int PART = INNER / PARTS, CHUNK = chunk_of(PART), CHUNKS = PART / CHUNK, COORD_BLOCKS = COORD_BINS / 16;
+  static_assert(COORD_BINS % (16 * PARTS) == 0 && SIZE_BINS % (16 * PARTS) == 0, "unsupported sizes");
+  unsigned char* shared = shared_memory;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+  const int stride = CHUNK + PAD, places_ = places<TILES>(batch);
+  Ring ring(shared, stages, 16 * CHUNK), inputs(shared, INPUT_STAGES, places_ * stride);
+  auto& sums = *reinterpret_cast<PartSums<TILES, PARTS>*>(shared);
+  const bool is_size = blockIdx.x >= COORD_BLOCKS;
+  const int index = is_size ? blockIdx.x - COORD_BLOCKS : blockIdx.x;
+  const int rank = SPLIT ? cluster_rank() : 0, first = SPLIT ? index / PARTS * PARTS : index;
+  if (threadIdx.x == WORKERS) ring.init();
+  if (threadIdx.x == WORKERS + 32) inputs.init();
+  if (warp < WARPS)
+    for (int i = 0; i < INPUT_STAGES; i++) clear<TILES>(inputs.data + i * inputs.elements, stride, batch);
+  __syncthreads();
+  launch_dependents();
+  wait_previous();
+  bool coord, size;
+  needed(tokens, batch, coord, size);
+  if (is_size ? !size : !coord) return;
+  const bf16* weights = is_size ? size_weights : coord_weights;
+  if (warp < WARPS) {
+    multiply_parts<TILES, PARTS, SPLIT, PART>(ring, inputs, sums, batch);
+  } else if (threadIdx.x == WORKERS) {
+    produce_weights<CHUNK>(ring, PARTS * CHUNKS, [&](int i) {
+      const i64 block = SPLIT ? first + i % PARTS : first;
+      const int chunk = SPLIT ? rank * CHUNKS + i / PARTS : i;
+      return weights + (block * (PARTS * CHUNKS) + chunk) * (16 * CHUNK);
+    });
+  } else if (warp > WARPS) {
+    const bf16* source = inner + is_size * INNER + (SPLIT ? rank * PART : 0);
+    produce_inputs<CHUNK>(inputs, SPLIT ? CHUNKS : PARTS * CHUNKS, batch, [&](int i, int token) {
+      return source + (i64)token * 2 * INNER + i * CHUNK;
+    });
+  }
+  __syncwarp();
+  add_parts<TILES, PARTS, SPLIT>(rank, sums, [&](int tile, float4 sum) {
+    const int out = (first + rank) * 16 + g;
+    const bf16* bias = is_size ? size_bias : coord_bias;
+    float* bins = is_size ? size_bins : coord_bins;
+    const int width = is_size ? SIZE_BINS : COORD_BINS;
+    const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int token = tile * 8 + t * 2 + j;
+      if (token >= batch) continue;
+      bins[(i64)token * width + out] = low[j] + to_float(bias[out]);
+      bins[(i64)token * width + out + 8] = high[j] + to_float(bias[out + 8]);
+    }
+  });
+}

@@ -1,0 +1,293 @@
+// The next token of every row: constraint, temperature, top-k, top-p, position-keyed noise.
+//
+// Constants: VOCAB (a multiple of 4, at most 65536), CLUSTER thread blocks that share a row, SHARED their bytes of
+// memory. B rows of a batch, R rows of the state, C constraints. A row's logits are read once, and every sum is of
+// integers, so that a token depends neither on the rows beside it nor on the order of threads.
+#include "best.cuh"
+
+constexpr int THREADS = 1024, SPAN = CLUSTER * THREADS * 4;
+constexpr int GROUPS = (VOCAB + SPAN - 1) / SPAN, VALUES = GROUPS * 4;  // a thread's
+static_assert(VOCAB % 4 == 0 && VOCAB <= 65536 && VALUES <= 32, "unsupported vocabulary");
+
+constexpr float GREEDY_TEMPERATURE = 1e-6f;  // at or below, the highest logit wins
+constexpr int BURST = 4;                     // groups that are read at once
+constexpr u32 MASKED = 0xff800000u;          // -inf
+constexpr int BINS = THREADS, DIGIT_BITS = 10, PASSES = 6;
+// Noise is within -3.7 .. 37.5, so a token this far below the highest never wins; its share of the
+// mass is less than 2^-69. Nearer ones have first digits of at most 48 * 21 = 1008.
+constexpr float REACH = 48.f, FIRST_DIGITS = 21.f;
+constexpr float MASS_ONE = 1099511627776.f;  // 2^40 is the mass of the highest; a row's fits 57 bits
+constexpr float NOISE_SLACK = 1e-3f;       // far above the error of `rough_noise`
+
+struct __align__(16) Bin {
+  u32 mass[2];  // low and high: shared memory adds 32 bits at once
+  u32 count, unused;
+};
+struct Share {
+  u64 mass;
+  u32 count;
+};
+struct Choice {  // the bin that holds the last kept token, and what comes before that bin
+  u64 mass;
+  u32 count;
+  int digit;
+  bool settled;  // all tokens of the bin are kept
+};
+struct Shared {
+  Bin bins[2][BINS];
+  uint4 records[2];  // a block's best, and whether it met a logit that is not finite
+  Best warps[THREADS / 32];
+  Share sums[THREADS / 32];
+  u32 rough[THREADS / 32];
+  Choice choice;
+  float values[VALUES][THREADS];  // each thread's own: more than registers hold
+};
+static_assert(sizeof(Shared) <= SHARED, "the host allots less");
+
+__device__ __forceinline__ void sync_row() {
+  if (CLUSTER == 1)
+    __syncthreads();
+  else
+    cluster_sync();
+}
+
+// The 16 bytes at `shared` in the block of that rank.
+__device__ __forceinline__ uint4 of_block(const void* shared, int rank) {
+  if (CLUSTER == 1) return *static_cast<const uint4*>(shared);
+  const float4 v = load_peer(shared, rank);
+  return make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
+}
+
+__device__ __forceinline__ int token_id(int i, int rank) {
+  return ((i / 4 * CLUSTER + rank) * THREADS + (int)threadIdx.x) * 4 + i % 4;
+}
+
+// The best of the row and whether any thread's flag is set, in every thread of the cluster. A `slot` serves once.
+__device__ __forceinline__ Best cluster_best(Shared& shared, int slot, Best mine, bool& flag) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  mine = warp_best(mine);
+  if (lane == 0) shared.warps[warp] = mine;
+  flag = __syncthreads_or(flag);
+  if (warp == 0) {
+    mine = warp_best(shared.warps[lane]);
+    if (lane == 0) shared.records[slot] = make_uint4(mine.first, mine.second, mine.id, flag);
+    __syncwarp();
+  }
+  sync_row();
+  Best best = {0u, 0u, ~0u};
+#pragma unroll
+  for (int rank = 0; rank < CLUSTER; rank++) {
+    const uint4 v = of_block(&shared.records[slot], rank);
+    const Best other = {v.x, v.y, v.z};
+    const bool more = other.second > best.second || (other.second == best.second && other.id < best.id);
+    if (other.first > best.first || (other.first == best.first && more)) best = other;
+    flag |= v.w != 0;
+  }
+  return best;
+}
+
+// Ten bits of a token's place in falling order, ties by id: first evenly by distance from the highest, which spreads
+// common rows over the bins, then those of the inverted value and of the id, 48 bits in all.
+__device__ __forceinline__ int digit_of(int pass, float x, float peak, int id) {
+  if (pass == 0) return (int)((peak - x) * FIRST_DIGITS);
+  const u64 place = ((u64)~to_key(x) << 16 | (u32)id) << 2;
+  return (int)(place >> ((PASSES - 1 - pass) * DIGIT_BITS)) & (BINS - 1);
+}
+
+__device__ __forceinline__ u64 mass_of(float x, float peak) { return __float2ull_rn(expf(x - peak) * MASS_ONE); }
+
+// Added by halves: the sum of what carries does not depend on the order.
+__device__ __forceinline__ void add(Bin& bin, u64 mass) {
+  const u32 low = (u32)mass, before = atomicAdd(&bin.mass[0], low);
+  const u32 high = (u32)(mass >> 32) + (before + low < low);
+  if (high) atomicAdd(&bin.mass[1], high);
+  atomicAdd(&bin.count, 1u);
+}
+
+__device__ __forceinline__ Share warp_prefix(Share share) {
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const u64 mass = __shfl_up_sync(~0u, share.mass, step);
+    const u32 count = __shfl_up_sync(~0u, share.count, step);
+    if (threadIdx.x % 32 >= step) share.mass += mass, share.count += count;
+  }
+  return share;
+}
+
+// This thread's bin, summed over the cluster, added to all bins before it; `total` of all bins.
+__device__ __forceinline__ Share prefix(Shared& shared, const Share& mine, Share& total) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Share through = warp_prefix(mine);
+  if (lane == 31) shared.sums[warp] = through;
+  __syncthreads();
+  const Share sums = warp_prefix(shared.sums[lane]);
+  total.mass = __shfl_sync(~0u, sums.mass, 31);
+  total.count = __shfl_sync(~0u, sums.count, 31);
+  const u64 mass = __shfl_sync(~0u, sums.mass, max(warp - 1, 0));
+  const u32 count = __shfl_sync(~0u, sums.count, max(warp - 1, 0));
+  if (warp > 0) through.mass += mass, through.count += count;
+  return through;
+}
+
+// Bits of the values that top-p and top-k leave, out of `candidates`. A token stays while the mass before it is at most
+// top_p and the tokens before it are fewer than top_k; both only grow, so one last token is looked for, digit by digit.
+// Invariant: the first candidate stays, and what is no candidate is decided. `bins[0]` is zero.
+__device__ __forceinline__ u32 select(Shared& shared, u32 candidates, float peak, float top_p, i64 top_k, int rank) {
+  const u32 most = top_k > 0 && top_k < VOCAB ? (u32)top_k : VOCAB;
+  u64 limit = 0, mass_before = 0;
+  u32 kept = 0, count_before = 0;
+  for (int pass = 0; pass < PASSES; pass++) {
+    Bin* bins = shared.bins[pass % 2];
+    for (u32 left = candidates; left; left &= left - 1) {
+      const int i = __ffs(left) - 1;
+      const float x = shared.values[i][threadIdx.x];
+      add(bins[digit_of(pass, x, peak, token_id(i, rank))], mass_of(x, peak));
+    }
+    __syncwarp();
+    sync_row();
+    shared.bins[(pass + 1) % 2][threadIdx.x] = Bin{};  // peers read it before they came here
+    Share mine = {}, total = {};
+#pragma unroll
+    for (int peer = 0; peer < CLUSTER; peer++) {
+      const uint4 v = of_block(&bins[threadIdx.x], peer);
+      mine.mass += (u64)v.y << 32 | v.x;
+      mine.count += v.z;
+    }
+    const Share through = prefix(shared, mine, total);
+    if (pass == 0) limit = top_p >= 1.f ? total.mass : (u64)((double)top_p * (double)total.mass);
+    const u64 mass = mass_before + through.mass;
+    const u32 count = count_before + through.count;
+    const bool stays = mine.count && mass - mine.mass <= limit && count - mine.count < most;
+    if (stays && !(through.count < total.count && mass <= limit && count < most))
+      shared.choice = {mass - mine.mass, count - mine.count, (int)threadIdx.x,
+                       mine.count == 1 || (mass <= limit && count <= most)};
+    __syncthreads();
+    const Choice choice = shared.choice;
+    for (u32 left = candidates; left; left &= left - 1) {
+      const int i = __ffs(left) - 1;
+      const int digit = digit_of(pass, shared.values[i][threadIdx.x], peak, token_id(i, rank));
+      if (digit < choice.digit) kept |= 1u << i;
+      if (digit != choice.digit) candidates &= ~(1u << i);
+    }
+    if (choice.settled) break;
+    mass_before = choice.mass;
+    count_before = choice.count;
+  }
+  return kept | candidates;
+}
+
+// SplitMix64's finaliser.
+__device__ __forceinline__ u64 mix(u64 x) {
+  x += 0x9E3779B97F4A7C15ull;
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+  return x ^ x >> 31;
+}
+
+// Standard Gumbel noise from the 53 random bits of (seed, position, token), and the same within 1e-5 for less.
+__device__ __forceinline__ float exact_noise(u64 bits) {
+  return (float)-log(-log(((double)(i64)bits + 0.5) * 0x1p-53));
+}
+__device__ __forceinline__ float rough_noise(u64 bits) {
+  constexpr u64 ALL = (1ull << 53) - 1;
+  const bool low = bits >> 52 == 0;
+  const float tail = ((float)(low ? bits : ALL - bits) + 0.5f) * 0x1p-53f;
+  return -logf(low ? -logf(tail) : -log1pf(-tail));
+}
+
+// This thread's best by score among `kept`. Only tokens whose rough score is near the block's highest are scored
+// exactly: double logarithms are dear.
+__device__ __forceinline__ Best draw(Shared& shared, u32 kept, float peak, u64 key, int rank) {
+  float rough = -INFINITY;
+  for (u32 left = kept; left; left &= left - 1) {
+    const int i = __ffs(left) - 1;
+    const float x = shared.values[i][threadIdx.x];
+    rough = fmaxf(rough, x - peak + rough_noise(mix(key + (u64)token_id(i, rank)) >> 11));
+  }
+  __syncwarp();
+  const u32 highest = __reduce_max_sync(~0u, to_key(rough));
+  if (threadIdx.x % 32 == 0) shared.rough[threadIdx.x / 32] = highest;
+  __syncthreads();
+  const float near = from_key(__reduce_max_sync(~0u, shared.rough[threadIdx.x % 32])) - NOISE_SLACK;
+  Best best = {0u, 0u, ~0u};
+  if (!(rough >= near)) return best;
+  for (u32 left = kept; left; left &= left - 1) {
+    const int i = __ffs(left) - 1, id = token_id(i, rank);
+    const float x = shared.values[i][threadIdx.x];
+    const u64 bits = mix(key + (u64)id) >> 11;
+    if (!(x - peak + rough_noise(bits) >= near)) continue;
+    const u32 score = to_key(x - peak + exact_noise(bits)), value = to_key(x);
+    if (score > best.first || (score == best.first && value > best.second)) best = {score, value, (u32)id};
+  }
+  return best;
+}
+
+// row_token [R] and tokens [B]: the choice of each row; 0 and -1 where a logit is not finite, or none is left once
+// divided by the temperature. The row `scratch` of the state gets 0.
+extern "C" __global__ void __launch_bounds__(THREADS) sample(
+    const float* logits, const float* constraints, const i64* constraint, const i64* rows, const i64* position,
+    const float* row_temperature, const float* row_top_p, const i64* row_top_k, const i64* row_seed, i64* row_token,
+    i64* tokens, int scratch) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& shared = *reinterpret_cast<Shared*>(memory);
+  const int batch = blockIdx.x / CLUSTER, rank = CLUSTER == 1 ? 0 : cluster_rank();
+  const bool writes = rank == 0 && threadIdx.x == 0;
+  launch_dependents();
+  shared.bins[0][threadIdx.x] = Bin{};
+  wait_previous();
+  const i64 row = load_fresh_i64(rows + batch);
+  if (row == scratch) {
+    if (writes) row_token[row] = tokens[batch] = 0;
+    return;
+  }
+  const float* allowed = constraints + load_fresh_i64(constraint + batch) * VOCAB;
+  logits += (i64)batch * VOCAB;
+  const float temperature = load_fresh_f32(row_temperature + row);
+  const bool greedy = temperature <= GREEDY_TEMPERATURE;
+  u32 magnitude = 0;
+  Best best = {0u, 0u, ~0u};
+#pragma unroll
+  for (int begin = 0; begin < GROUPS; begin += BURST) {
+    uint4 raw[BURST], mask[BURST];
+#pragma unroll
+    for (int g = begin; g < begin + BURST && g < GROUPS; g++) {
+      const int first = token_id(g * 4, rank);
+      const bool inside = (g + 1) * SPAN <= VOCAB || first < VOCAB;
+      raw[g - begin] = inside ? load_fresh(logits + first) : uint4{};
+      mask[g - begin] = inside ? load_fresh(allowed + first) : make_uint4(MASKED, MASKED, MASKED, MASKED);
+    }
+#pragma unroll
+    for (int i = begin * 4; i < (begin + BURST) * 4 && i < VALUES; i++) {
+      const u32 bits = (&raw[i / 4 - begin].x)[i % 4];
+      const float x = __uint_as_float(bits) + __uint_as_float((&mask[i / 4 - begin].x)[i % 4]);
+      const u32 key = to_key(x);
+      magnitude = max(magnitude, bits & 0x7fffffffu);
+      if (key > best.first) best = {key, 0u, (u32)token_id(i, rank)};
+      if (!greedy) shared.values[i][threadIdx.x] = x;
+    }
+  }
+  bool broken = magnitude >= 0x7f800000u, unused = false;
+  best = cluster_best(shared, 0, best, broken);
+  float peak = from_key(best.first);
+  if (!broken && !greedy && peak > -INFINITY) {
+    peak = __fdiv_rn(peak, temperature);
+    u32 kept = 0;
+#pragma unroll 4
+    for (int i = 0; i < VALUES; i++) {
+      const float x = __fdiv_rn(shared.values[i][threadIdx.x], temperature) + 0.f;  // a zero has one sign only
+      shared.values[i][threadIdx.x] = x;
+      if (peak - x < REACH) kept |= 1u << i;
+    }
+    const float top_p = load_fresh_f32(row_top_p + row);
+    const i64 top_k = load_fresh_i64(row_top_k + row);
+    if (top_p < 1.f || top_k > 0) kept = select(shared, kept, peak, top_p, top_k, rank);
+    const u64 key = mix(mix((u64)load_fresh_i64(row_seed + row)) + (u64)load_fresh_i64(position + batch));
+    best = cluster_best(shared, 1, draw(shared, kept, peak, key, rank), unused);
+  }
+  broken |= best.id >= VOCAB;
+  if (writes) {
+    row_token[row] = broken ? 0 : best.id;
+    tokens[batch] = broken ? -1 : (i64)best.id;
+  }
+  sync_row();  // no block leaves while a peer reads its memory
+}

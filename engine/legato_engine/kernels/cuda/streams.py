@@ -1,0 +1,98 @@
+"""The sizes that `stream.cuh` fixes: threads, tiles, chunks, and their shared memory."""
+
+from __future__ import annotations
+
+import torch
+
+WARPS = 8
+WORKERS = 32 * WARPS
+THREADS = WORKERS + 64
+"""The workers, a producer of weights and one of inputs."""
+TILES = (1, 2, 4)
+"""Groups of 8 tokens that kernels are compiled for."""
+
+INPUT_STAGES = {1: 4, 2: 3, 4: 2}
+"""Stages of the ring of inputs, by tiles."""
+
+GROUP = 64
+"""Inputs of a stage that one warp takes."""
+PAD = 32
+"""Elements behind each token's inputs."""
+
+SUM = 512
+"""Bytes of a block's sums over one tile."""
+
+_PARTS = 4
+_LONG = 4096  # fewer inputs are not worth cutting
+
+
+def tiles_for(batch: int) -> int:
+    """The fewest tiles that hold a batch."""
+    return next(tiles for tiles in TILES if batch <= 8 * tiles)
+
+
+def chunk(inputs: int) -> int:
+    """Inputs of one stage: as many groups as there are warps, or the most that divide `inputs`."""
+    return next(g * GROUP for g in range(WARPS, 0, -1) if inputs % (g * GROUP) == 0)
+
+
+def num_parts(inputs: int, outputs: int) -> int:
+    """Parts that a map's inputs are cut into."""
+    divides = inputs % (_PARTS * GROUP) == 0 and outputs % (_PARTS * 16) == 0
+    return _PARTS if divides and inputs >= _LONG else 1
+
+
+def is_split(parts: int, tiles: int) -> bool:
+    """Whether a cluster shares the inputs: worth it where they are as many bytes as the weights."""
+    return parts > 1 and tiles > 1
+
+
+def whole_shared(inputs: int, batch: int, stages: int) -> int:
+    """Bytes of shared memory where all inputs of all tokens lie in it.
+
+    `stages` of the ring have memory of their own; where registers come to hold the inputs, as many
+    more as fit take their place.
+    """
+    width = chunk(inputs)
+    assert stages >= inputs // width, f"{stages} stages hold no block of rows"
+    elements = _places(batch) * (width + PAD)
+    held = tiles_for(batch) < TILES[-1]
+    late = elements * (inputs // width) // (16 * width) if held else 0
+    rings = _barriers(stages + late) + stages * 32 * width + _ring(elements, inputs // width)
+    return rings + (2 if held else 1) * WARPS * tiles_for(batch) * SUM
+
+
+def parts_shared(inputs: int, parts: int, batch: int, stages: int) -> int:
+    """Bytes of shared memory where the inputs, cut into parts, come by a ring.
+
+    The warps' sums take the place of the weights, which must be as large.
+    """
+    tiles = tiles_for(batch)
+    width = chunk(inputs // parts)
+    assert stages * 32 * width >= WARPS * parts * tiles * SUM, f"{stages} stages hold no sums"
+    rings = _ring(16 * width, stages) + _ring(_places(batch) * (width + PAD), INPUT_STAGES[tiles])
+    return rings + parts * tiles * SUM
+
+
+def num_processors() -> int:
+    """Multiprocessors of the current GPU."""
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
+def even_grid(blocks: int) -> int:
+    """Thread blocks so that all have the same number of `blocks`, or one less, in one wave."""
+    each = -(-blocks // num_processors())
+    return -(-blocks // each)
+
+
+def _places(batch: int) -> int:
+    tiles = tiles_for(batch)
+    return batch if tiles == 1 else 8 * tiles
+
+
+def _ring(elements: int, stages: int) -> int:
+    return _barriers(stages) + stages * elements * 2
+
+
+def _barriers(stages: int) -> int:
+    return -(-stages // 8) * 128

@@ -1,0 +1,145 @@
+"""Layers that multiply in e4m3: weights with a scale per output, activations with one per row.
+
+Activations are quantised together with what comes before: a norm, a gelu or nothing. On a GPU
+nothing here synchronises, so it can be captured; on the CPU the same numbers are multiplied in
+float32.
+
+Shape legend: T rows, D width, H heads, E head dim, K inputs and O outputs of a layer; `...` any
+leading dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from legato_engine.errors import InvalidField
+from legato_engine.kernels import ops
+from legato_engine.kernels.cuda import norm, quantise
+from legato_engine.kernels.cuda.quantise import Quantised
+from legato_engine.layers.attention import Attention, Heads, split_heads
+from legato_engine.layers.mlp import MLP
+
+MULTIPLE = 16  # what inputs and outputs of a layer must be a multiple of
+
+
+class Fp8Linear(nn.Module):
+    """A loaded linear layer, quantised on its device: `weight` e4m3 [O, K], `scale` float32 [1, O].
+
+    Raises `InvalidField` where e4m3 cannot be multiplied, or not at these sizes, and on a GPU for a
+    layer that is not bfloat16.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        if problem := _problem(linear):
+            raise InvalidField(f"fp8: {problem}", field="vision_dtype")
+        rows = quantise.reference(linear.weight)
+        self.weight = _constant(rows.values)
+        self.scale = _constant(rows.scale.t().contiguous())
+        self.bias = _constant(linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., O] of [..., K]."""
+        return self.multiply(quantise.plain(x))
+
+    def multiply(self, x: Quantised) -> torch.Tensor:
+        """[..., O] in the bias's dtype, on a GPU bfloat16."""
+        values, scale = x.values.flatten(0, -2), x.scale.flatten(0, -2)
+        if values.device.type == "cpu":
+            out = emulated(values, scale, self.weight, self.scale, self.bias)
+        else:
+            out = multiplied(values, scale, self.weight, self.scale, self.bias)
+        return out.view(*x.values.shape[:-1], -1)
+
+
+def multiplied(
+    values_TK: torch.Tensor,
+    scale_T1: torch.Tensor,
+    weight_OK: torch.Tensor,
+    scale_1O: torch.Tensor,
+    bias_O: torch.Tensor,
+) -> torch.Tensor:
+    """[T, O] bfloat16: one multiplication of e4m3 matrices; the bias is bfloat16."""
+    return torch._scaled_mm(
+        values_TK,
+        weight_OK.t(),
+        scale_a=scale_T1,
+        scale_b=scale_1O,
+        bias=bias_O,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def emulated(
+    values_TK: torch.Tensor,
+    scale_T1: torch.Tensor,
+    weight_OK: torch.Tensor,
+    scale_1O: torch.Tensor,
+    bias_O: torch.Tensor,
+) -> torch.Tensor:
+    """See `multiplied`; in float32, rounded to the bias's dtype."""
+    x_TK = values_TK.float() * scale_T1
+    w_OK = weight_OK.float() * scale_1O.t()
+    return ops.linear(x_TK, w_OK, bias_O.float()).to(bias_O.dtype)
+
+
+class Fp8Attention(nn.Module):
+    """The projections of a loaded `Attention`."""
+
+    def __init__(self, attn: Attention, num_heads: int) -> None:
+        super().__init__()
+        self._num_heads = num_heads
+        self.qkv = Fp8Linear(attn.qkv)
+        self.proj = Fp8Linear(attn.proj)
+
+    def after_norm(
+        self, x: torch.Tensor, y: torch.Tensor, ln: nn.LayerNorm
+    ) -> tuple[torch.Tensor, Heads]:
+        """See `Attention`."""
+        x, normed = norm.add_norm_quantised(x, y, ln)
+        return x, split_heads(self.qkv.multiply(normed), self._num_heads)
+
+    def join(self, heads: torch.Tensor) -> torch.Tensor:
+        """[..., D] of [..., H, E]."""
+        return self.proj.multiply(quantise.plain(heads.flatten(-2)))
+
+
+class Fp8MLP(nn.Module):
+    """A loaded `MLP`."""
+
+    def __init__(self, mlp: MLP) -> None:
+        super().__init__()
+        self.fc1 = Fp8Linear(mlp.fc1)
+        self.fc2 = Fp8Linear(mlp.fc2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., O] of [..., K]."""
+        return self._multiply(quantise.plain(x))
+
+    def after_norm(
+        self, x: torch.Tensor, y: torch.Tensor, ln: nn.LayerNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `MLP`."""
+        x, normed = norm.add_norm_quantised(x, y, ln)
+        return x, self._multiply(normed)
+
+    def _multiply(self, x: Quantised) -> torch.Tensor:
+        return self.fc2.multiply(quantise.gelu(self.fc1.multiply(x)))
+
+
+def _problem(linear: nn.Linear) -> str | None:
+    device, dtype = linear.weight.device, linear.weight.dtype
+    if not quantise.can_multiply(device):
+        return "this GPU has no arithmetic for it"
+    if device.type != "cpu" and dtype != torch.bfloat16:
+        return f"its results are bfloat16, and the rest of the tower is {dtype}"
+    if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
+        sizes = f"{linear.in_features} to {linear.out_features}"
+        return f"the sizes of a layer must be multiples of {MULTIPLE}, not {sizes}"
+    return None
+
+
+def _constant(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)

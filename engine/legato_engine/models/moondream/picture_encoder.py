@@ -1,0 +1,107 @@
+"""Moondream's vision tower on a GPU: pictures are cut there, and every shape can be captured.
+
+Shape legend: N crops, T tokens of a crop, P values of a patch, D vision width, X text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from legato_engine.kernels.cuda.pictures import (
+    NUM_PIXEL_BYTES,
+    HostPicture,
+    PicturePipeline,
+    StagedPicture,
+    StitchPool,
+    stage,
+)
+from legato_engine.kernels.cut_plan import MAX_WORDS, CutPlan
+from legato_engine.models.model import PreparedImage
+from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.models.moondream.preprocess import WholePicture, crop_geometry
+from legato_engine.models.moondream.vision import Vision, normalised
+
+Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+_LEVELS = 256
+
+
+class MoondreamPictureEncoder:
+    """A `models.model.PictureEncoder` over a network's vision part; bfloat16 on CUDA."""
+
+    def __init__(
+        self,
+        config: MoondreamConfig,
+        vision: Vision,
+        bos_X: torch.Tensor,
+        pinned: Pinned,
+        num_slots: int,
+    ) -> None:
+        sizes, device, dtype = config.vision, bos_X.device, bos_X.dtype
+        self.max_crops = 1 + sizes.max_crops if sizes.max_crops > 1 else 1
+        self._geometry = crop_geometry(sizes)
+        self._vision = vision
+        levels = torch.arange(_LEVELS, dtype=torch.uint8, device=device)
+        self._pipeline = PicturePipeline(self._geometry, normalised(levels, dtype))
+        self._stitch = StitchPool(self._geometry)
+        self._hosts = [
+            HostPicture(pinned((NUM_PIXEL_BYTES,), torch.uint8), pinned((MAX_WORDS,), torch.int32))
+            for _ in range(num_slots)
+        ]
+        self._staged: list[StagedPicture | None] = [None] * num_slots
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        num_values = 3 * sizes.patch_size**2
+        self._patches_NTP = zeros(self.max_crops, sizes.num_tokens, num_values)
+        self._input_NTP = torch.zeros_like(self._patches_NTP)
+        self._features_NTD = zeros(self.max_crops, sizes.num_tokens, sizes.dim)
+        self._output_NTD = torch.zeros_like(self._features_NTD)
+        self._joined_TD = zeros(sizes.num_tokens, 2 * sizes.dim)
+        self._prefix_PX = zeros(config.prefix_length, len(bos_X))
+        self._prefix_PX[0] = bos_X
+
+    def fits(self, image: PreparedImage) -> bool:
+        """Whether the picture is whole and not cut into more crops than there is room for."""
+        return isinstance(image.pixels, WholePicture) and self.num_crops(image) <= self.max_crops
+
+    def num_crops(self, image: PreparedImage) -> int:
+        """The picture itself, and its tiles if it has more than one."""
+        num_crops: int = self._plan(image).num_crops
+        return num_crops
+
+    def stage(self, slot: int, image: PreparedImage) -> None:
+        """Copy the pixels and the plan to pinned memory."""
+        pixels_HWC = image.pixels.pixels_HWC
+        self._staged[slot] = stage(pixels_HWC, self._plan(image), self._hosts[slot])
+
+    def upload(self, slot: int) -> None:
+        """Two copies, then the picture's patches."""
+        staged = self._staged[slot]
+        assert staged is not None, "uploaded before it was staged"
+        self._pipeline.run(self._hosts[slot], staged, self._patches_NTP)
+
+    def take(self, first: int, stop: int) -> None:
+        """Some crops' patches become the input."""
+        self._input_NTP[: stop - first].copy_(self._patches_NTP[first:stop])
+
+    def encode(self, count: int) -> None:
+        """The vision tower over the first `count` crops of its input."""
+        self._output_NTD[:count].copy_(self._vision.encode_patches(self._input_NTP[:count]))
+
+    def give(self, first: int, stop: int) -> None:
+        """Its output becomes these crops' features."""
+        self._features_NTD[first:stop].copy_(self._output_NTD[: stop - first])
+
+    def finish(self) -> torch.Tensor:
+        """[P, X]: BOS, then the stitched, pooled and projected picture."""
+        self._stitch(self._features_NTD, self._pipeline.tiling, self._joined_TD)
+        self._prefix_PX[1:].copy_(self._vision.proj_mlp(self._joined_TD))
+        return self._prefix_PX
+
+    def _plan(self, image: PreparedImage) -> CutPlan:
+        picture: WholePicture = image.pixels
+        height, width = picture.pixels_HWC.shape[:2]
+        return CutPlan(height, width, picture.tiling, self._geometry)

@@ -1,0 +1,148 @@
+"""The CUDA sources of the decode step compile at every size, and stay in registers.
+
+The compiler needs no GPU; what the kernels compute is tested on one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import pytest
+from legato_engine.kernels.cuda import compiler, streams
+from legato_engine.kernels.cuda.decoder import SPLITS, attend_defines, decode_defines
+from legato_engine.kernels.cuda.regions import region_defines
+from legato_engine.kernels.cuda.sampling import sampling_defines
+
+from tests.engine.kernels.test_compiler import has_nvrtc
+from tests.engine.kernels.test_streams import CONFIGS, MOST, dynamic_shared, sizes_of
+
+pytestmark = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
+
+ARCHS = ("sm_90", "sm_100")
+RESERVED = 1024  # bytes of shared memory that the system takes, counted with the static ones
+MOST_STACK = 32  # bytes of a thread's own memory: what sines take, or two spilled registers
+FRAME_SIZE = 0x11  # the number of that note
+KERNELS = {
+    "decode.cu": {"layer_in", "layer_out", "head"},
+    "attend.cu": {"attend"},
+    "region.cu": {"embed", "region_inner", "region_bins"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a kernel takes: bytes of stack per thread, and of static shared memory."""
+
+    stack: int
+    static: int
+
+
+def usages(code: bytes) -> dict[str, Usage]:
+    """Every kernel of a cubin, which is an ELF file with its notes per kernel."""
+    (table,) = struct.unpack_from("<Q", code, 40)
+    entry, count, names_at = struct.unpack_from("<HHH", code, 58)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", code, table + i * entry) for i in range(count)]
+
+    def text(section: int, at: int) -> str:
+        start = headers[section][4] + at
+        return code[start : code.index(b"\0", start)].decode()
+
+    names = [text(names_at, header[0]) for header in headers]
+    notes, symbols, strings = (names.index(n) for n in (".nv.info", ".symtab", ".strtab"))
+    stacks: dict[str, int] = {}
+    at, end = headers[notes][4], headers[notes][4] + headers[notes][5]
+    while at < end:
+        form, attribute, value = struct.unpack_from("<BBH", code, at)
+        if attribute == FRAME_SIZE:  # of a symbol's function
+            symbol, stack = struct.unpack_from("<II", code, at + 4)
+            (name,) = struct.unpack_from("<I", code, headers[symbols][4] + symbol * 24)
+            stacks[text(strings, name)] = stack
+        at += 4 + (value if form == 4 else 0)
+    shared = {name: header[5] for name, header in zip(names, headers, strict=True)}
+    return {
+        name: Usage(stack, shared.get(f".nv.shared.{name}", 0))
+        for name, stack in stacks.items()
+        if not name.startswith("$")  # a division's slow path is no kernel
+    }
+
+
+def defines(source: str, model: str, tiles: int) -> dict[str, int]:
+    """Constants of a source; `tiles` is the number of splits for attention."""
+    decode, region = sizes_of(model)
+    if source == "decode.cu":
+        return decode_defines(decode, tiles)
+    return region_defines(region, tiles) if source == "region.cu" else attend_defines(decode, tiles)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """One cache for all tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("kernels")
+        patch.setenv("LEGATO_KERNEL_CACHE", str(folder))
+        yield folder
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("tiles", streams.TILES)
+@pytest.mark.parametrize("source", KERNELS)
+def test_kernels_compile_without_spills(cache, source, tiles, model, arch):
+    """Every kernel compiles, keeps its sums in registers, and fits beside its rings."""
+    assert streams.TILES == SPLITS
+    found = usages(compiler.compile_source(source, defines(source, model, tiles), arch))
+    assert set(found) == KERNELS[source]
+    dynamic = dynamic_shared(model, 8 * tiles)
+    for kernel, usage in found.items():
+        assert usage.stack <= MOST_STACK, kernel
+        assert usage.static + dynamic.get(kernel, 0) <= MOST + RESERVED, kernel
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("model", CONFIGS)
+def test_sampling_compiles(cache, model, arch):
+    """The choice of a token and the reading of its value compile at every model's sizes."""
+    config = CONFIGS[model]
+    constants = sampling_defines(config.text.vocab_size)
+    assert "sample" in usages(compiler.compile_source("sample.cu", constants, arch))
+    region = region_defines(sizes_of(model)[1], 1)
+    constants = {name: region[name] for name in ("COORD_BINS", "SIZE_BINS", "COORD", "SIZE")}
+    assert "payload" in usages(compiler.compile_source("payload.cu", constants, arch))
+
+
+def test_a_kernel_that_spills_is_seen(cache, monkeypatch):
+    """The stack that the tests look at is there in a kernel that needs one."""
+    monkeypatch.setattr(
+        compiler,
+        "sources",
+        lambda: {
+            "spill.cu": """extern "C" __global__ void spill(int* out, int at) {
+                volatile int kept[64];
+                for (int i = 0; i < 64; i++) kept[i] = out[i];
+                out[0] = kept[at];
+            }"""
+        },
+    )
+    found = usages(compiler.compile_source("spill.cu", {}, "sm_90"))
+    assert found["spill"].stack == 256
+
+
+PROBE = """#include "stream.cuh"
+static_assert({tiles} * {sum} * ({tiles} < 4 ? 2 : 1) * WARPS == sizeof(BlockSums<{tiles}>),
+              "sums of blocks");
+static_assert(4 * {tiles} * {sum} == sizeof(PartSums<{tiles}, 4>), "sums of parts");
+static_assert(chunk_of({inputs}) == {chunk}, "chunk");
+extern "C" __global__ void probe() {{}}
+"""
+
+
+@pytest.mark.parametrize("tiles", streams.TILES)
+@pytest.mark.parametrize("inputs", [64, 320, 448, 704, 1280, 2048, 2560, 8192])
+def test_the_header_agrees_on_sizes(cache, monkeypatch, tiles, inputs):
+    """Sums and chunks of `stream.cuh` are as large as the launches count them."""
+    chunk = streams.chunk(inputs)
+    probe = PROBE.format(tiles=tiles, sum=streams.SUM, inputs=inputs, chunk=chunk)
+    texts = compiler.sources() | {"probe.cu": probe}
+    monkeypatch.setattr(compiler, "sources", lambda: texts)
+    compiler.compile_source("probe.cu", {}, "sm_90")

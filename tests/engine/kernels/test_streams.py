@@ -1,0 +1,142 @@
+"""What the launches take of shared memory fits the GPU, and agrees with the kernels' headers."""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+
+import pytest
+from legato_engine.kernels.cuda import decoder, streams
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS, DecoderSizes
+from legato_engine.kernels.cuda.regions import BINS_STAGES, INNER_STAGES, RegionSizes
+from legato_engine.models.moondream.fused import region_sizes
+from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
+
+MOST = 232448  # bytes of shared memory that a thread block of an H200 may have
+STATIC = 512  # bytes at most that these kernels have beside the dynamic ones
+ATTEND_STATIC = 19072  # what `attend` keeps of its parts
+PAGE = 16
+CONFIGS = {"moondream2": moondream2_config(), "legato-tiny": legato_tiny_config()}
+
+
+def sizes_of(name: str) -> tuple[DecoderSizes, RegionSizes]:
+    """A model's sizes, as its kernels are compiled."""
+    config = CONFIGS[name]
+    text = config.text
+    pages = -(-text.max_context // PAGE)
+    decode = DecoderSizes(
+        dim=text.dim,
+        ff_dim=text.ff_dim,
+        num_heads=text.num_heads,
+        rotary_dim=text.rotary_dim,
+        vocab_size=text.vocab_size,
+        page_size=PAGE,
+        max_pages=pages,
+    )
+    return decode, region_sizes(config)
+
+
+def dynamic_shared(name, batch):
+    """Dynamic shared memory of each kernel's launch."""
+    decode, region = sizes_of(name)
+    tiles = streams.tiles_for(batch)
+    whole = {
+        "layer_in": DEFAULT_STAGES.layer_in[tiles],
+        "head": DEFAULT_STAGES.head[tiles],
+        "region_inner": INNER_STAGES[tiles],
+    }
+    cut = {
+        "layer_out": (decode.mixed_dim, decode.parts, batch, DEFAULT_STAGES.layer_out[tiles]),
+        "region_bins": (region.inner_dim, region.parts, batch, BINS_STAGES[tiles]),
+    }
+    shared = {name: streams.whole_shared(decode.dim, batch, n) for name, n in whole.items()}
+    shared |= {name: streams.parts_shared(*numbers) for name, numbers in cut.items()}
+    return shared
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
+def test_every_launch_fits_the_gpu(name, batch):
+    """No batch asks for more than a thread block may have, nor for more than its kernel allows."""
+    full = dynamic_shared(name, 8 * streams.tiles_for(batch))
+    for kernel, num_bytes in dynamic_shared(name, batch).items():
+        assert num_bytes + STATIC <= MOST, kernel
+        assert num_bytes <= full[kernel], kernel
+
+
+def test_the_rings_of_attention_fit_the_gpu():
+    """The rings of all warps, and what they compute, leave room for one thread block alone."""
+    num_bytes = decoder.attend_shared(DEFAULT_STAGES.attend) + ATTEND_STATIC
+    assert MOST // 2 < num_bytes <= MOST
+
+
+@pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
+def test_wide_kernels_never_share_a_processor(batch):
+    """At Moondream 2's sizes every kernel takes more than half of the memory."""
+    for kernel, num_bytes in dynamic_shared("moondream2", batch).items():
+        assert num_bytes > MOST // 2, kernel
+
+
+def test_narrow_kernels_have_a_processor_each(monkeypatch):
+    """Where a thread block takes less, an H200 has as many processors as there are blocks."""
+    monkeypatch.setattr(streams, "num_processors", lambda: 132)
+    decode, region = sizes_of("legato-tiny")
+    assert (3 * decode.dim + decode.ff_dim) // 16 <= streams.num_processors()
+    assert decode.vocab_size // 16 <= streams.num_processors()
+    assert decode.dim // 16 <= streams.num_processors()
+    assert 2 * region.inner_dim // 16 <= streams.num_processors()
+
+
+@pytest.mark.parametrize("blocks", [1, 20, 120, 131, 132, 133, 512, 896, 1320, 1321, 3200])
+def test_a_grid_is_even(monkeypatch, blocks):
+    """All thread blocks have the same number of blocks, or one less, and run at once."""
+    monkeypatch.setattr(streams, "num_processors", lambda: 132)
+    grid = streams.even_grid(blocks)
+    counts = {len(range(first, blocks, grid)) for first in range(grid)}
+    assert grid <= 132
+    assert max(counts) == -(-blocks // 132)
+    assert min(counts) >= max(counts) - 1
+
+
+@pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
+def test_a_batch_takes_the_fewest_tiles(batch):
+    """Tiles hold the batch, and the next smaller number of them would not."""
+    tiles = streams.tiles_for(batch)
+    assert batch <= 8 * tiles
+    assert all(batch > 8 * fewer for fewer in streams.TILES if fewer < tiles)
+
+
+def constants(file: str) -> dict[str, int]:
+    """The `constexpr int` numbers of a source that others of them do not need the compiler for."""
+    folder = importlib.resources.files("legato_engine.kernels.cuda") / "sources"
+    found: dict[str, int] = {}
+    text = (folder / file).read_text()
+    for name, product in re.findall(r"^constexpr int (\w+) = ([\w *]+);", text, re.MULTILINE):
+        factors = [found.get(factor, factor) for factor in product.split(" * ")]
+        if all(str(factor).isdigit() for factor in factors):
+            found[name] = 1
+            for factor in factors:
+                found[name] *= int(factor)
+    return found
+
+
+def test_the_header_has_the_same_numbers():
+    """Threads, groups and padding are those of `stream.cuh`."""
+    header = constants("stream.cuh")
+    assert header["WARPS"] == streams.WARPS
+    assert header["WORKERS"] == streams.WORKERS == streams.THREADS - 64
+    assert header["GROUP"] == streams.GROUP
+    assert header["PAD"] == streams.PAD
+
+
+def test_attention_has_the_same_numbers():
+    """A stage of `attend` is keys and values of a step and a barrier; lanes know all pages."""
+    source = constants("attend.cu")
+    assert source["WARPS"] == streams.WARPS
+    stage = 2 * source["STEP"] * source["HEAD"] * 2
+    one = decoder.attend_shared(1) // streams.WARPS
+    assert stage + 8 <= one <= stage + 16
+    for name in CONFIGS:
+        decode, _ = sizes_of(name)
+        assert decode.page_size % source["STEP"] == 0
+        assert decode.page_size * decode.max_pages <= source["STEP"] * source["WARPS"] * 32

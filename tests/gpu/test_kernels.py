@@ -1,0 +1,302 @@
+"""On a GPU: the decode step's kernels compute what torch computes, each token by itself.
+
+Shape legend: B tokens, D width, V vocabulary, R rows of the token state and of the page table, M
+pages per row, L layers, N pages, H heads, S positions per page, E head dim, P positions of a row.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from legato_engine.device.cuda import CudaDevice
+from legato_engine.kernels.cuda.decoder import MAX_TOKENS
+from legato_engine.models.model import DecodeBatch, KVCache, StepInputs
+from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.moondream.model import MoondreamModel, Network
+from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
+from legato_engine.models.moondream.weights import random_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = torch.device("cuda")
+ROWS, TOKENS, PAGE = 40, 38, 16
+ONE_PASS = slice(0, MAX_TOKENS)
+
+
+def shallow_moondream2() -> MoondreamConfig:
+    """Moondream 2's widths in few layers."""
+    config = moondream2_config()
+    return msgspec.structs.replace(
+        config,
+        text=msgspec.structs.replace(config.text, num_layers=3),
+        vision=msgspec.structs.replace(config.vision, num_layers=1),
+    )
+
+
+CONFIGS = {"legato-tiny": legato_tiny_config, "moondream2": shallow_moondream2}
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A model in bf16, the same weights in float32, its kernels, and pages of random contexts."""
+
+    config: MoondreamConfig
+    network: Network
+    model: MoondreamModel
+    exact: MoondreamModel
+    kernels: FusedMoondream
+    kv: KVCache
+    table_RM: torch.Tensor
+
+    def empty(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden state and logits that nothing has filled."""
+        text = self.config.text
+        hidden_BD = torch.full((batch, text.dim), torch.nan, dtype=self.model.dtype, device=DEVICE)
+        return hidden_BD, torch.full((batch, text.vocab_size), torch.nan, device=DEVICE)
+
+    def forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of the kernels: hidden state and logits."""
+        out = self.empty(len(inputs.row_B))
+        self.kernels.forward(inputs, *out)
+        return out
+
+    def inputs(self) -> StepInputs:
+        """A token for each of `TOKENS` rows: words and values, on all sides of pages' borders."""
+        generator = torch.Generator(DEVICE).manual_seed(7)
+        on: dict[str, Any] = {"device": DEVICE, "generator": generator}
+        end = self.config.text.max_context
+        token_R = torch.randint(10, self.config.text.vocab_size, (ROWS,), **on)
+        token_R[::3], token_R[1::3] = self.config.tokens.coord, self.config.tokens.size
+        position_B = torch.randint(0, end, (TOKENS,), **on)
+        edges = [0, 1, 15, 16, 17, 255, 256, 511, 512, 513, end - 1]
+        position_B[5 : 5 + len(edges)] = torch.tensor(edges, device=DEVICE)
+        row_B = torch.randperm(ROWS, **on)[:TOKENS].contiguous()
+        return StepInputs(
+            source_B=row_B,
+            row_B=row_B,
+            position_B=position_B,
+            fresh_B=position_B,
+            prompt_token_B=torch.zeros_like(row_B),
+            prompt_payload_B2=torch.zeros(TOKENS, 2, device=DEVICE),
+            token_R=token_R,
+            payload_R2=torch.rand(ROWS, 2, **on),
+            page_table_RM=self.table_RM,
+        )
+
+    def snapshot(self) -> KVCache:
+        """A copy of all keys and values."""
+        return KVCache(self.kv.k_LNHSE.clone(), self.kv.v_LNHSE.clone())
+
+    def restore(self, kv: KVCache) -> None:
+        """All keys and values back to a snapshot."""
+        self.kv.k_LNHSE.copy_(kv.k_LNHSE)
+        self.kv.v_LNHSE.copy_(kv.v_LNHSE)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def world(request):
+    """A model with random weights; a row's pages are anywhere."""
+    config = CONFIGS[request.param]()
+    network = random_weights(config, 0, DEVICE, torch.bfloat16)
+    text = config.text
+    pages = -(-text.max_context // PAGE)
+    shape = (text.num_layers, ROWS * pages + 1, text.num_heads, PAGE, text.head_dim)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    on: dict[str, Any] = {"device": DEVICE, "generator": generator}
+    kv = KVCache(*(torch.randn(shape, dtype=torch.bfloat16, **on) for _ in range(2)))
+    table_RM = (torch.randperm(ROWS * pages, **on) + 1).view(ROWS, pages)
+    model, exact = (MoondreamModel(config, n) for n in (network, copy.deepcopy(network).float()))
+    kernels = FusedMoondream(config, network.text, network.region, kv)
+    return World(config, network, model, exact, kernels, kv, table_RM)
+
+
+def places(inputs: StepInputs) -> DecodeBatch:
+    """Where the tokens stand, as torch's own decode takes it."""
+    return DecodeBatch(inputs.position_B, inputs.page_table_RM[inputs.row_B])
+
+
+def written(inputs: StepInputs) -> tuple[slice, torch.Tensor, slice, torch.Tensor]:
+    """The index of the tokens' own keys or values in a cache."""
+    page_B = inputs.page_table_RM[inputs.row_B, inputs.position_B // PAGE]
+    return slice(None), page_B, slice(None), inputs.position_B % PAGE
+
+
+def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """Root mean square of the difference over that of the truth."""
+    return float((ours.double() - truth.double()).norm() / truth.double().norm())
+
+
+def test_a_step_is_as_exact_as_torch(world):
+    """Against float32 the kernels err no more than 1.2 times what torch errs in bf16."""
+    inputs = world.inputs().part(ONE_PASS)
+    x_BD, _ = world.empty(MAX_TOKENS)
+    world.kernels.embed(inputs, x_BD)
+    before, where = world.snapshot(), places(inputs)
+    plain_BD = world.model.decode(x_BD, where, before)
+    wide = KVCache(world.kv.k_LNHSE.float(), world.kv.v_LNHSE.float())
+    exact_BD = world.exact.decode(x_BD.float(), where, wide)
+    exact_BV = world.exact.logits(exact_BD)
+    hidden_BD, logits_BV = world.forward(inputs)
+    assert error(hidden_BD, exact_BD) <= 1.2 * error(plain_BD, exact_BD)
+    assert error(logits_BV, exact_BV) <= 1.2 * error(world.model.logits(plain_BD), exact_BV)
+    at = written(inputs)
+    for ours, torchs, truth in (
+        (world.kv.k_LNHSE, before.k_LNHSE, wide.k_LNHSE),
+        (world.kv.v_LNHSE, before.v_LNHSE, wide.v_LNHSE),
+    ):
+        assert error(ours[at], truth[at]) <= 1.2 * error(torchs[at], truth[at])
+
+
+def test_a_row_has_the_same_bits_in_any_batch(world):
+    """A token's results are those that it has alone, also where a batch takes two passes."""
+    inputs = world.inputs()
+    before, at = world.snapshot(), written(inputs)
+    alone = [world.forward(inputs.part(slice(i, i + 1))) for i in range(TOKENS)]
+    hidden_BD, logits_BV = (torch.cat(values) for values in zip(*alone, strict=True))
+    keys, values = world.kv.k_LNHSE[at], world.kv.v_LNHSE[at]
+    assert not logits_BV.isnan().any()
+    for batch in range(1, TOKENS + 1):
+        world.restore(before)
+        for first in {0, TOKENS - batch}:
+            some = slice(first, first + batch)
+            hidden, logits = world.forward(inputs.part(some))
+            assert torch.equal(hidden, hidden_BD[some]), batch
+            assert torch.equal(logits, logits_BV[some]), batch
+    assert torch.equal(world.kv.k_LNHSE[at], keys)
+    assert torch.equal(world.kv.v_LNHSE[at], values)
+
+
+@pytest.mark.parametrize("batch", [1, 9, TOKENS])
+def test_a_step_writes_its_own_slots_and_no_others(world, batch):
+    """Every layer's keys and values change at the tokens' positions; nothing else does."""
+    inputs = world.inputs().part(slice(0, batch))
+    before, at = world.snapshot(), written(inputs)
+    world.kv.k_LNHSE[at] = world.kv.v_LNHSE[at] = torch.nan
+    world.forward(inputs)
+    for ours, old in ((world.kv.k_LNHSE, before.k_LNHSE), (world.kv.v_LNHSE, before.v_LNHSE)):
+        assert ours[at].isfinite().all()
+        ours[at] = old[at]
+        assert torch.equal(ours, old)
+
+
+def test_what_lies_behind_a_position_never_reaches_it(world):
+    """With NaN everywhere but in a row's past the results keep their bits."""
+    inputs = world.inputs()
+    before = world.snapshot()
+    expected = world.forward(inputs)
+    try:
+        for name in ("k_LNHSE", "v_LNHSE"):
+            cache, old = getattr(world.kv, name), getattr(before, name)
+            cache.fill_(torch.nan)
+            for row, position in zip(inputs.row_B, inputs.position_B, strict=True):
+                past_P = torch.arange(position.item(), device=DEVICE)
+                at = slice(None), world.table_RM[row, past_P // PAGE], slice(None), past_P % PAGE
+                cache[at] = old[at]
+        results = world.forward(inputs)
+    finally:
+        world.restore(before)
+    for ours, theirs in zip(results, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 20), (13, 5), (256, 31), (700, 37)])
+def test_a_prompt_in_one_step_is_the_prompt_token_by_token(world, start, count):
+    """Tokens of one sequence in one step, beside others, see each other as if they came singly."""
+    tokens, decoding = world.config.tokens, 1
+    rows = world.inputs().part(slice(0, decoding + count))
+    here = slice(decoding, None)
+    position_B, row_B, source_B = rows.position_B.clone(), rows.row_B.clone(), rows.row_B.clone()
+    position_B[here] = start + torch.arange(count, device=DEVICE)
+    row_B[here], source_B[here] = row_B[decoding].item(), -1
+    prompt_B = 20 + torch.arange(decoding + count, device=DEVICE)
+    prompt_B[3], prompt_B[5] = tokens.coord, tokens.size
+    payload_B2 = torch.rand(decoding + count, 2, device=DEVICE)
+    fresh_B = position_B.clone()
+    together = replace(
+        rows,
+        source_B=source_B,
+        row_B=row_B,
+        position_B=position_B,
+        fresh_B=fresh_B,
+        prompt_token_B=prompt_B,
+        prompt_payload_B2=payload_B2,
+    )
+    one_by_one = [world.forward(together.part(slice(i, i + 1))) for i in range(decoding + count)]
+    expected, at = world.snapshot(), written(together)
+    world.kv.k_LNHSE[at] = world.kv.v_LNHSE[at] = torch.nan
+    fresh_B[here] = start
+    results = world.forward(together)
+    for ours, theirs in zip(results, zip(*one_by_one, strict=True), strict=True):
+        assert torch.equal(ours, torch.cat(theirs))
+    assert torch.equal(world.kv.k_LNHSE, expected.k_LNHSE)
+    assert torch.equal(world.kv.v_LNHSE, expected.v_LNHSE)
+
+
+def test_tokens_are_embedded_with_their_values(world):
+    """A word is its row of the table, to the bit; coordinates and sizes are encoded."""
+    inputs, tokens = world.inputs().part(ONE_PASS), world.config.tokens
+    x_BD, _ = world.empty(MAX_TOKENS)
+    world.kernels.embed(inputs, x_BD)
+    token_B, payload_B2 = inputs.token_R[inputs.source_B], inputs.payload_R2[inputs.source_B]
+    expected_BD = world.model.embed(token_B, payload_B2)
+    words_B = (token_B != tokens.coord) & (token_B != tokens.size)
+    assert torch.equal(x_BD[words_B], expected_BD[words_B])
+    for kind in (tokens.coord, tokens.size):
+        assert (token_B == kind).any()
+        assert error(x_BD[token_B == kind], expected_BD[token_B == kind]) < 5e-3
+
+
+@pytest.mark.parametrize("batch", [1, 8, 13, MAX_TOKENS])
+def test_bins_are_as_exact_as_torch(world, batch):
+    """Both decoders' bins err no more than torch's, and a token's are those it has alone."""
+    tokens, width = world.config.tokens, world.config.text.dim
+    hidden_BD = torch.randn(batch, width, device=DEVICE).to(world.model.dtype)
+    region, exact = world.network.region, copy.deepcopy(world.network.region).float()
+    for token, which in ((tokens.coord, 0), (tokens.size, 1)):
+        token_B = torch.full((batch,), token, device=DEVICE)
+        bins_BN = world.kernels.bins(token_B, hidden_BD)[which].clone()
+        plain, truth = (
+            (part.coord_decoder, part.size_decoder)[which](hidden_BD.to(part.coord_features.dtype))
+            for part in (region, exact)
+        )
+        assert error(bins_BN, truth) <= 1.2 * error(plain, truth)
+        for i in range(batch):
+            alone_1N = world.kernels.bins(token_B[i : i + 1], hidden_BD[i : i + 1])[which]
+            assert torch.equal(alone_1N[0], bins_BN[i])
+
+
+def test_bins_that_nobody_needs_are_left_alone(world):
+    """A batch of words changes neither decoder's bins, one of sizes only those of sizes."""
+    hidden_BD = torch.randn(4, world.config.text.dim, device=DEVICE).to(world.model.dtype)
+    words_B = torch.full((4,), 50, device=DEVICE)
+    for bins in world.kernels.bins(words_B, hidden_BD):
+        bins.fill_(torch.nan)
+    assert all(bins.isnan().all() for bins in world.kernels.bins(words_B, hidden_BD))
+    words_B[2] = world.config.tokens.size
+    coord_BN, size_BN = world.kernels.bins(words_B, hidden_BD)
+    assert coord_BN.isnan().all()
+    assert size_BN.isfinite().all()
+
+
+def test_a_captured_step_follows_its_inputs(world):
+    """A graph reads tokens, rows and positions when it runs, and gives the bits of a launch."""
+    inputs = world.inputs().part(slice(0, 9))
+    later = world.inputs().part(slice(9, 18))
+    expected = world.forward(later)
+    out = world.empty(9)
+    replay = CudaDevice(0).capture(lambda: world.kernels.forward(inputs, *out))
+    for name in ("source_B", "row_B", "position_B", "fresh_B"):
+        getattr(inputs, name).copy_(getattr(later, name))
+    replay()
+    torch.cuda.synchronize()
+    for ours, theirs in zip(out, expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,201 @@
+"""On a GPU: a span's prefill by kernels is what torch computes, in its own pages only.
+
+Shape legend: T tokens, H heads, E head dim, D width, P positions, L layers, N pages, S positions
+per page, M pages of a sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import msgspec
+import pytest
+import torch
+from legato_engine.device.cuda import CudaDevice
+from legato_engine.kernels import ops
+from legato_engine.kernels.cuda import prefill
+from legato_engine.layers.rope import Rope
+from legato_engine.models.model import KVCache, PrefillSpan
+from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.models.moondream.model import MoondreamModel
+from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
+from legato_engine.models.moondream.weights import random_weights
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = torch.device("cuda", 0)
+PAGE, PICTURE = 16, 730
+SPANS = [(0, 1), (0, PICTURE), (0, 2048), (3, 45), (PICTURE, 7), (PICTURE, 130)]
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """The joint projection of a span, where it stands, and caches that hold other things."""
+
+    qkv_T3HE: torch.Tensor
+    span: ops.Span
+    k_NHSE: torch.Tensor
+    v_NHSE: torch.Tensor
+
+    def copy(self) -> Case:
+        """The same with tensors of its own."""
+        tensors = (self.qkv_T3HE, self.k_NHSE, self.v_NHSE)
+        qkv_T3HE, k_NHSE, v_NHSE = (tensor.clone() for tensor in tensors)
+        return Case(qkv_T3HE, self.span, k_NHSE, v_NHSE)
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """By what fits."""
+        return ops.rotate_and_cache(self.qkv_T3HE, self.span, self.k_NHSE, self.v_NHSE)
+
+    def run_plain(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """By torch."""
+        places = self.span.places(self.qkv_T3HE.shape[0], PAGE)
+        return ops.rotate_and_cache(self.qkv_T3HE, places, self.k_NHSE, self.v_NHSE)
+
+
+def case(start: int, count: int, num_heads: int) -> Case:
+    """Pages in any order, and one more than the span needs."""
+    rope = Rope(10000.0, 32, 2048)
+    rope.fill(DEVICE)
+    num_pages = -(-(start + count) // PAGE) + 1
+    shape = (num_pages + 5, num_heads, PAGE, 64)
+    k_NHSE, v_NHSE = (torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2))
+    pages_M = torch.randperm(num_pages + 4, device=DEVICE)[:num_pages] + 1
+    qkv_T3HE = torch.randn(count, 3, num_heads, 64, device=DEVICE).bfloat16()
+    return Case(qkv_T3HE, ops.Span(start, pages_M, rope.cos_PR, rope.sin_PR), k_NHSE, v_NHSE)
+
+
+@pytest.mark.parametrize("num_heads", [5, 32])
+@pytest.mark.parametrize(("start", "count"), SPANS)
+def test_rotation_has_the_bits_of_torch(start, count, num_heads):
+    """Queries, keys, values and every byte of both caches are what torch's operations leave."""
+    ours = case(start, count, num_heads)
+    theirs = ours.copy()
+    assert prefill.can_rotate(ours.qkv_T3HE, ours.span.cos_PR, ours.k_NHSE)
+    for mine, expected in zip(ours.run(), theirs.run_plain(), strict=True):
+        assert torch.equal(mine, expected)
+    assert torch.equal(ours.k_NHSE, theirs.k_NHSE)
+    assert torch.equal(ours.v_NHSE, theirs.v_NHSE)
+
+
+def test_fused_attention_takes_the_views():
+    """Rotated views of the joint projection go into a fused attention without a copy."""
+    views = [x[None] for x in case(0, PICTURE, 32).run()]
+    assert not any(view.is_contiguous() for view in views)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+        out_BTHE = ops.full_attention(*views)
+    exact_BTHE = ops.full_attention(*(view.float() for view in views))
+    torch.testing.assert_close(out_BTHE.float(), exact_BTHE, rtol=0.02, atol=0.005)
+
+
+@pytest.mark.parametrize("shape", [(1, 320), (PICTURE, 2048), (7, 8)])
+def test_a_sum_of_three_is_rounded_once(shape):
+    """The kernel's sum is float32's, rounded."""
+    x, y, z = (torch.randn(shape, device=DEVICE).mul_(10.0**i).bfloat16() for i in (0, 1, -1))
+    assert prefill.can_add(x, y, z)
+    assert torch.equal(ops.add3(x, y, z), (x.float() + y.float() + z.float()).bfloat16())
+
+
+def shallow_moondream2() -> MoondreamConfig:
+    """Moondream 2's widths in few layers."""
+    config = moondream2_config()
+    return msgspec.structs.replace(
+        config,
+        text=msgspec.structs.replace(config.text, num_layers=3),
+        vision=msgspec.structs.replace(config.vision, num_layers=1),
+    )
+
+
+CONFIGS = {"legato-tiny": legato_tiny_config, "moondream2": shallow_moondream2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """A model in bf16, the same weights in float32, a picture's input and where it goes."""
+
+    model: MoondreamModel
+    exact: MoondreamModel
+    x_TD: torch.Tensor
+    pages_M: torch.Tensor
+
+    def span(self) -> PrefillSpan:
+        """From the start, all see all."""
+        return PrefillSpan(0, self.pages_M, bidirectional=True)
+
+    def cache(self, dtype: torch.dtype) -> KVCache:
+        """Pages that nothing has filled."""
+        model = self.model
+        shape = (model.num_layers, len(self.pages_M) + 1, model.num_kv_heads, PAGE, model.head_dim)
+        return KVCache(*(torch.full(shape, 7.0, dtype=dtype, device=DEVICE) for _ in range(2)))
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def world(request):
+    """Random weights; the picture's pages run backwards."""
+    config = CONFIGS[request.param]()
+    network = random_weights(config, 0, DEVICE, torch.bfloat16)
+    model, exact = (MoondreamModel(config, n) for n in (network, copy.deepcopy(network).float()))
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    x_TD = torch.randn(PICTURE, config.text.dim, device=DEVICE, generator=generator).bfloat16()
+    pages_M = torch.arange(-(-PICTURE // PAGE), 0, -1, device=DEVICE)
+    return World(model, exact, x_TD, pages_M)
+
+
+def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """Root mean square of the difference over that of the truth."""
+    return float((ours.double() - truth.double()).norm() / truth.double().norm())
+
+
+def test_a_prefill_is_as_exact_as_torch(world, monkeypatch):
+    """Against float32 the kernels err no more than 1.02 times what torch errs in bf16."""
+    exact_cache, cache, plain_cache = (
+        world.cache(dtype) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
+    )
+    exact_TD = world.exact.prefill(world.x_TD.float(), world.span(), exact_cache)
+    ours_TD = world.model.prefill(world.x_TD, world.span(), cache)
+    monkeypatch.setattr(prefill, "can_rotate", lambda *_: False)
+    monkeypatch.setattr(prefill, "can_add", lambda *_: False)
+    plain_TD = world.model.prefill(world.x_TD, world.span(), plain_cache)
+    assert error(ours_TD, exact_TD) <= 1.02 * error(plain_TD, exact_TD)
+    for name in ("k_LNHSE", "v_LNHSE"):
+        ours, plain, exact = (getattr(c, name) for c in (cache, plain_cache, exact_cache))
+        assert error(ours, exact) <= 1.02 * error(plain, exact)
+        assert torch.equal(ours[:, 0], torch.full_like(ours[:, 0], 7.0))
+
+
+def test_a_captured_prefill_reads_its_inputs_anew(world):
+    """A graph of a prefill, replayed over another input and other pages, gives the eager bits."""
+    x_TD, pages_M = world.x_TD.clone(), world.pages_M.clone()
+    cache, out_TD = world.cache(torch.bfloat16), torch.empty_like(x_TD)
+
+    def work() -> None:
+        span = PrefillSpan(0, pages_M, bidirectional=True)
+        out_TD.copy_(world.model.prefill(x_TD, span, cache))
+
+    device = CudaDevice(0)
+    torch.cuda.synchronize()
+    replay = device.capture(work)
+    x_TD.copy_(world.x_TD.flip(0))
+    pages_M.copy_(world.pages_M.flip(0))
+    cache.k_LNHSE.fill_(7.0)
+    cache.v_LNHSE.fill_(7.0)
+    torch.cuda.synchronize()
+    replay()
+    torch.cuda.synchronize()
+    eager = world.cache(torch.bfloat16)
+    span = PrefillSpan(0, world.pages_M.flip(0), bidirectional=True)
+    assert torch.equal(out_TD, world.model.prefill(world.x_TD.flip(0), span, eager))
+    assert torch.equal(cache.k_LNHSE, eager.k_LNHSE)
+    assert torch.equal(cache.v_LNHSE, eager.v_LNHSE)

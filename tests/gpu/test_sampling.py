@@ -1,0 +1,214 @@
+"""On a GPU: the sampling and payload kernels choose what the definition chooses.
+
+Shape legend: B rows of a batch, R rows of the state, V vocabulary, C constraints, N bins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from legato_engine.kernels.cuda.sampling import PayloadReader, Sampler
+from legato_engine.runtime.row_state import RowState
+from legato_engine.runtime.sampler import constraint_table, greedy
+from legato_engine.tasks import Constraint
+
+from tests.engine.kernels.test_sampling_spec import (
+    KINDS,
+    LIMITS,
+    Draw,
+    Floats,
+    acceptable,
+    values,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+VOCABS = (1536, 51200)
+BATCHES = (1, 8, 32)
+ROWS = 40
+COORD, SIZE = 5, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as the decode step has it, all on the GPU."""
+
+    state: RowState
+    logits_BV: torch.Tensor
+    constraints_CV: torch.Tensor
+    constraint_B: torch.Tensor
+    row_B: torch.Tensor
+    position_B: torch.Tensor
+    tokens_B: torch.Tensor
+
+    def launch(self, sampler: Sampler) -> None:
+        """One launch of the kernel over this batch."""
+        sampler.sample(
+            self.state,
+            self.logits_BV,
+            self.constraints_CV,
+            self.constraint_B,
+            self.row_B,
+            self.position_B,
+            self.tokens_B,
+        )
+
+    def constrained(self) -> Floats:
+        """[B, V] float32 logits as the choice sees them, on the host."""
+        constrained_BV = self.logits_BV + self.constraints_CV[self.constraint_B]
+        logits_BV: Floats = constrained_BV.cpu().numpy()
+        return logits_BV
+
+
+def finite_values(kind: str, vocab: int, seed: int) -> torch.Tensor:
+    """[V] logits of that kind, where a masked one is only very low."""
+    return torch.from_numpy(values(kind, vocab, seed)).clamp(min=-3e4)
+
+
+def make_batch(vocab: int, draws: list[Draw], kinds: list[str]) -> Batch:
+    """Row i draws as `draws[i]` from logits of `kinds[i]`; rows are in falling order."""
+    state = RowState(ROWS, 1, torch.device("cuda"))
+    row_B = ROWS - 1 - torch.arange(len(draws), device="cuda")
+    for row, draw in zip(row_B.tolist(), draws, strict=True):
+        state.temperature_R[row] = draw.temperature
+        state.top_p_R[row] = draw.top_p
+        state.top_k_R[row] = draw.top_k
+        state.seed_R[row] = draw.seed
+    logits = [finite_values(kind, vocab, seed) for seed, kind in enumerate(kinds)]
+    even = tuple(range(0, vocab, 2))
+    limits = [Constraint(), Constraint((3, vocab // 2, vocab - 1)), Constraint(None, even)]
+    return Batch(
+        state=state,
+        logits_BV=torch.stack(logits).cuda(),
+        constraints_CV=constraint_table(limits, vocab).cuda(),
+        constraint_B=torch.arange(len(draws), device="cuda") % len(limits),
+        row_B=row_B,
+        position_B=torch.tensor([draw.position for draw in draws], device="cuda"),
+        tokens_B=torch.full((len(draws),), -7, device="cuda"),
+    )
+
+
+def mixed_draws(batch: int, offset: int) -> list[Draw]:
+    """Greedy and sampled rows side by side, over all limits as the offset goes on."""
+    return [
+        Draw(
+            temperature=(0.0, 0.3, 1.0, 1.7)[(n + offset) % 4],
+            top_p=LIMITS[(n + offset) % len(LIMITS)][0],
+            top_k=LIMITS[(n + offset) % len(LIMITS)][1],
+            seed=2**63 - 5 - n,
+            position=n + offset,
+        )
+        for n in range(batch)
+    ]
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_tokens_are_those_of_the_definition(vocab: int, batch: int) -> None:
+    """Every row chooses what float64 does, up to scores and shares within rounding."""
+    sampler = Sampler(vocab)
+    certain, rows = 0, 0
+    for offset in range(0, len(LIMITS), max(batch, 5)):
+        draws = mixed_draws(batch, offset)
+        kinds = [KINDS[(n + offset // 2) % len(KINDS)] for n in range(batch)]
+        run = make_batch(vocab, draws, kinds)
+        run.launch(sampler)
+        assert torch.equal(run.state.token_R[run.row_B], run.tokens_B)
+        for n, logits_V in enumerate(run.constrained()):
+            tokens = acceptable(logits_V, draws[n])
+            assert int(run.tokens_B[n]) in tokens, (draws[n], kinds[n])
+            certain, rows = certain + (len(tokens) == 1), rows + 1
+    assert certain > 0.8 * rows
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_greedy_rows_are_the_reference(vocab: int, batch: int) -> None:
+    """A greedy row takes the highest constrained logit, ties to the lowest id."""
+    kinds = [KINDS[n % len(KINDS)] for n in range(batch)]
+    run = make_batch(vocab, [Draw(temperature=0.0)] * batch, kinds)
+    run.launch(Sampler(vocab))
+    expected_B = greedy(run.logits_BV + run.constraints_CV[run.constraint_B])
+    # A GPU's argmax does not promise the lowest id among equals; numpy's does.
+    lowest_B = torch.from_numpy(run.constrained().argmax(-1)).cuda()
+    assert torch.equal(run.tokens_B, lowest_B)
+    rows = torch.arange(batch, device="cuda")
+    constrained_BV = run.logits_BV + run.constraints_CV[run.constraint_B]
+    assert torch.equal(constrained_BV[rows, expected_B], constrained_BV[rows, run.tokens_B])
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite(vocab: int, temperature: float, broken: float) -> None:
+    """Such a row reports -1 and feeds token 0, wherever it is broken, and its neighbours go on."""
+    at = (0, 1, vocab // 2, vocab - 1)
+    draws = [Draw(temperature=temperature, top_p=0.9)] * 5
+    run = make_batch(vocab, draws, ["spread"] * 5)
+    for row, token in enumerate(at):
+        run.logits_BV[row, token] = broken
+    run.launch(Sampler(vocab))
+    assert run.tokens_B[:4].tolist() == [-1] * 4
+    assert run.state.token_R[run.row_B[:4]].tolist() == [0] * 4
+    assert int(run.tokens_B[4]) in acceptable(run.constrained()[4], draws[4])
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_padding_and_neighbours_change_no_token(vocab: int) -> None:
+    """A row's token is the same alone, in a batch, beside padding, and again."""
+    draws = [Draw(1.0, 0.9, 0, n, n) for n in range(8)]
+    sampler = Sampler(vocab)
+    run = make_batch(vocab, draws, ["spread"] * 8)
+    run.launch(sampler)
+    expected_B = run.tokens_B.clone()
+    for _ in range(20):
+        run.tokens_B.fill_(-7)
+        run.launch(sampler)
+        assert torch.equal(run.tokens_B, expected_B)
+    run.row_B[5:] = run.state.scratch_row
+    run.launch(sampler)
+    assert torch.equal(run.tokens_B[:5], expected_B[:5])
+    assert run.tokens_B[5:].tolist() == [0] * 3
+
+
+def test_a_captured_launch_reads_its_buffers_again() -> None:
+    """A replay chooses from the logits of that moment."""
+    sampler = Sampler(1536)
+    run = make_batch(1536, mixed_draws(8, 0), ["spread"] * 8)
+    run.launch(sampler)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run.launch(sampler)
+    run.logits_BV.copy_(run.logits_BV.roll(1, 0))
+    graph.replay()
+    replayed_B = run.tokens_B.clone()
+    run.launch(sampler)
+    assert torch.equal(run.tokens_B, replayed_B)
+
+
+def test_payloads_are_those_of_the_bins() -> None:
+    """A coord token gets (bin / bins, 0), a size token its two sizes, any other token zeros."""
+    generator = torch.Generator().manual_seed(1)
+    coord_BN = torch.randn(9, 1024, generator=generator).round(decimals=1).cuda()
+    size_BN = torch.randn(9, 2048, generator=generator).round(decimals=1).cuda()
+    state = RowState(ROWS, 1, torch.device("cuda"))
+    row_B = torch.arange(9, device="cuda") + 3
+    token_B = torch.tensor([COORD, SIZE, 0] * 3, device="cuda")
+    state.token_R[row_B] = token_B
+    state.payload_R2.fill_(7.0)
+    payload_B2 = torch.full((9, 2), 7.0, device="cuda")
+    reader = PayloadReader(coord_bins=1024, size_bins=2048, coord=COORD, size=SIZE)
+    reader.read(state, coord_BN, size_BN, row_B, payload_B2)
+    coord_B = torch.from_numpy(coord_BN.cpu().numpy().argmax(-1)) / 1024
+    bins_B2 = torch.from_numpy(size_BN.reshape(9, 2, 1024).cpu().numpy().argmax(-1)).float()
+    expected_B2 = torch.exp2(bins_B2 / 1023 * 10 - 10)
+    expected_B2[0::3] = torch.stack([coord_B, torch.zeros(9)], dim=-1)[0::3]
+    expected_B2[2::3] = 0.0
+    torch.testing.assert_close(payload_B2.cpu(), expected_B2, rtol=1e-6, atol=0.0)
+    assert torch.equal(state.payload_R2[row_B], payload_B2)
+    assert (state.payload_R2[:3] == 7.0).all()
