@@ -38,8 +38,18 @@ class Stream(Protocol):
         """Enqueue; returns before the work has run, so it may touch nothing the caller mutates."""
         ...
 
-    def record(self) -> Event:
-        """An event behind all that was submitted so far."""
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy between contiguous tensors of one size; nothing waits, pinned memory only.
+
+        The host's side must stay as it is until the copy is done.
+        """
+        ...
+
+    def record(self, reuse: Event | None = None) -> Event:
+        """An event behind all that was submitted so far.
+
+        `reuse` is an event of this device that nobody asks any more: it may become the new one.
+        """
         ...
 
     def wait_event(self, event: Event) -> None:
@@ -69,6 +79,10 @@ class Device(Protocol):
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """`work` recorded for cheap replay at fixed addresses (a CUDA graph), or `work` itself."""
+        ...
+
+    def free_memory(self) -> int | None:
+        """Bytes that could still be allocated; None where memory is not the device's own."""
         ...
 
     def close(self) -> None:

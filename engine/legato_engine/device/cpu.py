@@ -6,6 +6,7 @@ scheduler overlaps here, and the same races show here, as on a GPU.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -59,8 +60,12 @@ class CpuStream:
         """Enqueue `work` for the stream's thread."""
         self._queue.put(work)
 
-    def record(self) -> CpuEvent:
-        """An event behind everything submitted so far."""
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy."""
+        self._queue.put(functools.partial(_copy, destination, source))
+
+    def record(self, reuse: Event | None = None) -> CpuEvent:
+        """An event behind everything submitted so far, always a new one."""
         event = CpuEvent()
         self._queue.put(event)
         return event
@@ -89,6 +94,10 @@ class CpuStream:
             self._error = error
 
 
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    destination.copy_(source)
+
+
 class CpuDevice:
     """A host with `num_threads` cores for the compute stream; copies run on one more thread."""
 
@@ -108,6 +117,10 @@ class CpuDevice:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """`work` itself: there is nothing to record on a CPU."""
         return work
+
+    def free_memory(self) -> None:
+        """The host's memory is not this device's to share out."""
+        return
 
     def close(self) -> None:
         """Finish pending work and stop both threads."""

@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable
 
 import torch
+from cuda.bindings import runtime
 
 from legato_engine.device.base import Event
+from legato_engine.errors import InternalError
 
-_ANCHOR_MS = 1000.0
+_ANCHOR_NS = 1_000_000_000
+_ANY_DIRECTION = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
 
 class CudaClock:
@@ -28,20 +31,30 @@ class CudaClock:
     def to_host_ns(self, event: torch.cuda.Event) -> int:
         """Host time of a passed event."""
         elapsed_ms: float = self._anchor.elapsed_time(event)
-        host_ns = self._anchor_ns + round(elapsed_ms * 1e6)
-        if elapsed_ms > _ANCHOR_MS:
-            self._anchor, self._anchor_ns = event, host_ns
-        return host_ns
+        return self._anchor_ns + round(elapsed_ms * 1e6)
+
+    def wants(self, host_ns: int) -> bool:
+        """Whether an event that passed then should become the anchor."""
+        return host_ns - self._anchor_ns > _ANCHOR_NS
+
+    def re_anchor(self, event: torch.cuda.Event, host_ns: int) -> None:
+        """Measure from this passed event on; it belongs to the clock now."""
+        self._anchor, self._anchor_ns = event, host_ns
 
 
 class CudaEvent:
     """A timing event on a CUDA stream."""
 
-    __slots__ = ("_clock", "event")
+    __slots__ = ("_clock", "_host_ns", "event")
 
-    def __init__(self, stream: torch.cuda.Stream, clock: CudaClock) -> None:
+    def __init__(self, clock: CudaClock) -> None:
         self._clock = clock
+        self._host_ns: int | None = None
         self.event = _timing_event()
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Stand behind what the stream has been given so far."""
+        self._host_ns = None
         self.event.record(stream)
 
     def wait(self) -> None:
@@ -55,7 +68,12 @@ class CudaEvent:
 
     def time_ns(self) -> int:
         """When the stream passed, on the host's `time.perf_counter_ns`."""
-        return self._clock.to_host_ns(self.event)
+        if self._host_ns is None:
+            self._host_ns = self._clock.to_host_ns(self.event)
+            if self._clock.wants(self._host_ns):
+                self._clock.re_anchor(self.event, self._host_ns)
+                self.event = _timing_event()
+        return self._host_ns
 
 
 class CudaStream:
@@ -63,16 +81,35 @@ class CudaStream:
 
     def __init__(self, stream: torch.cuda.Stream, clock: CudaClock) -> None:
         self.stream = stream
+        self._handle = stream.cuda_stream
+        self._index = stream.device_index
         self._clock = clock
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` now on the host; its kernels go to this stream."""
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
-            work()
+        """Run `work` now on the host; its kernels go to this stream.
 
-    def record(self) -> CudaEvent:
-        """An event behind everything submitted so far."""
-        return CudaEvent(self.stream, self._clock)
+        Quick where this is the thread's current stream, as `CudaDevice` makes the compute stream.
+        """
+        with torch.inference_mode():
+            if torch._C._cuda_getCurrentRawStream(self._index) == self._handle:
+                work()
+                return
+            with torch.cuda.stream(self.stream):
+                work()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy, by CUDA itself: torch takes several times as long to start one."""
+        (result,) = runtime.cudaMemcpyAsync(
+            destination.data_ptr(), source.data_ptr(), source.nbytes, _ANY_DIRECTION, self._handle
+        )
+        if result != runtime.cudaError_t.cudaSuccess:
+            raise InternalError(f"a copy cannot be started: {result.name}")
+
+    def record(self, reuse: Event | None = None) -> CudaEvent:
+        """An event behind everything submitted so far; `reuse` itself if given."""
+        event = reuse if isinstance(reuse, CudaEvent) else CudaEvent(self._clock)
+        event.record(self.stream)
+        return event
 
     def wait_event(self, event: Event) -> None:
         """Later work of this stream runs after `event`; the host does not block."""
@@ -88,6 +125,7 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         self.name = torch.cuda.get_device_name(index)
         compute = _stream(self.torch_device)
+        torch.cuda.set_stream(compute)  # of the thread that opens the device and runs its steps
         clock = CudaClock(compute)
         self.compute = CudaStream(compute, clock)
         self.copy = CudaStream(_stream(self.torch_device), clock)
@@ -107,6 +145,12 @@ class CudaDevice:
         with torch.inference_mode(), torch.cuda.graph(graph, stream=self.compute.stream):
             work()
         return graph.replay
+
+    def free_memory(self) -> int:
+        """Bytes free on the GPU, with those that torch keeps but does not use."""
+        free: int = torch.cuda.mem_get_info(self.torch_device)[0]
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        return free + reserved - torch.cuda.memory_allocated(self.torch_device)
 
     def close(self) -> None:
         """Wait for pending work."""

@@ -1,7 +1,12 @@
 """One of the two ping-pong working sets: pinned buffers at both ends, device buffers between.
 
 All buffers are allocated once, at fixed addresses. A slot belongs to one launch from staging until
-the commit that reads `tokens_host` and `payload_host`; nobody else may touch it in between.
+the commit that reads `outputs.host`; nobody else may touch it in between.
+
+`staged` says of each token of a step where it stands: its `row` and `position`, the
+`sample_position` of the token sampled from it, its `source` (the row whose last token it is, or -1:
+the `token` and `payload` beside it), and `fresh`, the first position of its sequence that the step
+writes.
 
 Shape legend: R rows of a full batch, M pages of a full context, D text width, V vocabulary.
 """
@@ -12,6 +17,12 @@ import torch
 
 from legato_engine.device.base import Device
 from legato_engine.runtime.staging import StagingBuffer
+
+MAX_PROMPT_CHUNKS = 4
+"""Steps that one prefill may cut its prompt into; each has staging of its own."""
+
+
+STEP_FIELDS = ("row", "source", "position", "fresh", "sample_position")
 
 
 class DecodeSlot:
@@ -30,13 +41,16 @@ class DecodeSlot:
     ) -> None:
         on = device.torch_device
         rows = ((max_rows,), torch.int64)
+        pairs = ((max_rows, 2), torch.float32)
+        fields = dict.fromkeys(STEP_FIELDS, rows)
         self.staged = StagingBuffer(
-            device, {"row": rows, "position": rows, "sample_position": rows}
+            device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PROMPT_CHUNKS
         )
         self.constraint = StagingBuffer(device, {"constraint": rows})
         self.prompt = StagingBuffer(
             device,
             {
+                "row": ((1,), torch.int64),
                 "token": ((max_prompt,), torch.int64),
                 "payload": ((max_prompt, 2), torch.float32),
                 "prefix_pages": ((max_pages,), torch.int64),
@@ -47,9 +61,8 @@ class DecodeSlot:
                 "top_p": ((1,), torch.float32),
             },
         )
+        self.outputs = StagingBuffer(device, {"token": rows, "payload": pairs})
         self.hidden_RD = torch.zeros(max_rows, width, dtype=dtype, device=on)
         self.logits_RV = torch.zeros(max_rows, vocab_size, device=on)
-        self.tokens_R = torch.zeros(max_rows, dtype=torch.int64, device=on)
-        self.payload_R2 = torch.zeros(max_rows, 2, device=on)
-        self.tokens_host = device.pinned((max_rows,), torch.int64)
-        self.payload_host = device.pinned((max_rows, 2), torch.float32)
+        self.tokens_R = self.outputs.device["token"]
+        self.payload_R2 = self.outputs.device["payload"]

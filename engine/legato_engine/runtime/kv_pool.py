@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from legato_engine.device.base import Device
+from legato_engine.errors import InvalidField
 from legato_engine.models.model import KVCache, Model
 
 _SHARED_PREFIXES = 8  # full contexts kept beside the running rows for prefixes in the cache
+_MOST_PREFIXES = 1024  # more are never kept, however much memory there is
+_MIN_DECODE_ROWS = 32  # of a device with kernels: prompts run as rows of a step
 
 
 def default_num_pages(max_context: int, page_size: int, max_running: int) -> int:
@@ -15,9 +20,37 @@ def default_num_pages(max_context: int, page_size: int, max_running: int) -> int
     return (max_running + _SHARED_PREFIXES) * -(-max_context // page_size) + 1
 
 
+def num_pages_for(
+    model: Model, device: Device, page_size: int, max_running: int, fraction: float
+) -> int:
+    """Pages of the pool: on a GPU `fraction` of the memory that is free now, else the default.
+
+    Raises `InvalidField` naming the settings when that is not even one full context.
+    """
+    default = default_num_pages(model.max_context, page_size, max_running)
+    free = device.free_memory()
+    if free is None:
+        return default
+    page_bytes = math.prod(_page_shape(model, page_size)) * 2 * model.dtype.itemsize
+    context = -(-model.max_context // page_size)
+    pages = int(free * fraction) // page_bytes
+    if pages <= context:
+        raise InvalidField(
+            f"{free / 2**30:.1f} GiB free on {device.name} leave {pages} pages of KV cache, "
+            f"one full context needs {context + 1}: raise kv_memory_fraction, use a smaller dtype, "
+            "or free memory",
+            field="kv_memory_fraction",
+        )
+    return min(pages, (max_running + _MOST_PREFIXES) * context + 1)
+
+
+def _page_shape(model: Model, page_size: int) -> tuple[int, int, int, int]:
+    return model.num_layers, model.num_kv_heads, page_size, model.head_dim
+
+
 def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KVCache:
     """Zeroed pages of all layers; page 0 is scratch."""
-    shape = (model.num_layers, num_pages, page_size, model.num_kv_heads, model.head_dim)
+    shape = (model.num_layers, num_pages, model.num_kv_heads, page_size, model.head_dim)
     return KVCache(
         torch.zeros(shape, dtype=model.dtype, device=device.torch_device),
         torch.zeros(shape, dtype=model.dtype, device=device.torch_device),
@@ -25,11 +58,13 @@ def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KV
 
 
 def decode_buckets(device: Device, max_running: int) -> tuple[int, ...]:
-    """Decode batch sizes, doubling up to `max_running`.
+    """Decode batch sizes, doubling up to `max_running`, and on a GPU at least to 32.
 
     The CPU starts at the row block that `ops.linear` pads to anyway.
     """
-    sizes = [min(8 if device.torch_device.type == "cpu" else 1, max_running)]
-    while sizes[-1] < max_running:
-        sizes.append(min(sizes[-1] * 2, max_running))
+    on_cpu = device.torch_device.type == "cpu"
+    most = max_running if on_cpu else max(max_running, _MIN_DECODE_ROWS)
+    sizes = [min(8 if on_cpu else 1, most)]
+    while sizes[-1] < most:
+        sizes.append(min(sizes[-1] * 2, most))
     return tuple(sizes)

@@ -8,9 +8,16 @@ from legato_engine.runtime.row_state import RowState
 from legato_engine.scheduler.launch import Row
 
 
-def stage_prefill(slot: DecodeSlot, row: Row) -> None:
-    """Fill the slot's prompt buffer with one sequence's prompt, pages and sampling constants."""
+def stage_prefill(slot: DecodeSlot, row: Row, scratch_row: int) -> None:
+    """Fill the slot's prompt buffer with one sequence's prompt, pages and sampling constants.
+
+    Its first staged row becomes the prompt's last token, which is the one that is sampled from; the
+    others are padding.
+    """
     sequence = row.sequence
+    slot.staged.host["row"].fill(scratch_row)
+    slot.staged.host["row"][0] = sequence.row
+    slot.staged.host["sample_position"][0] = row.position + row.num_tokens
     staged = slot.prompt.host
     count = len(sequence.prompt)
     staged["token"][:count] = [token.token_id for token in sequence.prompt]
@@ -19,6 +26,7 @@ def stage_prefill(slot: DecodeSlot, row: Row) -> None:
     staged["pages"].fill(0)
     staged["pages"][: len(sequence.page_ids)] = sequence.page_ids
     sampling = sequence.task.sampling
+    staged["row"][0] = sequence.row
     staged["seed"][0] = (sampling.seed or 0) & ((1 << 63) - 1)
     staged["top_k"][0] = sampling.top_k or 0
     staged["temperature"][0] = sampling.temperature or 0.0
@@ -39,7 +47,6 @@ class PrefillStep:
         self._kv = kv
         self._state = state
         self._slot = slot
-        self._row_index = row.sequence.row
         self._pixels = row.sequence.pixels
         self._prefix = row.prefix
         self._start = row.position
@@ -48,23 +55,35 @@ class PrefillStep:
 
     def __call__(self) -> None:
         """Run on the compute stream; leaves the last position's outputs in row 0 of the slot."""
-        slot, model = self._slot, self._model
-        slot.prompt.upload()
-        self._state.admit(self._row_index, slot)
+        self._state.admit(self._slot)
         if self._prefix.compute_pages:
-            self._run_prefix()
+            self.run_prefix()
+        self.copy_tail()
+        self._run_prompt()
+
+    def run_prefix(self) -> None:
+        """Fill the prefix's pages: BOS, and the picture if there is one."""
+        x_PD = self._model.prefix_embeddings(self._pixels)
+        pages = self._slot.prompt.device["prefix_pages"][: len(self._prefix.compute_pages)]
+        self._model.prefill(x_PD, PrefillSpan(0, pages, bidirectional=True), self._kv)
+
+    def copy_tail(self) -> None:
+        """Give the sequence its own copy of a page that the prefix fills only in part."""
         if self._prefix.copy_tail is not None:
             source, destination = self._prefix.copy_tail
-            self._kv.k_LNSHE[:, destination].copy_(self._kv.k_LNSHE[:, source])
-            self._kv.v_LNSHE[:, destination].copy_(self._kv.v_LNSHE[:, source])
-        staged = slot.prompt.device
+            self._kv.k_LNHSE[:, destination].copy_(self._kv.k_LNHSE[:, source])
+            self._kv.v_LNHSE[:, destination].copy_(self._kv.v_LNHSE[:, source])
+
+    def run_long_prompt(self) -> None:
+        """The prompt, and BOS before it where no picture stands there."""
+        if self._prefix.compute_pages and self._pixels is None:
+            self.run_prefix()
+        self._run_prompt()
+
+    def _run_prompt(self) -> None:
+        slot, model, staged = self._slot, self._model, self._slot.prompt.device
         x_TD = model.embed(staged["token"][: self._count], staged["payload"][: self._count])
         span = PrefillSpan(self._start, staged["pages"][: self._num_pages], bidirectional=False)
         hidden_1D = model.prefill(x_TD, span, self._kv)[-1:]
         slot.hidden_RD[:1].copy_(hidden_1D)
         slot.logits_RV[:1].copy_(model.logits(hidden_1D))
-
-    def _run_prefix(self) -> None:
-        x_PD = self._model.prefix_embeddings(self._pixels)
-        pages = self._slot.prompt.device["prefix_pages"][: len(self._prefix.compute_pages)]
-        self._model.prefill(x_PD, PrefillSpan(0, pages, bidirectional=True), self._kv)

@@ -27,11 +27,15 @@ class RowState:
         self.temperature_R = torch.zeros(rows, device=device)
         self.top_p_R = torch.ones(rows, device=device)
 
-    def admit(self, row: int, slot: DecodeSlot) -> None:
-        """Take a new sequence's constants from its staged prefill; runs on the compute stream."""
+    def admit(self, slot: DecodeSlot) -> None:
+        """Take a new sequence's constants from its staged prefill; runs on the compute stream.
+
+        Only fixed addresses: can be captured.
+        """
         staged = slot.prompt.device
-        self.page_table_RM[row].copy_(staged["pages"])
-        self.seed_R[row : row + 1].copy_(staged["seed"])
-        self.top_k_R[row : row + 1].copy_(staged["top_k"])
-        self.temperature_R[row : row + 1].copy_(staged["temperature"])
-        self.top_p_R[row : row + 1].copy_(staged["top_p"])
+        row_1 = staged["row"]
+        self.page_table_RM.index_copy_(0, row_1, staged["pages"][None])
+        self.seed_R.index_copy_(0, row_1, staged["seed"])
+        self.top_k_R.index_copy_(0, row_1, staged["top_k"])
+        self.temperature_R.index_copy_(0, row_1, staged["temperature"])
+        self.top_p_R.index_copy_(0, row_1, staged["top_p"])

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from legato_engine.device.base import Device
+from legato_engine.device.base import Device, Stream
 
 _ALIGNMENT = 16
 
@@ -16,11 +16,16 @@ class StagingBuffer:
     """Fields packed into one pinned buffer and its twin on the device.
 
     `host[name]` is a numpy view to fill, `device[name]` a tensor view to read in kernels; `upload`
-    moves everything with a single copy.
+    and `download` move everything with a single copy. With `copies` there are as many host sides,
+    `hosts`, to fill while the uploads of others are under way; `host` is the first.
     """
 
     def __init__(
-        self, device: Device, fields: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        self,
+        device: Device,
+        fields: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        *,
+        copies: int = 1,
     ) -> None:
         spans: dict[str, tuple[int, int]] = {}
         size = 0
@@ -28,15 +33,21 @@ class StagingBuffer:
             length = math.prod(shape) * dtype.itemsize
             spans[name] = (size, size + length)
             size += -(-length // _ALIGNMENT) * _ALIGNMENT
-        self._host = device.pinned((size,), torch.uint8)
+        self._hosts = [device.pinned((size,), torch.uint8) for _ in range(copies)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
-        self.host: dict[str, np.ndarray] = {}
         self.device: dict[str, torch.Tensor] = {}
+        self.hosts: list[dict[str, np.ndarray]] = [{} for _ in range(copies)]
         for name, (shape, dtype) in fields.items():
             start, stop = spans[name]
-            self.host[name] = self._host[start:stop].view(dtype).view(shape).numpy()
             self.device[name] = self._device[start:stop].view(dtype).view(shape)
+            for host, views in zip(self._hosts, self.hosts, strict=True):
+                views[name] = host[start:stop].view(dtype).view(shape).numpy()
+        self.host = self.hosts[0]
 
-    def upload(self) -> None:
-        """Enqueue the copy on the current stream; the host side must stay as it is until done."""
-        self._device.copy_(self._host, non_blocking=True)
+    def upload(self, stream: Stream, copy: int = 0) -> None:
+        """Enqueue the copy; that host side must stay as it is until it is done."""
+        stream.copy(self._device, self._hosts[copy])
+
+    def download(self, stream: Stream) -> None:
+        """Enqueue the copy back to the first host side."""
+        stream.copy(self._hosts[0], self._device)

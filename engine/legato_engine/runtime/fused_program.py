@@ -1,0 +1,228 @@
+"""Launches by a model's kernels: every shape is a captured graph, prefills included.
+
+A short prompt runs as rows of a decode step that share one page table, so it costs what a step
+costs and gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from legato_engine.core import PromptToken
+from legato_engine.device.base import Device
+from legato_engine.kernels.cuda.sampling import Sampler
+from legato_engine.models.model import (
+    KVCache,
+    Model,
+    PictureEncoder,
+    PrefillSpan,
+    StepInputs,
+    StepKernels,
+)
+from legato_engine.runtime.decode_slot import MAX_PROMPT_CHUNKS, DecodeSlot
+from legato_engine.runtime.prefill_step import PrefillStep, stage_prefill
+from legato_engine.runtime.row_state import RowState
+from legato_engine.runtime.sampler import constraint_table
+from legato_engine.scheduler.launch import Row
+
+Work = Callable[[], None]
+
+
+class FusedProgram:
+    """A `program.Program` over `StepKernels` and, for pictures, a `PictureEncoder`."""
+
+    def __init__(
+        self,
+        model: Model,
+        kernels: StepKernels,
+        device: Device,
+        kv: KVCache,
+        state: RowState,
+        slots: Sequence[DecodeSlot],
+        buckets: tuple[int, ...],
+        capture: Callable[[Work], Work],
+    ) -> None:
+        self.buckets = buckets
+        self._model = model
+        self._kernels = kernels
+        self._device = device
+        self._kv = kv
+        self._state = state
+        self._slots = slots
+        self._capture = capture
+        self._sampler = Sampler(model.vocab_size)
+        self._constraints_CV = constraint_table(model.constraints, model.vocab_size).to(
+            device.torch_device
+        )
+        self._encoder: PictureEncoder | None = model.picture_encoder(device.pinned, len(slots))
+        self._graphs: dict[tuple[object, ...], Work] = {}
+
+    def warm_up(self) -> None:
+        """Every bucket of both slots, with and without payloads; every number of crops."""
+        for slot in range(len(self._slots)):
+            self._submit("admit", slot)
+            for bucket in self.buckets:
+                self.decode(slot, bucket)
+                for payload in (False, True):
+                    self.sample(slot, bucket, sampled=False, payload=payload)
+        if self._encoder is not None:
+            for count in range(1, self._encoder.max_crops + 1):
+                self._submit("crops", count)
+            for slot in range(len(self._slots)):
+                self._submit("prefix", slot)
+
+    def decode(self, slot: int, bucket: int) -> None:
+        """See `program.Program`."""
+        self._submit("forward", slot, bucket)
+
+    def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
+        """See `program.Program`; every row knows by itself whether it is greedy."""
+        self._submit("sample", slot, bucket, payload)
+
+    def prefill(self, slot: int, row: Row) -> None:
+        """See `program.Program`."""
+        buffers, compute = self._slots[slot], self._device.compute
+        stage_prefill(buffers, row, self._state.scratch_row)
+        buffers.prompt.upload(compute)
+        self._submit("admit", slot)
+        tokens, start = row.sequence.prompt, row.position
+        if row.prefix.compute_pages:
+            if row.sequence.pixels is None:
+                tokens, start = (PromptToken(self._model.bos_token), *tokens), 0
+            else:
+                self._prefix(slot, row)
+        step = PrefillStep(self._model, self._kv, self._state, buffers, row)
+        compute.submit(step.copy_tail)
+        most = self.buckets[-1]
+        if len(tokens) > most * MAX_PROMPT_CHUNKS:
+            buffers.staged.upload(compute)
+            compute.submit(step.run_long_prompt)
+            return
+        for chunk, first in enumerate(range(0, len(tokens), most)):
+            part = tokens[first : first + most]
+            bucket = self._stage_chunk(buffers, chunk, row, part, start + first)
+            buffers.staged.upload(compute, chunk)
+            self.decode(slot, bucket)
+
+    def encode(self, slot: int, row: Row) -> None:
+        """See `program.Program`."""
+        self._encode(slot, row, row.prefix.stop_crop)
+
+    def _prefix(self, slot: int, row: Row) -> None:
+        """The picture's own positions: what is left of its crops, then the decoder over them."""
+        encoder, image = self._encoder, row.sequence.pixels
+        if encoder is None or not encoder.fits(image):
+            step = PrefillStep(self._model, self._kv, self._state, self._slots[slot], row)
+            self._device.compute.submit(step.run_prefix)
+            return
+        self._encode(slot, row, encoder.num_crops(image))
+        self._submit("prefix", slot)
+
+    def _encode(self, slot: int, row: Row, stop: int) -> None:
+        encoder, image, first = self._encoder, row.sequence.pixels, row.prefix.first_crop
+        assert encoder is not None, "a picture is split only for an encoder"
+        compute = self._device.compute
+        if first == 0:
+            encoder.stage(slot, image)
+            compute.submit(lambda: encoder.upload(slot))
+        if first < stop:
+            compute.submit(lambda: encoder.take(first, stop))
+            self._submit("crops", stop - first)
+            compute.submit(lambda: encoder.give(first, stop))
+
+    def _stage_chunk(
+        self, slot: DecodeSlot, chunk: int, row: Row, tokens: Sequence[PromptToken], start: int
+    ) -> int:
+        """Stage consecutive prompt tokens, the last of them first; returns the bucket."""
+        count = len(tokens)
+        bucket = next(bucket for bucket in self.buckets if bucket >= count)
+        staged = slot.staged.hosts[chunk]
+        order = [count - 1, *range(count - 1)]
+        staged["token"][:count] = [tokens[i].token_id for i in order]
+        staged["payload"][:count] = [tokens[i].payload for i in order]
+        staged["position"][:count] = np.array(order) + start
+        staged["row"][:count] = row.sequence.row
+        staged["fresh"][:count] = start
+        staged["source"][:count] = -1
+        staged["row"][count:bucket] = self._state.scratch_row
+        staged["source"][count:bucket] = self._state.scratch_row
+        staged["position"][count:bucket] = 0
+        staged["fresh"][count:bucket] = 0
+        staged["sample_position"][:bucket] = 0
+        staged["sample_position"][0] = row.position + row.num_tokens
+        return bucket
+
+    def _submit(self, kind: str, *shape: int | bool) -> None:
+        """Run a graph, captured at its first use."""
+        key = (kind, *shape)
+        if key not in self._graphs:
+            make: dict[str, Callable[..., Work]] = {
+                "admit": self._admit_work,
+                "forward": self._forward_work,
+                "sample": self._sample_work,
+                "crops": self._crops_work,
+                "prefix": self._prefix_work,
+            }
+            self._graphs[key] = self._capture(make[kind](*shape))
+        self._device.compute.submit(self._graphs[key])
+
+    def _admit_work(self, slot: int) -> Work:
+        return lambda: self._state.admit(self._slots[slot])
+
+    def _forward_work(self, slot: int, bucket: int) -> Work:
+        buffers, state = self._slots[slot], self._state
+        staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
+        inputs = StepInputs(
+            source_B=staged["source"],
+            row_B=staged["row"],
+            position_B=staged["position"],
+            fresh_B=staged["fresh"],
+            prompt_token_B=staged["token"],
+            prompt_payload_B2=staged["payload"],
+            token_R=state.token_R,
+            payload_R2=state.payload_R2,
+            page_table_RM=state.page_table_RM,
+        )
+        hidden_BD, logits_BV = buffers.hidden_RD[:bucket], buffers.logits_RV[:bucket]
+        return lambda: self._kernels.forward(inputs, hidden_BD, logits_BV)
+
+    def _sample_work(self, slot: int, bucket: int, payload: bool) -> Work:
+        buffers, state = self._slots[slot], self._state
+        staged = buffers.staged.device
+        row_B, tokens_B = staged["row"][:bucket], buffers.tokens_R[:bucket]
+
+        def work() -> None:
+            self._sampler.sample(
+                state,
+                buffers.logits_RV[:bucket],
+                self._constraints_CV,
+                buffers.constraint.device["constraint"][:bucket],
+                row_B,
+                staged["sample_position"][:bucket],
+                tokens_B,
+                overlap=False,
+            )
+            if payload:
+                hidden_BD = buffers.hidden_RD[:bucket]
+                self._kernels.payload(
+                    state, hidden_BD, tokens_B, row_B, buffers.payload_R2[:bucket]
+                )
+
+        return work
+
+    def _crops_work(self, count: int) -> Work:
+        assert self._encoder is not None, "crops need an encoder"
+        encoder = self._encoder
+        return lambda: encoder.encode(count)
+
+    def _prefix_work(self, slot: int) -> Work:
+        assert self._encoder is not None, "a picture's prefix needs an encoder"
+        encoder, pages = self._encoder, self._slots[slot].prompt.device["prefix_pages"]
+
+        def work() -> None:
+            span = PrefillSpan(0, pages, bidirectional=True)
+            self._model.prefill(encoder.finish(), span, self._kv)
+
+        return work

@@ -1,0 +1,37 @@
+"""What a launch runs on the device, apart from staging, events and copies."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from legato_engine.scheduler.launch import Row
+
+
+class Program(Protocol):
+    """The device work of every kind of launch, enqueued on the compute stream.
+
+    `torch_program` runs a model's own operations, `fused_program` its kernels. Steps read what the
+    runner has staged in their slot; a prefill and an encode stage their own.
+    """
+
+    buckets: tuple[int, ...]  # the batch sizes that exist, rising
+
+    def warm_up(self) -> None:
+        """Capture (or once run) every shape, so that no launch pays for it later."""
+        ...
+
+    def decode(self, slot: int, bucket: int) -> None:
+        """One forward over the staged rows."""
+        ...
+
+    def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
+        """Choose a token per row; `sampled` if any row is not greedy, `payload` if any has one."""
+        ...
+
+    def prefill(self, slot: int, row: Row) -> None:
+        """One sequence's prefill; its last position's outputs become the slot's first row."""
+        ...
+
+    def encode(self, slot: int, row: Row) -> None:
+        """The crops of a row's picture that its prefix work names."""
+        ...

@@ -1,0 +1,83 @@
+"""Launches by a model's own torch operations: the CPU, and GPUs without kernels for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from legato_engine.device.base import Device
+from legato_engine.models.model import KVCache, Model
+from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.decode_step import DecodeStep
+from legato_engine.runtime.prefill_step import PrefillStep, stage_prefill
+from legato_engine.runtime.row_state import RowState
+from legato_engine.runtime.sampler import constraint_table
+from legato_engine.scheduler.launch import Row
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class TorchProgram:
+    """A `program.Program`; decode steps are captured where the device can, prefills run eagerly."""
+
+    def __init__(
+        self,
+        model: Model,
+        device: Device,
+        kv: KVCache,
+        state: RowState,
+        slots: Sequence[DecodeSlot],
+        buckets: tuple[int, ...],
+        capture: Capture,
+    ) -> None:
+        self.buckets = buckets
+        self._model = model
+        self._device = device
+        self._kv = kv
+        self._state = state
+        self._slots = slots
+        self._capture = capture
+        self._constraints_CV = constraint_table(model.constraints, model.vocab_size).to(
+            device.torch_device
+        )
+        self._forwards: dict[tuple[int, int], Callable[[], None]] = {}
+        self._samples: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
+
+    def warm_up(self) -> None:
+        """Every bucket of both slots, with and without sampling and payloads."""
+        for slot in range(len(self._slots)):
+            for bucket in self.buckets:
+                self.decode(slot, bucket)
+                for sampled in (False, True):
+                    for payload in (False, True):
+                        self.sample(slot, bucket, sampled=sampled, payload=payload)
+
+    def decode(self, slot: int, bucket: int) -> None:
+        """See `program.Program`."""
+        key = (slot, bucket)
+        if key not in self._forwards:
+            self._forwards[key] = self._capture(self._step(slot, bucket).forward)
+        self._device.compute.submit(self._forwards[key])
+
+    def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
+        """See `program.Program`."""
+        key = (slot, bucket, sampled, payload)
+        if key not in self._samples:
+            step, table_CV = self._step(slot, bucket), self._constraints_CV
+            self._samples[key] = self._capture(lambda: step.sample(table_CV, sampled, payload))
+        self._device.compute.submit(self._samples[key])
+
+    def prefill(self, slot: int, row: Row) -> None:
+        """See `program.Program`."""
+        buffers = self._slots[slot]
+        stage_prefill(buffers, row, self._state.scratch_row)
+        step = PrefillStep(self._model, self._kv, self._state, buffers, row)
+        buffers.prompt.upload(self._device.compute)
+        buffers.staged.upload(self._device.compute)
+        self._device.compute.submit(step)
+
+    def encode(self, slot: int, row: Row) -> None:
+        """Never planned: pictures are split only for a program that has an encoder."""
+        raise AssertionError("no picture is encoded apart from its prefill here")
+
+    def _step(self, slot: int, bucket: int) -> DecodeStep:
+        return DecodeStep(self._model, self._kv, self._state, self._slots[slot], bucket)

@@ -1,0 +1,140 @@
+"""The pipelined loop on a CUDA device: no synchronisation, no allocation, the same answers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from legato_engine.assembly import Assembly, SilentSink, assemble
+from legato_engine.config import EngineConfig
+from legato_engine.core import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    FinishReason,
+    ImageInfo,
+    QueryTask,
+    Request,
+    SamplingParams,
+    TaskResult,
+)
+from legato_engine.engine import make_sequence
+from legato_engine.models.model import PreparedImage
+from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.sequence import Sequence
+from PIL import Image
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Watch(SilentSink):
+    """Keeps every request's result and the kinds of all launches."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, TaskResult] = {}
+        self.kinds: list[LaunchKind] = []
+
+    def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
+        """Remember it."""
+        self.results[sequence.request.request_id] = sequence.task.result(finish_reason)
+
+    def committed(self, record: StepRecord) -> None:
+        """Remember its kind."""
+        self.kinds.append(record.launch.plan.kind)
+
+
+def picture(assembly: Assembly, seed: int) -> PreparedImage:
+    """850x600 of noise: nine crops for Moondream 2."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (600, 850, 3), dtype=np.uint8)
+    info = ImageInfo(image_id=str(seed), width=850, height=600, cache_hit=False)
+    return assembly.frontend.prepare_image(Image.fromarray(pixels), f"noise-{seed}", info)
+
+
+def run(assembly: Assembly, depth: int, *, crops: int = 5, temperature: float = 0.0) -> Watch:
+    """Pictures that arrive while others decode, and a question without one."""
+    config = msgspec.structs.replace(assembly.config, crops_per_launch=crops)
+    watch = Watch()
+    scheduler = Assembly(
+        config,
+        assembly.frontend,
+        assembly.model,
+        assembly.device,
+        assembly.runner,
+        assembly.num_pages,
+    ).scheduler(watch, pipeline_depth=depth, observer=watch)
+    tasks = [QueryTask(question="What?" * 9), DetectTask(object="cat"), CaptionTask()]
+    for index in range(6):
+        image = picture(assembly, index // 2) if index != 0 else None
+        task = tasks[index % 3] if index else QueryTask(question="x" * 99)
+        request = Request(
+            request_id=str(index),
+            task=task,
+            image=CachedImage(image_id="any") if image else None,
+            sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=24),
+        )
+        scheduler.submit(make_sequence(assembly.frontend, request, image))
+        for _ in range(4):
+            scheduler.step()
+    scheduler.drain()
+    load = scheduler.load()
+    assert (load.running, load.waiting, load.inflight, load.rows_used, load.pages_used) == (0,) * 5
+    return watch
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[Assembly]:
+    """Moondream 2's shape with random weights, its kernels and graphs."""
+    assembly = assemble(
+        EngineConfig(model="moondream2", random_weights=True, device="cuda", max_running=4)
+    )
+    yield assembly
+    assembly.device.close()
+    del assembly
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_neither_depth_nor_splitting_changes_a_token(large: Assembly, temperature: float) -> None:
+    """Blocking and pipelined, pictures whole and in groups of crops: the same answers."""
+    expected = run(large, 1, crops=0, temperature=temperature)
+    assert LaunchKind.ENCODE not in expected.kinds
+    for depth, crops in ((2, 0), (2, 4), (1, 4)):
+        watch = run(large, depth, crops=crops, temperature=temperature)
+        assert watch.results == expected.results
+        assert (LaunchKind.ENCODE in watch.kinds) == (crops > 0)
+
+
+def test_a_warm_loop_never_synchronises_nor_allocates(large: Assembly) -> None:
+    """Torch is told to raise at any synchronisation, and its allocator is not asked once."""
+    run(large, 2)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(large, 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_graphs_change_no_token(large: Assembly) -> None:
+    """The same kernels launched one by one give the same answers."""
+    eager = assemble(
+        EngineConfig(
+            model="moondream2",
+            random_weights=True,
+            device="cuda",
+            max_running=4,
+            cuda_graphs=False,
+            num_pages=2048,
+        )
+    )
+    assert run(eager, 2).results == run(large, 2).results
