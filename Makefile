@@ -104,7 +104,7 @@ test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 test-gpu: | $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(ARGS)
 
-bench: | $(STAMP) ## measure; writes benchmarks/results
+bench: | $(STAMP) ## measure; writes benchmarks/results (ARGS="e2e" names one benchmark)
 	@$(PY) -m benchmarks $(ARGS)
 
 demo: | $(STAMP) ## start a server, ask it about a picture, draw the answer (DEMO=demo.png)

@@ -23,25 +23,32 @@ def main(argv: Sequence[str]) -> int:
     figures = json.loads(done.stdout)
     model = figures["model"]
     title = f"Decode step: {model['name']} ({model['dtype']}) on {model['device']}"
-    record.write(arguments.name, title, figures, [_steps(figures["rows"]), "", _gains(figures)])
+    tables = [_steps(figures["rows"]), "", _gains(figures)]
+    if figures.get("detect_over_text"):
+        tables += ["", _constrained(figures["detect_over_text"])]
+    record.write(arguments.name, title, figures, tables)
     return 0
 
 
 def _steps(rows: Sequence[dict]) -> str:
-    heads = ("streams", "forward ms", "sampling ms", "period ms", "device idle ms", "CPU tick ms")
+    parts = ("forward ms", "sampling ms", "period ms", "device idle ms", "CPU tick ms")
     keys = ("forward", "sampling", "period", "idle", "tick")
     return record.table(
-        heads, [[row["streams"], *(f"{row['pipelined'][key]:.3f}" for key in keys)] for row in rows]
+        ("task", "streams", "context", *parts),
+        [
+            [*_head(row), row["context"], *(f"{row['pipelined'][key]:.3f}" for key in keys)]
+            for row in rows
+        ],
     )
 
 
 def _gains(figures: dict) -> str:
-    heads = ("streams", "blocking ms", "pipelined ms", "L", "predicted", "observed", "tokens/s")
+    heads = ("blocking ms", "pipelined ms", "L", "predicted", "observed", "tokens/s")
     return record.table(
-        heads,
+        ("task", "streams", *heads),
         [
             [
-                row["streams"],
+                *_head(row),
                 f"{row['blocking']['period']:.3f}",
                 f"{row['pipelined']['period']:.3f}",
                 row["length"],
@@ -52,3 +59,17 @@ def _gains(figures: dict) -> str:
             for row in figures["rows"]
         ],
     )
+
+
+def _constrained(rows: Sequence[dict]) -> str:
+    """Steps that only some tokens may end, against free ones."""
+    keys = ("streams", "context", "query_ms", "detect_ms", "detect_over_text")
+    heads = ("streams", "context", "query ms", "detect ms", "detect over text")
+    return record.table(
+        heads,
+        [[*(row[key] for key in keys[:2]), *(f"{row[k]:.3f}" for k in keys[2:])] for row in rows],
+    )
+
+
+def _head(row: dict) -> tuple[str, int]:
+    return row["task"], row["streams"]

@@ -1,27 +1,70 @@
 #!/usr/bin/env bash
-# Everything that is measured on a CUDA machine, in one go: tests, end to end through gRPC, decode
-# steps. Every part has its own time limit, so that one that hangs does not take the others along.
-# PYTHON names the interpreter, LEGATO_RESULTS the folder for the records, DEVICE the device.
+# Everything that is measured on a CUDA machine, in one go and in at most nine minutes. Every part has
+# its own time limit, so that one that hangs does not take the others along, and what is done is
+# packed after every part: $LEGATO_RESULTS gets records.tar.gz (records, logs) and summary.json.
+#
+#   PARTS="decode e2e"   only these, of: tests kernels decode tick e2e hop image peers
+#   PYTHON, DEVICE       the interpreter (python3) and the device (cuda)
+#   LARGE                the model with random weights (moondream2); DEVICE=cpu LARGE=random-tiny tries
+#                        all of this without a GPU, at sizes that mean nothing
+#   SERVE                more options of `legato serve`, for e2e
+#   MOONDREAM_REFERENCE  folder of a checkout of Moondream's reference implementation, for peers
+#   LEGATO_COMMIT        the commit, where there is no git to ask
 set -uo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python3} device=${DEVICE:-cuda}
+python=${PYTHON:-python3} device=${DEVICE:-cuda} model=${LARGE:-moondream2}
+parts=${PARTS:-tests kernels decode tick e2e hop image peers}
+results=${LEGATO_RESULTS:-$PWD/benchmarks/results/h200}
+budget=${BUDGET:-540} # seconds for all parts together
 export PYTHONPATH="$PWD/proto/gen:$PWD/service:$PWD/engine:$PWD/engine/tiny:$PWD/clients/python:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1
+LEGATO_RESULTS=$(mktemp -d) && export LEGATO_RESULTS
+trap 'rm -rf "$LEGATO_RESULTS"' EXIT
+mkdir -p "$results"
 failed=0
+
+pack() {
+  "$python" -m benchmarks summary "$LEGATO_RESULTS" >"$LEGATO_RESULTS/summary.log" 2>&1
+  cp "$LEGATO_RESULTS/summary.json" "$results/" 2>/dev/null
+  tar -C "$LEGATO_RESULTS" -czf "$results/records.tar.gz" .
+}
 
 part() { # NAME SECONDS COMMAND...
   local name=$1 limit=$2 start=$SECONDS; shift 2
-  echo "==> $name"
-  timeout "$limit" "$@" || { echo "<== $name FAILED ($?)"; failed=1; }
+  [[ " $parts " == *" $name "* ]] || return 0
+  ((limit > budget - SECONDS)) && limit=$((budget - SECONDS))
+  echo "==> $name (at most $limit s)"
+  if ((limit < 5)); then echo "<== $name FAILED (no time left)"; failed=1; return 0; fi
+  timeout -k 5 "$limit" "$@" 2>&1 | tee "$LEGATO_RESULTS/$name.log"
+  local status=${PIPESTATUS[0]}
+  ((status == 0)) || { echo "<== $name FAILED ($status)"; failed=1; }
+  pack
   echo "<== $name: $((SECONDS - start)) s"
 }
 
-tiny=(--device "$device")
-large=(--device "$device" --model "${LARGE:-moondream2}" --random-weights)
-calls=(--alone "${ALONE:-40}" --calls "${CALLS:-512}" --callers 64)
-part "rpc legato-tiny" 80 "$python" -m benchmarks rpc --name rpc_tiny_gpu "${calls[@]}" -- "${tiny[@]}"
-part "rpc moondream2" 110 "$python" -m benchmarks rpc --name rpc_moondream2_gpu "${calls[@]}" --max-objects 1 --width 850 --height 600 -- "${large[@]}"
-part "gpu tests" 110 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
-part "decode moondream2" 110 "$python" -m benchmarks decode --name decode_moondream2_gpu "${large[@]}" --streams "${STREAMS:-1,8,32}" --task caption --repeats 3
-part "decode legato-tiny" 70 "$python" -m benchmarks decode --name decode_tiny_gpu "${tiny[@]}" --streams "${STREAMS:-1,8,32}" --repeats 3
+bench() { # NAME SECONDS OPTIONS...
+  local name=$1 limit=$2; shift 2
+  part "$name" "$limit" "$python" -m benchmarks "$name" "$@"
+}
+
+large=(--device "$device" --model "$model" --random-weights)
+serve=(--device "$device" --model "$model" --random-weights)
+[[ -n ${SERVE:-} ]] && read -ra more <<<"$SERVE" && serve+=("${more[@]}")
+reference=()
+[[ -n ${MOONDREAM_REFERENCE:-} ]] && reference=(--moondream-reference "$MOONDREAM_REFERENCE")
+decode=(--context 850 --repeats 3) ticks=5000 scale=1 calls=200 repeats=11 steps=(--steps 60)
+if [[ $device == cpu ]]; then
+  decode=(--context 0 --length 30 --repeats 1) ticks=200 scale=0.1 calls=10 repeats=2 steps=(--dry)
+fi
+
+part tests 80 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
+[[ $device == cpu ]] || bench kernels 40 --batches 1,8,16,32
+bench decode 90 "${large[@]}" --streams 1,8,32 --compare-tasks "${decode[@]}"
+bench tick 20 --ticks "$ticks"
+bench e2e 130 --calls-scale "$scale" --cell-seconds 20 --total-seconds 115 -- "${serve[@]}"
+bench hop 40 "${large[@]}" --calls "$calls"
+bench image 25 "${large[@]}" --device-stages --repeats "$repeats"
+left=$((budget - SECONDS)) # what the parts above did not use, too; below it the record is written
+bench peers "$left" --device "$device" "${steps[@]}" "${reference[@]}" --budget $((left - 15))
+cat "$LEGATO_RESULTS/summary.log" 2>/dev/null
 exit $failed

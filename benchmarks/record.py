@@ -16,13 +16,16 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def surroundings() -> dict[str, Any]:
-    """The machine, the software and the commit."""
+    """The machine, the software and the commit.
+
+    `LEGATO_COMMIT` names the commit where there is no git to ask.
+    """
     import torch
 
     facts: dict[str, Any] = {
         "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _output("git", "rev-parse", "--short", "HEAD"),
+        "commit": os.environ.get("LEGATO_COMMIT") or _output("git", "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cores": len(os.sched_getaffinity(0)),

@@ -1,0 +1,148 @@
+"""End to end through gRPC on loopback: questions about pictures, by 1 to 64 callers at once.
+
+Workloads: `new` (every call a new picture), `mix` (five questions for every three pictures) and
+`cached` (one picture again and again). Options after `--` go to `legato serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+from legato_client.cli.local_server import LocalServer
+
+from benchmarks import record
+from benchmarks.load import Cell, LoadProcesses
+from benchmarks.photos import Photographer
+from benchmarks.workloads import WORKLOADS, Ask
+
+START_TIMEOUT = 300.0
+CELLS = (("new", 3), ("cached", 3), ("mix", 3), ("mix", 30))  # workload, tokens an answer
+HEADS = (
+    *("workload", "tokens", "callers", "P50 ms", "P95 ms", "P99 ms", "requests/s"),
+    *("calls", "failed", "tokens seen", "picture known", "prefix known", "load CPU"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """A measured cell."""
+
+    workload: str
+    ask: Ask
+    cell: Cell
+
+    def figures(self) -> dict[str, object]:
+        """For the record."""
+        head = {"workload": self.workload, "tokens": self.ask.tokens, "callers": self.ask.callers}
+        return head | dataclasses.asdict(self.cell) | {"asked": self.ask.calls}
+
+    def texts(self) -> list[str]:
+        """For the table, in the order of `HEADS`."""
+        cell = self.cell
+        times = (cell.p50, cell.p95, cell.p99, cell.per_second)
+        shares = (cell.hit_share, cell.cached_share, cell.load_cpu)
+        return [
+            *(self.workload, str(self.ask.tokens), str(self.ask.callers)),
+            *(f"{figure:.1f}" for figure in times),
+            *(str(cell.calls), str(cell.failed), f"{cell.mean_tokens:.1f}"),
+            *(f"{share:.0%}" for share in shares),
+        ]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start a server, ask, record; 1 when a call failed."""
+    arguments, serve = _parse(argv)
+    end = time.monotonic() + arguments.total_seconds
+    size = (arguments.width, arguments.height)
+    photographer = Photographer(arguments.seed, max(size))
+    pool = [photographer.jpeg(index, size) for index in range(arguments.pictures)]
+    with LocalServer(serve) as server:
+        server.wait_until_serving(START_TIMEOUT, lambda _: None)
+        with LoadProcesses(server.target, pool, arguments.load_processes) as load:
+            rows = list(measure(load, arguments, end))
+    jpeg_bytes = statistics.fmean(len(picture) for picture in pool)
+    figures = {
+        "size": size,
+        "jpeg_bytes": jpeg_bytes,
+        **{name: getattr(arguments, name) for name in ("pictures", "seed", "load_processes")},
+        "serve": serve,
+        "rows": [row.figures() for row in rows],
+    }
+    failed = sum(row.cell.failed for row in rows)
+    title = f"Query through gRPC, {size[0]}x{size[1]} JPEG: {' '.join(serve) or 'defaults'}"
+    notes = (
+        f"JPEGs of {jpeg_bytes / 1e3:.0f} kB; {arguments.load_processes} load processes, 'load "
+        f"CPU' is the busiest one's share of a core; {failed} calls failed."
+    )
+    table = record.table(HEADS, [row.texts() for row in rows])
+    record.write(arguments.name, title, figures, [table, "", notes])
+    return 0 if failed == 0 else 1
+
+
+def measure(load: LoadProcesses, arguments: argparse.Namespace, end: float) -> Iterator[Row]:
+    """One cell after another, until monotonic time `end`."""
+    for workload, ask in asks(arguments):
+        seconds = min(arguments.cell_seconds, end - time.monotonic())
+        if seconds <= 0:
+            print(f"no time left for {workload} by {ask.callers}", flush=True)
+            continue
+        row = Row(workload, ask, load.run(WORKLOADS[workload](ask), ask.callers, seconds))
+        print("  ".join(row.texts()), flush=True)
+        for error in row.cell.errors:
+            print(f"failed: {error}", flush=True)
+        yield row
+
+
+def asks(arguments: argparse.Namespace) -> Iterator[tuple[str, Ask]]:
+    """Every cell to measure; no two share a picture."""
+    first = 1
+    for workload, tokens in CELLS:
+        if workload not in arguments.workloads or tokens not in arguments.tokens:
+            continue
+        for callers in arguments.callers:
+            calls = arguments.calls or round(arguments.calls_scale * default_calls(callers))
+            ask = Ask(callers=callers, calls=max(2, calls), tokens=tokens, first=first)
+            first += 2 * ask.total
+            yield workload, ask
+
+
+def default_calls(callers: int) -> int:
+    """Timed calls: enough for a P95 of one caller, eight rounds of many."""
+    return 64 + 8 * callers
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks e2e", description=__doc__)
+    parser.add_argument("--name", default="e2e", help="of the record")
+    parser.add_argument("--width", type=int, default=850)
+    parser.add_argument("--height", type=int, default=600)
+    parser.add_argument("--callers", type=_numbers, default=[1, 4, 16, 64], help="e.g. 1,64")
+    parser.add_argument("--workloads", type=_names, default=list(WORKLOADS), help="e.g. new,mix")
+    parser.add_argument("--tokens", type=_numbers, default=[3, 30], help="which of 3 and 30")
+    parser.add_argument("--calls", type=int, default=0, help="timed calls a cell; 0: by callers")
+    parser.add_argument("--calls-scale", type=float, default=1.0, help="of what 0 gives")
+    parser.add_argument("--cell-seconds", type=float, default=45.0, help="limit of one cell")
+    parser.add_argument("--total-seconds", type=float, default=1800.0, help="limit of all cells")
+    parser.add_argument("--pictures", type=int, default=64, help="different ones, before stamping")
+    parser.add_argument("--seed", type=int, default=0, help="of the pictures")
+    cores = len(os.sched_getaffinity(0))
+    default = min(4, max(1, cores // 4))
+    parser.add_argument("--load-processes", type=int, default=default)
+    arguments, serve = parser.parse_known_args(argv)
+    return arguments, [option for option in serve if option != "--"]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= set(WORKLOADS):
+        raise argparse.ArgumentTypeError(f"there are {', '.join(WORKLOADS)}")
+    return names

@@ -1,0 +1,230 @@
+"""What gRPC and the process hop add: one request alone, through them and without them.
+
+The same engine runs twice on one device: behind a server, and in this process with its core stepped
+directly. Requests alternate in blocks; the picture is known, and sent as bytes or named by its id.
+Without the hop its bytes lie in shared memory before the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from legato_client import AsyncClient, CachedImage, Sampling
+from legato_client.cli.local_server import LocalServer
+from legato_engine import core as engine_core
+from legato_engine.assembly import assemble
+from legato_engine.bench import add_model_arguments, model_config
+from legato_engine.blobs import BlobStore, new_namespace
+from legato_engine.engine import EngineCore
+from legato_engine.errors import LegatoError
+from legato_engine.images import content_key, image_id
+from legato_engine.messages import Done, Failed, Report
+
+from benchmarks import record
+from benchmarks.photos import Photographer
+
+START_TIMEOUT = 300.0
+QUESTION = "What is there?"
+KINDS = ("bytes", "id")  # how the picture is given
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """Medians in ms of `calls` requests each; `tokens` that came out, `hop` the difference."""
+
+    picture: str
+    tokens: int
+    calls: int
+    through_grpc: float
+    in_process: float
+
+    @property
+    def hop(self) -> float:
+        """Milliseconds that gRPC and the other process add."""
+        return self.through_grpc - self.in_process
+
+
+class InProcess:
+    """An engine without its process: the calling thread steps it until a request is done."""
+
+    def __init__(self, arguments: argparse.Namespace, jpeg: bytes) -> None:
+        self._assembly = assemble(model_config(arguments))
+        self._store = BlobStore(new_namespace())
+        self._jpeg = jpeg
+        self._woken = threading.Event()
+        self._ended: list[Done | Failed] = []
+        self._serial = 0
+        self._core: EngineCore = self._assembly.core(
+            namespace=self._store.namespace, send=self._receive, wake=self._woken.set
+        )
+
+    def ask(self, kind: str, tokens: int) -> tuple[float, int]:
+        """Milliseconds of one request, and the tokens that came out; raises `LegatoError`."""
+        self._serial += 1
+        request = engine_core.Request(
+            request_id=f"hop-{self._serial}",
+            task=engine_core.QueryTask(question=QUESTION),
+            image=self._source(kind),
+            sampling=engine_core.SamplingParams(temperature=0.0, max_tokens=tokens, seed=0),
+        )
+        self._ended.clear()
+        start = time.perf_counter()
+        self._core.submit(request)
+        while not self._ended:
+            if not self._core.busy:
+                self._woken.wait()
+                self._woken.clear()
+            self._core.step()
+        milliseconds = (time.perf_counter() - start) * 1e3
+        while self._core.busy:
+            self._core.step()  # the zombie of an answer that ended by itself
+        return milliseconds, self._output_tokens()
+
+    def _output_tokens(self) -> int:
+        (report,) = self._ended
+        if isinstance(report, Failed):
+            raise LegatoError(report.error.message)
+        return report.usage.output_tokens
+
+    def close(self) -> None:
+        """Stop the threads and give the device back."""
+        self._core.close()
+        self._store.close()
+        self._assembly.device.close()
+
+    def _source(self, kind: str) -> engine_core.ImageSource:
+        if kind == "id":
+            return engine_core.CachedImage(image_id=image_id(content_key(self._jpeg)))
+        blob = self._store.put(self._jpeg)
+        return engine_core.EncodedImage(blob=blob, mime_type="image/jpeg")
+
+    def _receive(self, report: Report) -> None:
+        if isinstance(report, Done | Failed):
+            self._ended.append(report)
+
+
+class ThroughGrpc:
+    """The same requests by a client of a server."""
+
+    def __init__(self, target: str, jpeg: bytes) -> None:
+        self._runner = asyncio.Runner()
+        self._client = AsyncClient(target)
+        self._jpeg = jpeg
+
+    def ask(self, kind: str, tokens: int) -> tuple[float, int]:
+        """Milliseconds of one request, and the tokens that came out; raises `LegatoError`."""
+        return self._runner.run(self._ask(kind, tokens))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+    async def _ask(self, kind: str, tokens: int) -> tuple[float, int]:
+        named = CachedImage(image_id(content_key(self._jpeg)))
+        picture = named if kind == "id" else self._jpeg
+        sampling = Sampling(temperature=0.0, max_tokens=tokens, seed=0)
+        start = time.perf_counter()
+        answer = await self._client.query(picture, QUESTION, sampling=sampling)
+        milliseconds = (time.perf_counter() - start) * 1e3
+        assert answer.info.usage is not None, "every answer counts its tokens"
+        return milliseconds, answer.info.usage.output_tokens
+
+
+Ask = Callable[[str, int], tuple[float, int]]
+
+
+def compare(through: Ask, inside: Ask, kind: str, tokens: int, calls: int, block: int) -> Row:
+    """`calls` requests each way, in alternating blocks; the first of each block is not counted."""
+    times: tuple[list[float], list[float]] = ([], [])
+    seen: set[int] = set()
+    while len(times[0]) < calls:
+        for ask, spent in zip((through, inside), times, strict=True):
+            ask(kind, tokens)
+            for _ in range(block):
+                milliseconds, produced = ask(kind, tokens)
+                spent.append(milliseconds)
+                seen.add(produced)
+    if len(seen) != 1:
+        raise ValueError(f"answers of different lengths cannot be compared: {sorted(seen)} tokens")
+    return Row(kind, seen.pop(), len(times[0]), *(statistics.median(spent) for spent in times))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure both ways of giving a picture at 1 and 3 tokens, and record."""
+    arguments = _parse(argv)
+    jpeg = Photographer(0, max(arguments.width, arguments.height)).jpeg(
+        0, (arguments.width, arguments.height)
+    )
+    serve = _serve_options(arguments)
+    with LocalServer(serve) as server:
+        server.wait_until_serving(START_TIMEOUT, lambda _: None)
+        inside, through = InProcess(arguments, jpeg), ThroughGrpc(server.target, jpeg)
+        try:
+            for side in (inside, through):
+                side.ask("bytes", 1)  # from here on the picture is known
+            rows = [
+                compare(through.ask, inside.ask, kind, tokens, arguments.calls, arguments.block)
+                for kind in KINDS
+                for tokens in arguments.tokens
+            ]
+        finally:
+            through.close()
+            inside.close()
+    figures = {
+        "serve": serve,
+        "size": (arguments.width, arguments.height),
+        "jpeg_bytes": len(jpeg),
+        "rows": [dataclasses.asdict(row) | {"hop_ms": row.hop} for row in rows],
+    }
+    heads = (
+        "picture as",
+        "tokens",
+        "through gRPC, P50 ms",
+        "in process, P50 ms",
+        "hop ms",
+        "calls",
+    )
+    cells = [
+        [
+            *(row.picture, row.tokens),
+            *(f"{value:.2f}" for value in (row.through_grpc, row.in_process, row.hop)),
+            row.calls,
+        ]
+        for row in rows
+    ]
+    title = f"The hop: a known picture, one caller: {' '.join(serve)}"
+    record.write(arguments.name, title, figures, [record.table(heads, cells)])
+    return 0
+
+
+def _serve_options(arguments: argparse.Namespace) -> list[str]:
+    options = ["--device", arguments.device, "--model", arguments.model, "--dtype", arguments.dtype]
+    for name in ("weights", "tokenizer"):
+        if getattr(arguments, name):
+            options += [f"--{name}", getattr(arguments, name)]
+    if arguments.random_weights:
+        options.append("--random-weights")
+    return [*options, "--threads", str(arguments.threads)]
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks hop", description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--name", default="hop", help="of the record")
+    parser.add_argument("--width", type=int, default=850)
+    parser.add_argument("--height", type=int, default=600)
+    parser.add_argument("--calls", type=int, default=200, help="each way, per row")
+    parser.add_argument("--block", type=int, default=10, help="counted requests in a row")
+    parser.add_argument("--tokens", type=_numbers, default=[1, 3], help="e.g. 1,3")
+    return parser.parse_args(argv)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]

@@ -1,0 +1,172 @@
+"""The way of a picture, stage by stage: hash, decode, resize and tile, and what the device does.
+
+Shape legend: H, W and C rows, columns and channels of a picture, N crops, T patches of a crop,
+P values of a patch, V the 256 levels of a channel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from legato_engine.assembly import Assembly, assemble
+from legato_engine.bench import add_model_arguments, model_config
+from legato_engine.core import ImageInfo
+from legato_engine.device.base import Device
+from legato_engine.images import Pixels, content_key, decode_encoded, image_id
+from legato_engine.kernels.cut_plan import CutPlan
+from legato_engine.models import registry
+from legato_engine.models.moondream.config import VisionConfig
+from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
+from PIL import Image
+
+from benchmarks import record
+from benchmarks.photos import Photographer
+
+SIZES = ((640, 480), (850, 600), (1920, 1080), (4000, 3000))
+MAX_PIXELS = 40_000_000
+Stages = dict[str, float | None]
+
+
+def host_stages(jpeg: bytes, config: VisionConfig, repeats: int) -> Stages:
+    """Medians in ms of what one core does before the device sees anything."""
+    pixels_HWC = decode_encoded(jpeg, max_pixels=MAX_PIXELS)
+    image = Image.fromarray(pixels_HWC)
+    return {
+        "hash": host_ms(lambda: content_key(jpeg), repeats),
+        "decode": host_ms(lambda: decode_encoded(jpeg, max_pixels=MAX_PIXELS), repeats),
+        "resize and tile": host_ms(lambda: crop_image(image, config), repeats),
+    }
+
+
+def device_stages(
+    assembly: Assembly, pixels_HWC: Pixels, config: VisionConfig, repeats: int
+) -> Stages:
+    """Medians in ms on the device; a stage that this device or picture does not have is None.
+
+    `picture to embeddings` is the model's own way from what its frontend prepares.
+    """
+    height, width = pixels_HWC.shape[:2]
+    key = content_key(pixels_HWC.tobytes())
+    info = ImageInfo(image_id=image_id(key), width=width, height=height, cache_hit=False)
+    prepared = assembly.frontend.prepare_image(pixels_HWC, key, info)
+    embed = device_ms(assembly.device, lambda: assembly.model.prefix_embeddings(prepared), repeats)
+    return {**_cut_stages(assembly, pixels_HWC, config, repeats), "picture to embeddings": embed}
+
+
+def _cut_stages(
+    assembly: Assembly, pixels_HWC: Pixels, config: VisionConfig, repeats: int
+) -> Stages:
+    """Upload and the kernels that resize, cut and patch, where there are any."""
+    device = assembly.device
+    height, width = pixels_HWC.shape[:2]
+    tiling = select_tiling(height, width, config)
+    plan = CutPlan(height, width, tiling, crop_geometry(config))
+    if device.torch_device.type != "cuda" or not plan.fits:
+        return {"stage": None, "upload": None, "resize and cut": None}
+    from legato_engine.kernels.cuda import pictures
+    from legato_engine.kernels.cut_plan import MAX_WORDS
+
+    host = pictures.HostPicture(
+        device.pinned((pictures.NUM_PIXEL_BYTES,), torch.uint8),
+        device.pinned((MAX_WORDS,), torch.int32),
+    )
+    levels_V = torch.linspace(-1, 1, 256, device=device.torch_device).bfloat16()
+    pipeline = pictures.PicturePipeline(crop_geometry(config), levels_V)
+    staged = pictures.stage(pixels_HWC, plan, host)
+    side = config.crop_size // config.patch_size
+    shape = (staged.num_crops, side * side, 3 * config.patch_size**2)
+    patches_NTP = torch.empty(shape, dtype=levels_V.dtype, device=device.torch_device)
+    return {
+        "stage": host_ms(lambda: pictures.stage(pixels_HWC, plan, host), repeats),
+        "upload": device_ms(device, lambda: pipeline.upload(host, staged), repeats),
+        "resize and cut": device_ms(device, lambda: pipeline.cut(patches_NTP), repeats),
+    }
+
+
+def host_ms(work: Callable[[], object], repeats: int) -> float:
+    """Median milliseconds of `work` on this thread; one run before them is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter_ns()
+        work()
+        times.append((time.perf_counter_ns() - start) / 1e6)
+    return statistics.median(times[1:])
+
+
+def device_ms(device: Device, work: Callable[[], object], repeats: int) -> float:
+    """Median milliseconds between two events of the compute stream around `work`."""
+
+    def enqueue() -> None:
+        work()
+
+    times = []
+    for _ in range(repeats + 1):
+        before = device.compute.record()
+        device.compute.submit(enqueue)
+        after = device.compute.record()
+        after.wait()
+        times.append((after.time_ns() - before.time_ns()) / 1e6)
+    return statistics.median(times[1:])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure every size and record; without `--device-stages` the host's part alone."""
+    arguments = _parse(argv)
+    bundle = registry.resolve(arguments.model, random_weights=True)
+    vision = bundle.config.vision
+    assembly = assemble(model_config(arguments)) if arguments.device_stages else None
+    photographer = Photographer(0, max(max(size) for size in arguments.sizes))
+    rows = []
+    failures = []
+    for index, size in enumerate(arguments.sizes):
+        jpeg = photographer.jpeg(index, size)
+        stages = host_stages(jpeg, vision, arguments.repeats)
+        pixels_HWC = decode_encoded(jpeg, max_pixels=MAX_PIXELS)
+        if assembly is not None:
+            try:
+                stages |= device_stages(assembly, pixels_HWC, vision, arguments.repeats)
+            except Exception as error:  # noqa: BLE001 - the host's figures are worth keeping
+                failures.append(f"{size[0]}x{size[1]}: {type(error).__name__}: {error}")
+                print(f"failed: {failures[-1]}")
+        tiling = select_tiling(size[1], size[0], vision)
+        rows.append({"size": size, "jpeg_bytes": len(jpeg), "tiling": tiling, "stages_ms": stages})
+    if assembly is not None:
+        assembly.device.close()
+    names = list(dict.fromkeys(name for row in rows for name in row["stages_ms"]))
+    cells = [
+        [
+            "x".join(map(str, row["size"])),
+            "x".join(map(str, row["tiling"])),
+            f"{row['jpeg_bytes'] / 1e3:.0f}",
+            *(_text(row["stages_ms"].get(name)) for name in names),
+        ]
+        for row in rows
+    ]
+    heads = ("picture", "tiles", "JPEG kB", *(f"{name}, ms" for name in names))
+    title = f"The way of a picture: {bundle.config.name} on {arguments.device}, one host thread"
+    figures = {"model": bundle.config.name, "rows": rows, "failures": failures}
+    record.write(arguments.name, title, figures, [record.table(heads, cells)])
+    return 1 if failures else 0
+
+
+def _text(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds:.2f}"
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks image", description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--name", default="image", help="of the record")
+    parser.add_argument("--repeats", type=int, default=11, help="timed runs per stage")
+    parser.add_argument("--sizes", type=_sizes, default=list(SIZES), help="e.g. 640x480,850x600")
+    parser.add_argument("--device-stages", action="store_true", help="load the model and go on")
+    return parser.parse_args(argv)
+
+
+def _sizes(text: str) -> list[tuple[int, int]]:
+    pairs = (part.split("x") for part in text.split(","))
+    return [(int(width), int(height)) for width, height in pairs]

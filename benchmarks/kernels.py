@@ -1,0 +1,279 @@
+"""The decode step's kernels: checked against torch in float32, and timed as graphs by their parts.
+
+Shape legend: B tokens, D text width, V vocabulary, R rows of the token state and the page table, M
+pages per row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from legato_engine.device.cuda import CudaDevice
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, Part, Stages
+from legato_engine.kernels.cuda.streams import tiles_for
+from legato_engine.models.model import DecodeBatch, KVCache, StepInputs
+from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.models.moondream.fused import FusedMoondream, can_fuse
+from legato_engine.models.moondream.model import MoondreamModel, Network
+from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
+from legato_engine.models.moondream.weights import random_weights
+
+from benchmarks import record
+
+MODELS = {"moondream2": moondream2_config, "legato-tiny": legato_tiny_config}
+BANDWIDTH = 4.68e12  # bytes a second that one H200 reads at most
+PAGE = 16
+CONTEXT = 850
+ROWS = 34
+DEVICE = torch.device("cuda")
+DEPTHS = {
+    1: ((9, 10, 2), (7, 7, 2), (8, 11, 2)),
+    8: ((9, 10, 4), (8, 8, 4), (7, 11, 4)),
+    32: ((4, 8, 4), (4, 7, 4), (4, 9, 4)),
+}
+"""By batch, stages of `layer_in`, of `layer_out` and of `attend` to try."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A model with random weights, its kernels, and a KV cache of random contexts."""
+
+    config: MoondreamConfig
+    network: Network
+    model: MoondreamModel
+    kernels: FusedMoondream
+    kv: KVCache
+    table_RM: torch.Tensor
+
+    @classmethod
+    def make(cls, name: str) -> Bench:
+        """Everything on the GPU; pages are dealt in random order."""
+        config = MODELS[name]()
+        network = random_weights(config, 0, DEVICE, torch.bfloat16)
+        model = MoondreamModel(config, network)
+        text = config.text
+        pages = -(-text.max_context // PAGE)
+        shape = (text.num_layers, ROWS * pages + 1, text.num_heads, PAGE, text.head_dim)
+        kv = KVCache(*(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)))
+        assert can_fuse(config, kv), "this GPU or model has no kernels"
+        kernels = FusedMoondream(config, network.text, network.region, kv)
+        table_RM = (torch.randperm(ROWS * pages, device=DEVICE) + 1).view(ROWS, pages)
+        return cls(config, network, model, kernels, kv, table_RM)
+
+    def with_stages(self, stages: Stages) -> Bench:
+        """The same with rings of other depths."""
+        network = self.network
+        kernels = FusedMoondream(self.config, network.text, network.region, self.kv, stages)
+        return dataclasses.replace(self, kernels=kernels)
+
+    def inputs(self, batch: int) -> StepInputs:
+        """`batch` rows at the benchmark's context, in a random order of rows."""
+        text, tokens = self.config.text, self.config.tokens
+        token_R = torch.randint(10, text.vocab_size, (ROWS,), device=DEVICE)
+        token_R[::3], token_R[1::3] = tokens.coord, tokens.size
+        row_B = torch.randperm(ROWS, device=DEVICE)[:batch].contiguous()
+        position_B = min(CONTEXT, text.max_context - 1) - torch.arange(batch, device=DEVICE)
+        return StepInputs(
+            source_B=row_B,
+            row_B=row_B,
+            position_B=position_B,
+            fresh_B=position_B,
+            prompt_token_B=torch.zeros_like(row_B),
+            prompt_payload_B2=torch.zeros(batch, 2, device=DEVICE),
+            token_R=token_R,
+            payload_R2=torch.rand(ROWS, 2, device=DEVICE),
+            page_table_RM=self.table_RM,
+        )
+
+    def empty(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden state and logits that nothing has filled."""
+        text = self.config.text
+        hidden_BD = torch.full((batch, text.dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        return hidden_BD, torch.full((batch, text.vocab_size), torch.nan, device=DEVICE)
+
+
+def check(bench: Bench, exact: MoondreamModel, batch: int) -> dict[str, float]:
+    """Relative errors of the kernels and of torch in bf16, against `exact` in float32."""
+    inputs = bench.inputs(batch)
+    hidden_BD, logits_BV = bench.empty(batch)
+    bench.kernels.forward(inputs, hidden_BD, logits_BV)
+    ours = _written(bench.kv, inputs)
+    where = DecodeBatch(inputs.position_B, inputs.page_table_RM[inputs.row_B])
+    x_BD = bench.model.embed(inputs.token_R[inputs.source_B], inputs.payload_R2[inputs.source_B])
+    wide = KVCache(bench.kv.k_LNHSE.float(), bench.kv.v_LNHSE.float())
+    exact_BD = exact.decode(x_BD.float(), where, wide)
+    plain_BD = bench.model.decode(x_BD, where, bench.kv)
+    theirs = _written(bench.kv, inputs)
+    exact_BV = exact.logits(exact_BD)
+    return {
+        "hidden": _error(hidden_BD, exact_BD),
+        "hidden_torch": _error(plain_BD, exact_BD),
+        "logits": _error(logits_BV, exact_BV),
+        "logits_torch": _error(bench.model.logits(plain_BD), exact_BV),
+        "keys": _error(ours[0], theirs[0]),
+        "values": _error(ours[1], theirs[1]),
+        "rows_that_differ_alone": _differing(bench, inputs, logits_BV),
+        **_check_bins(bench, plain_BD),
+    }
+
+
+def _differing(bench: Bench, inputs: StepInputs, logits_BV: torch.Tensor) -> float:
+    """Rows that have other bits alone than they have in the batch."""
+    hidden_BD, again_BV = bench.empty(len(logits_BV))
+    for at in range(len(logits_BV)):
+        one = slice(at, at + 1)
+        bench.kernels.forward(inputs.part(one), hidden_BD[one], again_BV[one])
+    return float((again_BV != logits_BV).any(-1).sum())
+
+
+def _check_bins(bench: Bench, hidden_BD: torch.Tensor) -> dict[str, float]:
+    """Relative errors of the bins; a batch of one needs the coord's alone."""
+    tokens, exact = bench.config.tokens, copy.deepcopy(bench.network.region).float()
+    errors = {}
+    for name, token, decoder in (
+        ("coord_bins", tokens.coord, exact.coord_decoder),
+        ("size_bins", tokens.size, exact.size_decoder),
+    ):
+        token_B = torch.full((len(hidden_BD),), token, device=DEVICE)
+        bins_BN = bench.kernels.bins(token_B, hidden_BD)[token == tokens.size]
+        errors[name] = _error(bins_BN, decoder(hidden_BD.float()))
+    return errors
+
+
+def _bad(errors: Mapping[str, float]) -> bool:
+    """Whether a check failed."""
+    worse = not errors["hidden"] <= 1.5 * errors["hidden_torch"] + 1e-3
+    bins = not max(errors["coord_bins"], errors["size_bins"]) < 0.02
+    return worse or bins or errors["rows_that_differ_alone"] > 0
+
+
+def _written(kv: KVCache, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values at the tokens' own positions, all layers."""
+    page_B = inputs.page_table_RM[inputs.row_B, inputs.position_B // PAGE]
+    at = (slice(None), page_B, slice(None), inputs.position_B % PAGE)
+    return kv.k_LNHSE[at], kv.v_LNHSE[at]
+
+
+def _error(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((ours.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def timed(device: CudaDevice, work: Callable[[], object], repeats: int = 200) -> float:
+    """Median milliseconds of a replay of `work`, back to back with itself."""
+    replay = device.capture(work)
+    stream = device.compute.stream
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    with torch.cuda.stream(stream):
+        for _ in range(5):
+            replay()
+        for mark in marks:
+            mark.record(stream)
+            replay()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+
+
+def floor_ms(config: MoondreamConfig, batch: int) -> float:
+    """The bytes that a step must read over the bandwidth."""
+    text = config.text
+    layer = 4 * text.dim**2 + 2 * text.dim * text.ff_dim
+    weights = text.num_layers * layer + text.vocab_size * text.dim
+    context = text.num_layers * 2 * text.dim * min(CONTEXT, text.max_context - 1) * batch
+    return (weights + context) * 2 / BANDWIDTH * 1e3
+
+
+def steps(bench: Bench, device: CudaDevice, batch: int, repeats: int = 200) -> dict[str, float]:
+    """Milliseconds of the step, and of the step's parts alone."""
+    inputs = bench.inputs(batch)
+    hidden_BD, logits_BV = (tensor.zero_() for tensor in bench.empty(batch))
+    kernels = bench.kernels
+    coord_B = torch.full((batch,), bench.config.tokens.coord, device=DEVICE)
+    works: dict[str, Callable[[], object]] = {
+        "step": lambda: kernels.forward(inputs, hidden_BD, logits_BV),
+        "head": lambda: kernels.head(hidden_BD, logits_BV),
+        "coord_bins": lambda: kernels.bins(coord_B, hidden_BD),
+    }
+    for part in Part:
+        works[part.name.lower()] = lambda part=part: kernels.layers(inputs, hidden_BD, (part,))
+    figures = {name: timed(device, work, repeats) for name, work in works.items()}
+    return {"floor": floor_ms(bench.config, batch), **figures}
+
+
+def tune(bench: Bench, device: CudaDevice) -> None:
+    """Print step times under other depths of the rings."""
+    for batch, depths in DEPTHS.items():
+        tiles = tiles_for(batch)
+        for first, last, attend in depths:
+            stages = dataclasses.replace(
+                DEFAULT_STAGES,
+                layer_in={**DEFAULT_STAGES.layer_in, tiles: first},
+                layer_out={**DEFAULT_STAGES.layer_out, tiles: last},
+                attend=attend,
+                attend_split=attend,
+            )
+            times = steps(bench.with_stages(stages), device, batch, repeats=60)
+            rounded = {name: round(time, 4) for name, time in times.items()}
+            print("tune", batch, (first, last, attend), rounded)
+
+
+def measure(name: str, arguments: argparse.Namespace, device: CudaDevice) -> dict[str, dict]:
+    """One model's checks and times, by what they are of."""
+    bench = Bench.make(name)
+    exact = MoondreamModel(bench.config, copy.deepcopy(bench.network).float())
+    figures: dict[str, dict] = {}
+    for batch in _numbers(arguments.checks):
+        figures[f"{name} check {batch}"] = errors = check(bench, exact, batch)
+        print(name, batch, {key: f"{value:.2e}" for key, value in errors.items()})
+        if _bad(errors):
+            print("CHECK FAILED")
+    if arguments.tune:
+        tune(bench, device)
+    for batch in _numbers(arguments.batches):
+        figures[f"{name} {batch}"] = times = steps(bench, device, batch)
+        print(name, batch, {key: round(value, 4) for key, value in times.items()})
+    return figures
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _table(figures: Mapping[str, Mapping[str, float]]) -> str:
+    rows = [
+        (
+            key,
+            f"{times['floor']:.3f}",
+            f"{times['step']:.3f}",
+            f"{times['floor'] / times['step']:.0%}",
+        )
+        for key, times in figures.items()
+        if "step" in times
+    ]
+    return record.table(("model and batch", "floor ms", "step ms", "of the floor"), rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check, time, record; 1 if a check fails."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description=__doc__)
+    parser.add_argument("--name", default="kernels", help="of the record")
+    parser.add_argument("--models", default="moondream2,legato-tiny")
+    parser.add_argument("--batches", default="1,2,8,16,32")
+    parser.add_argument("--checks", default="1,5,8,13,32")
+    parser.add_argument("--tune", action="store_true", help="try other depths of the rings")
+    arguments = parser.parse_args(argv)
+    device = CudaDevice(0)
+    figures: dict[str, dict] = {}
+    with torch.inference_mode():
+        for name in arguments.models.split(","):
+            figures |= measure(name, arguments, device)
+    record.write(arguments.name, "Kernels of the decode step", figures, [_table(figures)])
+    failed = any(_bad(errors) for key, errors in figures.items() if "check" in key)
+    print(json.dumps({"failed": failed}))
+    return int(failed)

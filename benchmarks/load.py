@@ -1,0 +1,186 @@
+"""Callers in processes of their own, so that asking does not slow down answering."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+from legato_client import AsyncClient, Sampling
+
+from benchmarks.photos import stamped
+from benchmarks.workloads import Job
+
+CALL_TIMEOUT = 120.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call as its caller saw it; times are seconds of a clock that all processes share.
+
+    `hit`: the picture was known. `cached`: its keys and values were, too. `error` is empty unless
+    the call failed.
+    """
+
+    start: float
+    end: float
+    timed: bool
+    tokens: int = 0
+    hit: bool = False
+    cached: bool = False
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """What one workload at one number of callers gave; times are in milliseconds.
+
+    `per_second` counts answers while all callers are busy, over `window` seconds. Latencies are of
+    the timed calls that succeeded, `failed` is of all. `load_cpu` is the share of a core that the
+    busiest load process used.
+    """
+
+    calls: int
+    failed: int
+    p50: float
+    p95: float
+    p99: float
+    per_second: float
+    window: float
+    mean_tokens: float
+    hit_share: float
+    cached_share: float
+    load_cpu: float
+    errors: tuple[str, ...]
+
+
+def summarise(calls: Sequence[Call], load_cpu: float) -> Cell:
+    """The figures of a cell; NaN-free: what cannot be said is 0."""
+    good = [call for call in calls if call.timed and not call.error]
+    errors = tuple(sorted({call.error for call in calls if call.error}))[:5]
+    failed = sum(bool(call.error) for call in calls)
+    if len(good) < 2:
+        return Cell(len(good), failed, 0, 0, 0, 0, 0, 0, 0, 0, load_cpu, errors)
+    cuts = statistics.quantiles([(call.end - call.start) * 1e3 for call in good], n=100)
+    opening, closing = min(call.start for call in good), max(call.start for call in good)
+    answered = sum(opening < call.end <= closing for call in calls if not call.error)
+    window = closing - opening
+    return Cell(
+        calls=len(good),
+        failed=failed,
+        p50=cuts[49],
+        p95=cuts[94],
+        p99=cuts[98],
+        per_second=answered / window if window > 0 else 0.0,
+        window=window,
+        mean_tokens=statistics.fmean(call.tokens for call in good),
+        hit_share=statistics.fmean(call.hit for call in good),
+        cached_share=statistics.fmean(call.cached for call in good),
+        load_cpu=load_cpu,
+        errors=errors,
+    )
+
+
+class LoadProcesses:
+    """Processes that hold the pictures and ask when told; a context manager.
+
+    A job's picture is `pool[number % len(pool)]`, stamped with its number.
+    """
+
+    def __init__(self, target: str, pool: Sequence[bytes], processes: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._far_ends: list[Connection] = []
+        self._processes = []
+        for _ in range(processes):
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(there, target, tuple(pool)), daemon=True)
+            self._pipes.append(here)
+            self._far_ends.append(there)
+            self._processes.append(process)
+
+    def __enter__(self) -> LoadProcesses:
+        for process, far_end in zip(self._processes, self._far_ends, strict=True):
+            process.start()
+            far_end.close()  # only the process holds it, so its death can be read
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+    def run(self, jobs: Sequence[Job], callers: int, seconds: float) -> Cell:
+        """Share jobs and callers among the processes; none asks again after `seconds`.
+
+        Raises EOFError when a process died.
+        """
+        pipes = self._pipes[: min(len(self._pipes), callers)]
+        deadline = time.perf_counter() + seconds
+        for place, pipe in enumerate(pipes):
+            share = len(range(place, callers, len(pipes)))
+            pipe.send((jobs[place :: len(pipes)], share, deadline))
+        calls: list[Call] = []
+        shares: list[float] = []
+        for pipe in pipes:
+            done, cpu = pipe.recv()
+            calls += done
+            shares.append(cpu)
+        return summarise(calls, max(shares))
+
+
+def _serve(pipe: Connection, target: str, pool: Sequence[bytes]) -> None:
+    """A load process: one list of jobs after another, until it is ended."""
+    while True:
+        jobs, callers, deadline = pipe.recv()
+        start, cpu = time.perf_counter(), time.process_time()
+        calls = asyncio.run(_ask_all(target, pool, jobs, callers, deadline))
+        share = (time.process_time() - cpu) / (time.perf_counter() - start)
+        pipe.send((calls, share))
+
+
+async def _ask_all(
+    target: str, pool: Sequence[bytes], jobs: Sequence[Job], callers: int, deadline: float
+) -> list[Call]:
+    calls: list[Call] = []
+    waiting = iter(jobs)
+    async with AsyncClient(target, timeout=CALL_TIMEOUT) as client:
+
+        async def caller(shared: Iterator[Job]) -> None:
+            for job in shared:
+                if time.perf_counter() > deadline:
+                    return
+                picture = stamped(pool[job.picture % len(pool)], job.picture)
+                calls.append(await _ask(client, job, picture))
+
+        await asyncio.gather(*(caller(waiting) for _ in range(callers)))
+    return calls
+
+
+async def _ask(client: AsyncClient, job: Job, picture: bytes) -> Call:
+    sampling = Sampling(temperature=0.0, max_tokens=job.tokens, seed=0)
+    start = time.perf_counter()
+    try:
+        answer = await client.query(picture, job.question, sampling=sampling)
+    except Exception as error:  # noqa: BLE001 - a benchmark counts what failed and goes on
+        return Call(start, time.perf_counter(), job.timed, error=f"{type(error).__name__}: {error}")
+    end = time.perf_counter()
+    usage, image = answer.info.usage, answer.info.image
+    return Call(
+        start,
+        end,
+        job.timed,
+        tokens=usage.output_tokens if usage else 0,
+        hit=bool(image and image.cache_hit),
+        cached=bool(usage and usage.cached_tokens),
+    )

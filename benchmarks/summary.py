@@ -1,0 +1,125 @@
+"""One run's records as the few figures that are compared: `python -m benchmarks summary FOLDER`.
+
+Figures by number of streams are of `query` steps, pipelined; a step lasts from commit to commit.
+Gains are fractions: 0.1 is a tenth more tokens a second. `tick_cpu_us_32` is of the dearest kind of
+task, `detect_over_text` of the worst number of streams, `hop_ms` of three tokens with the picture
+sent as bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Records = Mapping[str, Mapping[str, Any]]
+STREAMS = (1, 8, 32)
+OUTPUT = "summary.json"
+
+
+def summarise(records: Records) -> dict[str, Any]:
+    """The summary of records by name; what they lack is None."""
+    decode = {row["streams"]: row for row in _rows(records, "decode") if row["task"] == "query"}
+    constrained = _figures(records, "decode").get("detect_over_text", ())
+    facts = [record["surroundings"] for record in records.values()]
+    gpu: list[str] = next((fact["gpu"].split(", ") for fact in facts if fact.get("gpu")), [])
+    return {
+        "decode_ms": _by_streams(decode, lambda row: row["pipelined"]["period"]),
+        "gpu_idle_ms": _by_streams(decode, lambda row: row["pipelined"]["idle"]),
+        "gain_predicted": _by_streams(decode, lambda row: row["predicted"] - 1),
+        "gain_observed": _by_streams(decode, lambda row: row["observed"] - 1),
+        "tick_cpu_us_32": _largest(
+            row["median_us"] for row in _rows(records, "tick") if row["streams"] == 32
+        ),
+        "detect_over_text": _largest(row["detect_over_text"] for row in constrained),
+        "e2e_p50_ms_new": _e2e(records, "new", 1, "p50"),
+        "e2e_p50_ms_cached": _e2e(records, "cached", 1, "p50"),
+        "req_per_s_64_new": _e2e(records, "new", 64, "per_second"),
+        "req_per_s_64_mix": _e2e(records, "mix", 64, "per_second"),
+        "hop_ms": _only(
+            row["hop_ms"]
+            for row in _rows(records, "hop")
+            if (row["picture"], row["tokens"]) == ("bytes", 3)
+        ),
+        "commit": _joined(fact.get("commit") for fact in facts),
+        "date": max((fact["date"] for fact in facts), default=None),
+        "torch": _joined(fact.get("torch") for fact in facts),
+        "driver": gpu[1] if len(gpu) > 1 else None,
+        "commands": [fact["command"] for fact in facts],
+    }
+
+
+def missing(summary: Mapping[str, Any]) -> list[str]:
+    """Names of the figures that are None, those by number of streams as `name.streams`."""
+    names = [name for name, value in summary.items() if value is None]
+    for name, value in summary.items():
+        if isinstance(value, dict):
+            names += [f"{name}.{key}" for key, each in value.items() if each is None]
+    return names
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every record of a folder by its name, in the order of names."""
+    records = {}
+    for path in sorted(folder.glob("*.json")):
+        document = json.loads(path.read_text())
+        if isinstance(document, dict) and "surroundings" in document:
+            records[path.stem] = document
+    return records
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write FOLDER/summary.json and say what is missing."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks summary", description=__doc__)
+    parser.add_argument("folder", type=Path, help="that holds the records of one run")
+    arguments = parser.parse_args(argv)
+    summary = summarise(read(arguments.folder))
+    text = json.dumps(summary, indent=1)
+    (arguments.folder / OUTPUT).write_text(text + "\n")
+    print(text)
+    gaps = missing(summary)
+    print(f"missing: {', '.join(gaps)}" if gaps else "nothing is missing")
+    for name in ("commit", "torch"):
+        if "," in (summary[name] or ""):
+            print(f"records of several runs: {name} {summary[name]}")
+    return 0
+
+
+def _figures(records: Records, name: str) -> Mapping[str, Any]:
+    figures: Mapping[str, Any] = records.get(name, {}).get("figures", {})
+    return figures
+
+
+def _rows(records: Records, name: str) -> Sequence[Mapping[str, Any]]:
+    rows: Sequence[Mapping[str, Any]] = _figures(records, name).get("rows", ())
+    return rows
+
+
+def _by_streams(
+    rows: Mapping[int, Mapping[str, Any]], figure: Callable[[Mapping[str, Any]], float]
+) -> dict[str, float | None]:
+    return {str(n): figure(rows[n]) if n in rows else None for n in STREAMS}
+
+
+def _e2e(records: Records, workload: str, callers: int, figure: str) -> float | None:
+    """Of answers of three tokens; a cell in which nothing was answered has no figures."""
+    wanted = (workload, callers, 3)
+    return _only(
+        row[figure]
+        for row in _rows(records, "e2e")
+        if (row["workload"], row["callers"], row["tokens"]) == wanted and row["calls"]
+    )
+
+
+def _only(values: Iterable[float]) -> float | None:
+    return next(iter(values), None)
+
+
+def _largest(values: Iterable[float]) -> float | None:
+    return max(values, default=None)
+
+
+def _joined(values: Iterable[str | None]) -> str | None:
+    return ",".join(sorted({value for value in values if value})) or None

@@ -1,0 +1,178 @@
+"""What one pipelined decode tick costs the host, on a device that does nothing."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from legato_engine.core import (
+    Event,
+    FinishReason,
+    PromptToken,
+    QueryResult,
+    QueryTask,
+    Request,
+    SamplingParams,
+    TextDelta,
+)
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.messages import Report, encode
+from legato_engine.models.moondream.config import SpecialTokens
+from legato_engine.models.moondream.tasks.base import TaskSetup
+from legato_engine.models.moondream.tasks.detect import DetectSkill
+from legato_engine.report_sink import ReportSink, Ticket
+from legato_engine.scheduler.clock import SystemClock
+from legato_engine.scheduler.launch import Launch
+from legato_engine.scheduler.pipeline import Pipeline
+from legato_engine.scheduler.runner import LaunchTimes
+from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.step_record import StepRecord
+from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.tasks import SampledToken, Task
+
+from benchmarks import record
+
+STREAMS = (1, 8, 32)
+WARM_UP = 200  # ticks before the first that counts
+PAGE_SIZE = 64
+PROMPT = (PromptToken(1), PromptToken(2))
+
+
+class NullRunner:
+    """A device that is done at once; every row's token is prepared."""
+
+    def __init__(self, max_rows: int) -> None:
+        tokens = [SampledToken(7, (0.5, 0.25))] * max_rows
+        self._tokens = [tokens[:count] for count in range(max_rows + 1)]
+        self._times = LaunchTimes(0, 0, 0, 0, 0)
+
+    def forward(self, launch: Launch) -> None:
+        """Nothing."""
+
+    def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
+        """Nothing."""
+
+    def collect(self, launch: Launch) -> Sequence[SampledToken]:
+        """One prepared token per row."""
+        return self._tokens[len(launch.plan.rows)]
+
+    def times(self, launch: Launch) -> LaunchTimes:
+        """No time passes on this device."""
+        return self._times
+
+
+class LastRecords:
+    """An observer that keeps the last `capacity` launches alive, as a trace does."""
+
+    def __init__(self, capacity: int) -> None:
+        self._records: collections.deque[StepRecord] = collections.deque(maxlen=capacity)
+
+    def committed(self, record: StepRecord) -> None:
+        """Remember a launch."""
+        self._records.append(record)
+
+
+class BareTask:
+    """The least a skill can do; `spoken` says whether every token gives an event or none."""
+
+    has_payload = False
+    reasoning_tokens = 0
+
+    def __init__(self, max_tokens: int, *, constrained: bool, spoken: bool) -> None:
+        self.prompt = PROMPT
+        self.sampling = SamplingParams(temperature=0.0, seed=0)
+        self.max_tokens = max_tokens
+        self.constrained = constrained
+        self.finish_reason: FinishReason | None = None
+        self._events = (TextDelta(text="word"),) if spoken else ()
+
+    def constraint(self) -> int:
+        """Any but the free one."""
+        return 1
+
+    def consume(self, token: SampledToken) -> Sequence[Event]:
+        """The same events for every token."""
+        return self._events
+
+    def result(self, finish_reason: FinishReason) -> QueryResult:
+        """Nothing."""
+        return QueryResult(answer="")
+
+
+def detect(max_tokens: int) -> Task:
+    """A real skill: a box every third token, without end."""
+    tokens = SpecialTokens(
+        bos=0, eos=0, answer=3, thinking=4, coord=5, size=6, ground_start=8, ground_end=9
+    )
+    sampling = SamplingParams(temperature=0.0, seed=0)
+    return DetectSkill(TaskSetup(PROMPT, sampling, max_tokens, tokens), "thing", max_tokens)
+
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    "free": lambda length: BareTask(length, constrained=False, spoken=False),
+    "constrained": lambda length: BareTask(length, constrained=True, spoken=False),
+    "free, reported": lambda length: BareTask(length, constrained=False, spoken=True),
+    "detect, reported": detect,
+}
+
+
+def ticks(make_task: Callable[[int], Task], streams: int, count: int) -> list[int]:
+    """Nanoseconds of `count` ticks, each of which launches and commits one decode of `streams`."""
+    length = WARM_UP + count + 2 * streams + 4
+    sink = ReportSink("tick", _encoded)
+    runner = NullRunner(streams)
+    pages = streams * (-(-(length + len(PROMPT) + 1) // PAGE_SIZE))
+    scheduler = Scheduler(
+        runner,
+        KVCacheManager(pages + 1, PAGE_SIZE, streams),
+        Pipeline(2),
+        SystemClock(),
+        sink,
+        observer=LastRecords(256),
+    )
+    for index in range(streams):
+        task = make_task(length)
+        request = Request(request_id=f"request-{index}", task=QueryTask(question="?"))
+        sink.expect(request.request_id, Ticket())
+        scheduler.submit(EngineSequence(index, request, task, None, 1, task.prompt))
+    for _ in range(2 * streams + WARM_UP):
+        scheduler.step()
+    spent = []
+    for _ in range(count):
+        start = time.perf_counter_ns()
+        scheduler.step()
+        spent.append(time.perf_counter_ns() - start)
+    assert scheduler.load().running == streams, "a stream ended among the measured ticks"
+    return spent
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure every kind of task at every number of streams and record the figures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tick", description=__doc__)
+    parser.add_argument("--name", default="tick", help="of the record")
+    parser.add_argument("--ticks", default=5000, type=int, help="measured ticks per row")
+    arguments = parser.parse_args(argv)
+    rows = []
+    for name, make_task in TASKS.items():
+        for streams in STREAMS:
+            spent = sorted(ticks(make_task, streams, arguments.ticks))
+            median = statistics.median(spent) / 1000
+            p99 = spent[len(spent) * 99 // 100] / 1000
+            rows.append({"tasks": name, "streams": streams, "median_us": median, "p99_us": p99})
+    heads = ("tasks", "streams", "median us", "p99 us")
+    cells = [
+        [row["tasks"], row["streams"], f"{row['median_us']:.1f}", f"{row['p99_us']:.1f}"]
+        for row in rows
+    ]
+    figures = {"ticks": arguments.ticks, "rows": rows}
+    record.write(
+        arguments.name, "One decode tick of the host", figures, [record.table(heads, cells)]
+    )
+    return 0
+
+
+def _encoded(report: Report) -> None:
+    encode(report)
