@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-import msgspec
 import numpy as np
 import torch
 from PIL import Image
@@ -33,7 +32,7 @@ from legato_engine.models import registry
 from legato_engine.models.model import Model, ModelFrontend, PreparedImage
 from legato_engine.preprocess import Preprocessor
 from legato_engine.report_sink import ReportSink
-from legato_engine.runtime.kv_pool import allocate, decode_buckets, default_num_pages
+from legato_engine.runtime.kv_pool import allocate, decode_buckets, num_pages_for
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.scheduler.clock import SystemClock
 from legato_engine.scheduler.pipeline import Pipeline
@@ -44,6 +43,7 @@ from legato_engine.sequence import Sequence
 
 Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+_VISION_DTYPES = ("auto", "fp8")
 _WARM_UP_TOKENS = 4
 
 
@@ -74,13 +74,13 @@ class Assembly:
             dtype=str(self.model.dtype).removeprefix("torch."),
         )
 
-    def resized(self, max_running: int) -> Assembly:
-        """The same loaded model under a runner for another number of rows."""
-        config = msgspec.structs.replace(self.config, max_running=max_running)
-        return _with_runner(config, self.frontend, self.model, self.device)
-
     def scheduler(
-        self, sink: Sink, *, pipeline_depth: int, observer: Observer | None = None
+        self,
+        sink: Sink,
+        *,
+        pipeline_depth: int,
+        prefills_per_decode: int = 1,
+        observer: Observer | None = None,
     ) -> Scheduler:
         """A fresh scheduler with an empty KV cache; the one before must be idle."""
         manager = KVCacheManager(
@@ -93,6 +93,8 @@ class Assembly:
             SystemClock(),
             sink,
             max_waiting=self.config.max_waiting,
+            prefills_per_decode=prefills_per_decode,
+            crops_per_launch=self.config.crops_per_launch,
             observer=observer,
         )
 
@@ -132,7 +134,14 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         random_weights=config.random_weights,
     )
     progress("weights", 0.1)
-    model = bundle.load(device.torch_device, _dtype(config.dtype, device))
+    dtype = _dtype(config.dtype, device)
+    if config.vision_dtype not in _VISION_DTYPES:
+        raise InvalidField(
+            f"unknown vision_dtype {config.vision_dtype!r}; use auto or fp8", field="vision_dtype"
+        )
+    model = bundle.load(device.torch_device, dtype, vision_fp8=config.vision_dtype == "fp8")
+    if model.cuts_pictures:
+        bundle = bundle.resizing_on_device()
     progress("warm-up", 0.7)
     assembly = _with_runner(config, bundle.frontend, model, device)
     progress("ready", 1.0)
@@ -142,8 +151,8 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
 def _with_runner(
     config: EngineConfig, frontend: ModelFrontend, model: Model, device: Device
 ) -> Assembly:
-    num_pages = config.num_pages or default_num_pages(
-        model.max_context, config.page_size, config.max_running
+    num_pages = config.num_pages or num_pages_for(
+        model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
     runner = ModelRunner(
         model,

@@ -8,7 +8,9 @@ import msgspec
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine process is told at its start (as JSON on its command line).
 
-    `num_pages` 0 sizes the KV pool for `max_running` full contexts and some shared prefixes.
+    `num_pages` 0 sizes the KV pool: on the CPU for `max_running` full contexts and some shared
+    prefixes, on a GPU by `kv_memory_fraction` of the memory that the model leaves free.
+    `crops_per_launch` bounds how many crops of a picture are encoded at a time while others stream.
     `pipeline_depth` 1 is the blocking loop, 2 the pipelined one.
     `random_weights` serves the named architecture with seeded random weights, for benchmarks.
     """
@@ -25,6 +27,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 256
     page_size: int = 16
     num_pages: int = 0
+    kv_memory_fraction: float = 0.6
+    crops_per_launch: int = 5  # 0: never split a picture
+    vision_dtype: str = "auto"  # auto (as dtype), fp8
     max_image_pixels: int = 40_000_000
     image_cache_bytes: int = 256 * 1024 * 1024
     preprocess_threads: int = 2

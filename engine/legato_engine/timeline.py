@@ -13,8 +13,8 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from legato_engine.scheduler.launch import Launch
 from legato_engine.scheduler.runner import LaunchTimes
@@ -42,11 +42,34 @@ class Step:
     times: LaunchTimes
 
 
-class Timeline:
-    """A `scheduler.Observer` that remembers the last `capacity` launches."""
+class StepListener(Protocol):
+    """Somebody who is told of every step, in the order of the commits."""
 
-    def __init__(self, times: Callable[[Launch], LaunchTimes], capacity: int) -> None:
+    def add(self, step: Step) -> None:
+        """Called on the scheduler's thread; must be quick."""
+        ...
+
+
+class StepFeed:
+    """A `scheduler.Observer` that reads a launch's device times once, for all its listeners."""
+
+    def __init__(
+        self, times: Callable[[Launch], LaunchTimes], listeners: Sequence[StepListener]
+    ) -> None:
         self._times = times
+        self._listeners = tuple(listeners)
+
+    def committed(self, record: StepRecord) -> None:
+        """Pass a launch on."""
+        step = Step(record, self._times(record.launch))
+        for listener in self._listeners:
+            listener.add(step)
+
+
+class Timeline:
+    """A `StepListener` that remembers the last `capacity` launches."""
+
+    def __init__(self, capacity: int) -> None:
         self._steps: collections.deque[Step] = collections.deque(maxlen=capacity)
 
     @property
@@ -54,9 +77,9 @@ class Timeline:
         """What is remembered, oldest first."""
         return list(self._steps)
 
-    def committed(self, record: StepRecord) -> None:
+    def add(self, step: Step) -> None:
         """Remember a launch."""
-        self._steps.append(Step(record, self._times(record.launch)))
+        self._steps.append(step)
 
     def to_json(self) -> str:
         """A Chrome trace."""

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console
 
-from legato_engine.assembly import assemble
-from legato_engine.bench import add_model_arguments, model_config, run
+from legato_engine.assembly import SilentSink, assemble
+from legato_engine.bench import add_model_arguments, model_config
+from legato_engine.timeline import StepFeed, Timeline
 from legato_engine.workload import Workload
 
 
@@ -23,7 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     workload = Workload(
         assembly, kind=arguments.task, count=arguments.streams, length=arguments.length
     )
-    timeline, _ = run(assembly, workload, arguments.depth)
+    timeline = Timeline(capacity=2 * workload.num_tokens + arguments.streams)
+    feed = StepFeed(assembly.runner.times, (timeline,))
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=arguments.depth, observer=feed)
+    for sequence in workload.sequences():
+        scheduler.submit(sequence)
+    scheduler.drain()
     arguments.output.write_text(timeline.to_json())
     Console().print(f"{len(timeline.steps)} launches in {arguments.output}")
     assembly.device.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -11,20 +12,24 @@ from legato_engine.assembly import Assembly
 from legato_engine.core import (
     CachedImage,
     CaptionTask,
+    DetectTask,
     Event,
     FinishReason,
     ImageInfo,
+    PromptToken,
     QueryTask,
     Request,
     SamplingParams,
     TaskResult,
+    TaskSpec,
 )
 from legato_engine.engine import make_sequence
+from legato_engine.errors import InvalidField
 from legato_engine.models.model import PreparedImage
 from legato_engine.sequence import Sequence
-from legato_engine.tasks import SampledToken, Task
+from legato_engine.tasks import Constraint, SampledToken, Task
 
-KINDS = ("query", "caption")
+KINDS = ("query", "caption", "detect")
 _PICTURE = (480, 640)  # height, width
 _UNFORESEEN = 2  # tokens that a task could still sample behind its end: as many as are in flight
 
@@ -33,22 +38,25 @@ class FixedLengthTask:
     """A task that ends itself with its `length`-th token; its inner task reads them until its end.
 
     The scheduler cannot foresee the end, as with a stop token, so each request leaves a zombie.
+    `constraints` gives, for each that the inner task may ask for, the one that is obeyed instead.
     """
 
-    def __init__(self, inner: Task, length: int) -> None:
+    def __init__(
+        self, inner: Task, length: int, prompt: tuple[PromptToken, ...], constraints: Many[int]
+    ) -> None:
         self._inner = inner
         self._remaining = length
-        self.prompt = inner.prompt
+        self._constraints = constraints
+        self.prompt = prompt
         self.sampling = inner.sampling
         self.max_tokens = length + _UNFORESEEN
-        self.constrained = False
+        self.constrained = inner.constrained
         self.has_payload = inner.has_payload
         self.finish_reason: FinishReason | None = None
-        self._constraint = inner.constraint()
 
     def constraint(self) -> int:
-        """The inner task's first."""
-        return self._constraint
+        """The inner task's, or what stands for it."""
+        return self._constraints[self._inner.constraint()]
 
     def consume(self, token: SampledToken) -> Many[Event]:
         """What the inner task makes of the token."""
@@ -68,28 +76,31 @@ class FixedLengthTask:
 
 
 class Workload:
-    """`count` equal requests of `length` tokens; `kind` is one of `KINDS`."""
+    """`count` equal requests of `length` tokens; `kind` is one of `KINDS`.
 
-    def __init__(self, assembly: Assembly, *, kind: str, count: int, length: int) -> None:
+    `context` is the position of the first generated token; 0 leaves it to the prompt, which is
+    repeated in front of itself until it is long enough otherwise. No two requests share a page, so
+    a step reads every row's context. Raises `InvalidField` when the prompt alone is longer, and
+    what `ModelFrontend.make_task` raises.
+    """
+
+    def __init__(
+        self, assembly: Assembly, *, kind: str, count: int, length: int, context: int = 0
+    ) -> None:
         self._frontend = assembly.frontend
+        self._kind = kind
         self._count = count
         self._length = length
-        sampling = SamplingParams(temperature=0.0, max_tokens=length, seed=0)
+        self._constraints = endless(self._frontend.constraints)
         self._image: PreparedImage | None = None
-        if kind == "query":
-            self._request = Request(
-                request_id="query", task=QueryTask(question="What is there?"), sampling=sampling
-            )
-        else:
+        if kind != "query":
             info = ImageInfo(image_id="bench", width=640, height=480, cache_hit=False)
             pixels = np.random.default_rng(0).integers(0, 256, (*_PICTURE, 3), dtype=np.uint8)
             self._image = self._frontend.prepare_image(Image.fromarray(pixels), "bench", info)
-            self._request = Request(
-                request_id="caption",
-                task=CaptionTask(),
-                image=CachedImage(image_id=info.image_id),
-                sampling=sampling,
-            )
+        natural = self._bare(0).prompt_length
+        if context and context < natural:
+            raise InvalidField(f"a {kind} has a context of {natural} tokens", field="context")
+        self.context = context or natural
 
     @property
     def num_tokens(self) -> int:
@@ -101,12 +112,47 @@ class Workload:
         return [self._sequence(index) for index in range(self._count)]
 
     def _sequence(self, index: int) -> Sequence:
-        request = Request(
-            request_id=f"{self._request.request_id}-{index}",
-            task=self._request.task,
-            image=self._request.image,
-            sampling=self._request.sampling,
-        )
-        sequence = make_sequence(self._frontend, request, self._image)
-        sequence.task = FixedLengthTask(sequence.task, self._length)
+        sequence = self._bare(index)
+        missing = self.context - sequence.prompt_length
+        filler = itertools.islice(itertools.cycle(sequence.prompt), missing)
+        prompt = (*filler, *sequence.prompt)
+        sequence.task = FixedLengthTask(sequence.task, self._length, prompt, self._constraints)
+        sequence.prompt = prompt
         return sequence
+
+    def _bare(self, index: int) -> Sequence:
+        """The request as somebody would ask it."""
+        request = Request(
+            request_id=f"{self._kind}-{index}",
+            task=self._task(),
+            image=None if self._image is None else CachedImage(image_id="bench"),
+            sampling=SamplingParams(temperature=0.0, max_tokens=self._length, seed=0),
+            cache_image=False,
+        )
+        return make_sequence(self._frontend, request, self._image)
+
+    def _task(self) -> TaskSpec:
+        if self._kind == "query":
+            return QueryTask(question="What is there?")
+        if self._kind == "caption":
+            return CaptionTask()
+        return DetectTask(object="cat", max_objects=self._length)  # more than its tokens can name
+
+
+def endless(constraints: Many[Constraint]) -> tuple[int, ...]:
+    """For each constraint the one to obey so that a task which lists things never stops.
+
+    Where a list may go on or end, another constraint allows the token that goes on and no other:
+    the widest that allows less. Those that no other narrows stand for themselves.
+    """
+    return tuple(_narrowed(constraints, index) for index in range(len(constraints)))
+
+
+def _narrowed(constraints: Many[Constraint], index: int) -> int:
+    allowed = set(constraints[index].allowed or ())
+    narrower = [
+        (len(other.allowed), -place)
+        for place, other in enumerate(constraints)
+        if other.allowed and set(other.allowed) < allowed
+    ]
+    return -max(narrower)[1] if narrower else index

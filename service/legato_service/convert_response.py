@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from google.protobuf import duration_pb2
 from google.rpc import status_pb2
-from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
+from legato.v1 import admin_pb2, geometry_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import core
-from legato_engine.messages import Done, Queued, Started
+from legato_engine.messages import Done, Queued, Started, StepReport
 
 _FINISH = {
     core.FinishReason.STOP: task_pb2.FINISH_REASON_STOP,
@@ -129,6 +129,24 @@ def duration(seconds: float) -> duration_pb2.Duration:
     message = duration_pb2.Duration()
     message.FromNanoseconds(round(seconds * 1e9))
     return message
+
+
+def decode_steps(report: StepReport) -> admin_pb2.DecodeSteps:
+    """What a decode step costs."""
+    return admin_pb2.DecodeSteps(
+        steps=report.num_steps,
+        tokens=report.num_tokens,
+        rows=report.rows,
+        step_ms=report.step_ms,
+        forward_ms=report.forward_ms,
+        sampling_ms=report.sampling_ms,
+        bookkeeping_ms=report.bookkeeping_ms,
+        wait_ms=report.wait_ms,
+        idle_ms=report.idle_ms,
+        blocking_ms=report.blocking_ms,
+        zombie_ratio=report.zombie_ratio,
+        predicted_gain=report.predicted_gain,
+    )
 
 
 # ---------------------------------------------------------------- events

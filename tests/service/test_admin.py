@@ -4,7 +4,7 @@ import grpc
 import pytest
 from legato.v1 import admin_pb2
 from legato_engine.client import EngineState
-from legato_engine.messages import Load
+from legato_engine.messages import Load, StepReport
 
 from tests.service.fakes import FakeEngine
 from tests.service.harness import refusal, running
@@ -24,6 +24,43 @@ async def test_load_is_the_last_heartbeats():
     assert load.engine_step == 41
     assert load.estimated_wait.ToMilliseconds() == 1500
     assert load.engine_state == "serving"
+
+
+async def test_load_tells_what_a_decode_step_costs():
+    """Each part of the engine's report arrives in its own field, and none is made up without it."""
+    report = StepReport(
+        num_steps=256,
+        num_tokens=1000,
+        rows=7.5,
+        step_ms=4.0,
+        forward_ms=3.0,
+        sampling_ms=0.5,
+        bookkeeping_ms=1.25,
+        wait_ms=2.0,
+        idle_ms=0.125,
+        blocking_ms=5.0,
+        zombie_ratio=0.0625,
+        predicted_gain=0.25,
+    )
+    engine = FakeEngine()
+    async with running(engine) as server:
+        assert not (await server.admin.GetLoad(ASK)).HasField("decode_steps")
+        engine.load = Load(running=8, decode_steps=report)
+        load = await server.admin.GetLoad(ASK)
+    assert load.decode_steps == admin_pb2.DecodeSteps(
+        steps=256,
+        tokens=1000,
+        rows=7.5,
+        step_ms=4.0,
+        forward_ms=3.0,
+        sampling_ms=0.5,
+        bookkeeping_ms=1.25,
+        wait_ms=2.0,
+        idle_ms=0.125,
+        blocking_ms=5.0,
+        zombie_ratio=0.0625,
+        predicted_gain=0.25,
+    )
 
 
 @pytest.mark.parametrize(

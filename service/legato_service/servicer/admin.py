@@ -42,6 +42,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         if self._engine.state is EngineState.READY:
             wait = convert_response.duration(self._engine.estimated_wait)
             response.estimated_wait.CopyFrom(wait)
+        if load.decode_steps is not None:
+            response.decode_steps.CopyFrom(convert_response.decode_steps(load.decode_steps))
         return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:

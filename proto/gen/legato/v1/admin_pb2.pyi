@@ -47,6 +47,7 @@ class GetLoadResponse(_message.Message):
     ESTIMATED_WAIT_FIELD_NUMBER: _builtins.int
     ENGINE_STATE_FIELD_NUMBER: _builtins.int
     ENGINE_STEP_FIELD_NUMBER: _builtins.int
+    DECODE_STEPS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Tasks that decode."""
     waiting: _builtins.int
@@ -63,6 +64,10 @@ class GetLoadResponse(_message.Message):
     def estimated_wait(self) -> _duration_pb2.Duration:
         """How long a request arriving now would wait. Absent: not known."""
 
+    @_builtins.property
+    def decode_steps(self) -> Global___DecodeSteps:
+        """What a decode step costs. Absent: none has been measured since the engine started."""
+
     def __init__(
         self,
         *,
@@ -73,14 +78,83 @@ class GetLoadResponse(_message.Message):
         estimated_wait: _duration_pb2.Duration | None = ...,
         engine_state: _builtins.str = ...,
         engine_step: _builtins.int = ...,
+        decode_steps: Global___DecodeSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["estimated_wait", b"estimated_wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "estimated_wait", b"estimated_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_state", b"engine_state", "engine_step", b"engine_step", "estimated_wait", b"estimated_wait", "kv_used_ratio", b"kv_used_ratio", "running", b"running", "sessions", b"sessions", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "engine_state", b"engine_state", "engine_step", b"engine_step", "estimated_wait", b"estimated_wait", "kv_used_ratio", b"kv_used_ratio", "running", b"running", "sessions", b"sessions", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class DecodeSteps(_message.Message):
+    """The parts of a decode step: medians, in milliseconds, over the engine's latest ones. Stays as it was while nothing
+    decodes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    STEP_MS_FIELD_NUMBER: _builtins.int
+    FORWARD_MS_FIELD_NUMBER: _builtins.int
+    SAMPLING_MS_FIELD_NUMBER: _builtins.int
+    BOOKKEEPING_MS_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
+    BLOCKING_MS_FIELD_NUMBER: _builtins.int
+    ZOMBIE_RATIO_FIELD_NUMBER: _builtins.int
+    PREDICTED_GAIN_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """Steps behind these figures, a few hundred at most."""
+    tokens: _builtins.int
+    """Tokens that the engine generated since it started, by all kinds of step."""
+    rows: _builtins.float
+    """Mean number of tasks in a step."""
+    step_ms: _builtins.float
+    """From the end of one step to the end of the next."""
+    forward_ms: _builtins.float
+    """The device's forward pass."""
+    sampling_ms: _builtins.float
+    """The device's sampling, mask and copy back included."""
+    bookkeeping_ms: _builtins.float
+    """The host's planning, launching and committing. Runs beside the device."""
+    wait_ms: _builtins.float
+    """How long the host waited for the device."""
+    idle_ms: _builtins.float
+    """How long the device had nothing to do."""
+    blocking_ms: _builtins.float
+    """The same step without pipelining, estimated from its parts."""
+    zombie_ratio: _builtins.float
+    """Share of the tasks in a step that had ended before it, in [0, 1]."""
+    predicted_gain: _builtins.float
+    """Throughput gained over running without pipelining, estimated; 0.1 is a tenth more. Below 0 where it costs."""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        rows: _builtins.float = ...,
+        step_ms: _builtins.float = ...,
+        forward_ms: _builtins.float = ...,
+        sampling_ms: _builtins.float = ...,
+        bookkeeping_ms: _builtins.float = ...,
+        wait_ms: _builtins.float = ...,
+        idle_ms: _builtins.float = ...,
+        blocking_ms: _builtins.float = ...,
+        zombie_ratio: _builtins.float = ...,
+        predicted_gain: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocking_ms", b"blocking_ms", "bookkeeping_ms", b"bookkeeping_ms", "forward_ms", b"forward_ms", "idle_ms", b"idle_ms", "predicted_gain", b"predicted_gain", "rows", b"rows", "sampling_ms", b"sampling_ms", "step_ms", b"step_ms", "steps", b"steps", "tokens", b"tokens", "wait_ms", b"wait_ms", "zombie_ratio", b"zombie_ratio"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeSteps: _TypeAlias = DecodeSteps  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 
@@ -60,3 +61,24 @@ def test_the_command_becomes_the_module(tmp_path):
     assert out.split()[0] == str(process.pid)
     assert out.split()[1:] == ["['--port',", "'1']"]
     assert process.returncode == 7
+
+
+def test_trace_through_the_command_line(tmp_path):
+    """`legato trace` runs the engine's tool, whose file appears where --output says."""
+    path = tmp_path / "steps.json"
+    options = ["--model", "random-tiny", "--device", "cpu", "--threads", "1", "--length", "4"]
+    command = [sys.executable, "-m", "legato_client.cli", "trace", *options, "--output", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str(path) in done.stdout.replace("\n", "")
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+def test_bench_through_the_command_line():
+    """`legato bench --json` prints what the engine's tool does: JSON and nothing beside it."""
+    options = ["--model", "random-tiny", "--device", "cpu", "--threads", "1", "--length", "6"]
+    options += ["--streams", "1", "--repeats", "1", "--json"]
+    command = [sys.executable, "-m", "legato_client.cli", "bench", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [row["streams"] for row in json.loads(done.stdout)["rows"]] == [1]
