@@ -3,7 +3,7 @@
 # its own time limit, so that one that hangs does not take the others along, and what is done is
 # packed after every part: $LEGATO_RESULTS gets records.tar.gz (records, logs) and summary.json.
 #
-#   PARTS="decode e2e"   only these, of: tests kernels decode tick e2e hop image peers
+#   PARTS="decode e2e"   only these, of: tests kernels decode tick e2e hop image fp8 e2e_fp8 peers
 #   PYTHON, DEVICE       the interpreter (python3) and the device (cuda)
 #   LARGE                the model with random weights (moondream2); DEVICE=cpu LARGE=random-tiny tries
 #                        all of this without a GPU, at sizes that mean nothing
@@ -13,7 +13,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} device=${DEVICE:-cuda} model=${LARGE:-moondream2}
-parts=${PARTS:-tests kernels decode tick e2e hop image peers}
+parts=${PARTS:-tests kernels decode tick e2e hop image fp8 e2e_fp8 peers}
 results=${LEGATO_RESULTS:-$PWD/benchmarks/results/h200}
 budget=${BUDGET:-540} # seconds for all parts together
 export PYTHONPATH="$PWD/proto/gen:$PWD/service:$PWD/engine:$PWD/engine/tiny:$PWD/clients/python:$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -64,6 +64,9 @@ bench tick 20 --ticks "$ticks"
 bench e2e 130 --calls-scale "$scale" --cell-seconds 20 --total-seconds 115 -- "${serve[@]}"
 bench hop 40 "${large[@]}" --calls "$calls"
 bench image 25 "${large[@]}" --device-stages --repeats "$repeats"
+[[ $device == cpu ]] || bench fp8 30 --device "$device"
+[[ $device == cpu ]] || part e2e_fp8 60 "$python" -m benchmarks e2e --name e2e_fp8 --calls-scale "$scale" \
+  --cell-seconds 12 --total-seconds 45 -- "${serve[@]}" --vision-dtype fp8
 left=$((budget - SECONDS)) # what the parts above did not use, too; below it the record is written
 bench peers "$left" --device "$device" "${steps[@]}" "${reference[@]}" --budget $((left - 15))
 cat "$LEGATO_RESULTS/summary.log" 2>/dev/null

@@ -19,6 +19,7 @@ from legato_engine.device.base import Device
 from legato_engine.images import Pixels, content_key, decode_encoded, image_id
 from legato_engine.kernels.cut_plan import CutPlan
 from legato_engine.models import registry
+from legato_engine.models.model import PreparedImage
 from legato_engine.models.moondream.config import VisionConfig
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
 from PIL import Image
@@ -53,8 +54,31 @@ def device_stages(
     key = content_key(pixels_HWC.tobytes())
     info = ImageInfo(image_id=image_id(key), width=width, height=height, cache_hit=False)
     prepared = assembly.frontend.prepare_image(pixels_HWC, key, info)
-    embed = device_ms(assembly.device, lambda: assembly.model.prefix_embeddings(prepared), repeats)
-    return {**_cut_stages(assembly, pixels_HWC, config, repeats), "picture to embeddings": embed}
+    return {
+        **_cut_stages(assembly, pixels_HWC, config, repeats),
+        "picture to embeddings": _embed_ms(assembly, prepared, repeats),
+    }
+
+
+def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> float | None:
+    """The tower and the projection without graphs; None for what only the host can cut."""
+    device, model = assembly.device, assembly.model
+    if not model.cuts_pictures:
+        return device_ms(device, lambda: model.prefix_embeddings(prepared), repeats)
+    encoder = model.picture_encoder(device.pinned, 1)
+    if encoder is None or not encoder.fits(prepared):
+        return None
+    encoder.stage(0, prepared)
+    device.compute.submit(lambda: encoder.upload(0))
+    count = encoder.num_crops(prepared)
+
+    def embed() -> None:
+        encoder.take(0, count)
+        encoder.encode(count)
+        encoder.give(0, count)
+        encoder.finish()
+
+    return device_ms(device, embed, repeats)
 
 
 def _cut_stages(

@@ -6,7 +6,9 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-QUESTION = "What does the chart say about item {}?"
+QUESTION = "What about {}?"
+"""With its template about 19 tokens, as a question about a chart has: random weights come with a
+tokenizer of one token a byte."""
 _MIX_PICTURES, _MIX_QUESTIONS = 3, 5  # five questions for every three pictures
 
 

@@ -8,6 +8,7 @@ service unlinks when the request ends.
 from __future__ import annotations
 
 import errno
+import functools
 import mmap
 import os
 import pathlib
@@ -18,6 +19,7 @@ from legato_engine.core import BlobRef
 from legato_engine.errors import InternalError, QueueFull
 
 
+@functools.cache
 def blob_folder() -> pathlib.Path:
     """Shared memory as files, or the folder for temporary files where there is none."""
     shared = pathlib.Path("/dev/shm")

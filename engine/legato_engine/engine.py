@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from legato_engine.core import Request
+from legato_engine.core import CachedImage, ImageSource, Request
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -78,7 +78,7 @@ class EngineCore:
             if request.image is None:
                 self._enqueue(request, arrival, None)
             else:
-                self._prepare(request, arrival)
+                self._prepare(request, request.image, arrival)
         except Exception as error:  # noqa: BLE001 - one request's failure is its own
             self._fail(request, error)
 
@@ -142,9 +142,17 @@ class EngineCore:
             raise AdapterNotFound("no such adapter", resource=request.adapter)
         self._scheduler.check_queue(preparing=len(self._jobs))
 
-    def _prepare(self, request: Request, arrival: float) -> None:
-        assert request.image is not None
-        future = self._preprocessor.start(request.image, keep=request.cache_image)
+    def _prepare(self, request: Request, source: ImageSource, arrival: float) -> None:
+        """Enqueue a request whose picture is known, have any other prepared on a thread.
+
+        With nothing to run nobody waits for this thread, and it may hash the bytes itself.
+        """
+        found = self._preprocessor.find(source, look_inside=self._scheduler.idle)
+        if isinstance(found, Picture):
+            self._enqueue(request, arrival, found)
+            return
+        assert not isinstance(source, CachedImage), "a picture that is named is found or missing"
+        future = self._preprocessor.start(source, found, keep=request.cache_image)
         self._jobs[request.request_id] = _Job(request, arrival, future)
         # The callback must not hold the future: its picture would live until the next full
         # garbage collection, which a process of long-lived objects hardly ever runs.
@@ -217,4 +225,5 @@ def make_sequence(
         prefix_length=frontend.prefix_length(image is not None),
         prompt=task.prompt,
         pixels=image,
+        num_crops=image.num_crops if image else 0,
     )

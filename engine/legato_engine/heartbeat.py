@@ -9,14 +9,21 @@ from collections.abc import Callable
 from legato_engine.messages import Heartbeat, Load
 from legato_engine.transport import ReportSender
 
+_NOTICE = 0.01  # seconds that a busy main thread has to renew a beat before it leaves
+
 
 class Vitals:
-    """Written by the main thread, read by the heartbeat; each field is replaced, never changed."""
+    """Written by the main thread, read by the heartbeat; each field is replaced, never changed.
 
-    __slots__ = ("beat",)
+    `due` is set shortly before every beat: a busy main thread renews `beat` only then, so that a
+    tick pays for no beat that nobody sends.
+    """
+
+    __slots__ = ("beat", "due")
 
     def __init__(self) -> None:
         self.beat = Heartbeat(step=0, load=Load(), estimated_wait=0.0)
+        self.due = False
 
 
 class HeartbeatThread:
@@ -47,10 +54,14 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         sender = ReportSender(self._endpoint)
+        notice = min(_NOTICE, self._interval / 2)
         while True:
             if os.getppid() != self._parent:
                 self._orphaned()
             sender.send(self._vitals.beat)
-            if self._stopped.wait(self._interval):
+            if self._stopped.wait(self._interval - notice):
+                break
+            self._vitals.due = True
+            if self._stopped.wait(notice):
                 break
         sender.close(linger_ms=0)

@@ -1,7 +1,8 @@
 """All that crosses the line between the service process and an engine process.
 
 Two one-way sockets carry these, msgpack-encoded: commands to the engine, reports from it. Reports
-of one request come in order: `Queued`? `Started` `Delta`* then exactly one `Done` or `Failed`.
+of one request come in order: `Queued`? `Started` `Delta`* then exactly one `Done` or `Failed`;
+`Delta`s only when the request wants them.
 A request that was aborted gets no further report.
 """
 
@@ -69,8 +70,31 @@ class Ready(Value, frozen=True):
     pid: int
 
 
+class StepReport(Value, frozen=True):
+    """The engine's latest decode steps: medians in milliseconds over a sliding window.
+
+    `step_stats` fills it and says what each part is; it stays as it was while nothing decodes.
+    """
+
+    num_steps: int  # that the window holds
+    num_tokens: int  # committed since the engine started, first tokens included
+    rows: float  # mean rows of a step
+    step_ms: float  # from commit to commit
+    forward_ms: float
+    sampling_ms: float  # the copy back included
+    bookkeeping_ms: float  # host: plan, launch, finalize, commit
+    wait_ms: float  # host, in front of the copy back
+    idle_ms: float  # device
+    blocking_ms: float  # the step as a blocking loop would run it, estimated
+    zombie_ratio: float  # of the rows
+    predicted_gain: float  # over a blocking loop; 0.1 is a tenth more throughput
+
+
 class Load(Value, frozen=True):
-    """What the engine holds right now; all zero when idle (`prefix_pages` may stay)."""
+    """What the engine holds right now; all zero when idle.
+
+    `prefix_pages`, `images_cached` and `decode_steps` may stay.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -80,6 +104,7 @@ class Load(Value, frozen=True):
     prefix_pages: int = 0  # held by unreferenced shared prefixes, evictable
     pages_total: int = 0
     images_cached: int = 0
+    decode_steps: StepReport | None = None  # None until one decode step has followed another
 
 
 class Heartbeat(Value, frozen=True):

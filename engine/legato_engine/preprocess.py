@@ -7,14 +7,22 @@ import dataclasses
 import time
 
 import msgspec
-from PIL import Image
 
 from legato_engine.blobs import take_blob
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.errors import ImageNotFound
 from legato_engine.image_cache import ImageCache
-from legato_engine.images import check_raw, content_key, decode_encoded, decode_raw, image_id
+from legato_engine.images import (
+    Pixels,
+    check_raw,
+    content_key,
+    decode_encoded,
+    decode_raw,
+    image_id,
+)
 from legato_engine.models.model import ModelFrontend, PreparedImage
+
+_FEW_BYTES = 512 * 1024  # to hash on the caller's thread
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +31,19 @@ class Picture:
 
     image: PreparedImage
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A picture's bytes, and the SHA-256 in hex that they are known by."""
+
+    view: memoryview
+    key: str
+
+    @property
+    def name(self) -> str:
+        """The picture's id."""
+        return image_id(self.key)
 
 
 class Preprocessor:
@@ -48,48 +69,72 @@ class Preprocessor:
         """Pictures that can be named by id."""
         return len(self._cache)
 
-    def start(self, source: ImageSource, *, keep: bool) -> concurrent.futures.Future[Picture]:
-        """Prepare `source`; `keep` lets it be named by id later.
+    def find(self, source: ImageSource, *, look_inside: bool) -> Picture | Loaded | None:
+        """The picture when it is known already; else its bytes as far as they were looked at.
 
-        The future raises `ImageNotFound`, `ImageUndecodable`, `ImageTooLarge` or `InvalidField`.
+        An id is looked up, and with `look_inside` bytes are hashed here unless they are many: both
+        take less time than another thread needs to wake up. Raises `ImageNotFound`, `InvalidField`,
+        `ImageTooLarge` or `InternalError`.
         """
-        return self._pool.submit(self._prepare, source, keep)
+        start = time.monotonic()
+        if isinstance(source, CachedImage):
+            image = self._named(source.image_id)
+            if image is None:
+                raise ImageNotFound("no such image, or not any more", resource=source.image_id)
+            return Picture(image, time.monotonic() - start)
+        if not look_inside or source.blob.size > _FEW_BYTES:
+            return None
+        loaded = self._load(source)
+        image = self._named(loaded.name)
+        return loaded if image is None else Picture(image, time.monotonic() - start)
+
+    def start(
+        self, source: EncodedImage | RawImage, loaded: Loaded | None, *, keep: bool
+    ) -> concurrent.futures.Future[Picture]:
+        """Prepare `source`, of which `find` has given `loaded`; `keep` lets it be named by id.
+
+        The future raises `ImageUndecodable`, `ImageTooLarge`, `InvalidField` or `InternalError`.
+        """
+        return self._pool.submit(self._prepare, source, loaded, keep)
 
     def close(self) -> None:
         """Drop what has not begun and stop the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _prepare(self, source: ImageSource, keep: bool) -> Picture:
+    def _prepare(
+        self, source: EncodedImage | RawImage, loaded: Loaded | None, keep: bool
+    ) -> Picture:
         start = time.monotonic()
-        image = self._find_or_make(source, keep)
+        loaded = loaded or self._load(source)
+        image = self._named(loaded.name) or self._make(source, loaded, keep)
         return Picture(image, time.monotonic() - start)
 
-    def _find_or_make(self, source: ImageSource, keep: bool) -> PreparedImage:
-        if isinstance(source, CachedImage):
-            cached = self._cache.get(source.image_id)
-            if cached is None:
-                raise ImageNotFound("no such image, or not any more", resource=source.image_id)
-            return _as_hit(cached)
-        if isinstance(source, RawImage):
-            check_raw(source, max_pixels=self._max_pixels)
+    def _named(self, name: str) -> PreparedImage | None:
+        """The picture of this id as a hit."""
+        image = self._cache.get(name)
+        if image is None:
+            return None
+        info = msgspec.structs.replace(image.info, cache_hit=True)
+        return dataclasses.replace(image, info=info)
+
+    def _load(self, source: EncodedImage | RawImage) -> Loaded:
+        """Take the blob, once."""
+        raw = source if isinstance(source, RawImage) else None
+        if raw is not None:
+            check_raw(raw, max_pixels=self._max_pixels)
         view = take_blob(source.blob, self._namespace)
-        key = content_key(view, source if isinstance(source, RawImage) else None)
-        name = image_id(key)
-        cached = self._cache.get(name)
-        if cached is not None:
-            return _as_hit(cached)
-        rgb = self._decode(view, source)
-        info = ImageInfo(image_id=name, width=rgb.width, height=rgb.height, cache_hit=False)
-        image = self._frontend.prepare_image(rgb, key, info)
+        return Loaded(view, content_key(view, raw))
+
+    def _make(self, source: EncodedImage | RawImage, loaded: Loaded, keep: bool) -> PreparedImage:
+        pixels_HWC = self._decode(loaded.view, source)
+        height, width = pixels_HWC.shape[:2]
+        info = ImageInfo(image_id=loaded.name, width=width, height=height, cache_hit=False)
+        image = self._frontend.prepare_image(pixels_HWC, loaded.key, info)
         if keep:
-            self._cache.put(name, image, image.num_bytes)
+            self._cache.put(loaded.name, image, image.num_bytes)
         return image
 
-    def _decode(self, view: memoryview, source: EncodedImage | RawImage) -> Image.Image:
+    def _decode(self, view: memoryview, source: EncodedImage | RawImage) -> Pixels:
         if isinstance(source, RawImage):
             return decode_raw(view, source)
         return decode_encoded(view, max_pixels=self._max_pixels)
-
-
-def _as_hit(image: PreparedImage) -> PreparedImage:
-    return dataclasses.replace(image, info=msgspec.structs.replace(image.info, cache_hit=True))

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import logging
 import math
 import os
@@ -13,19 +14,33 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import structlog
 
-from legato_engine.assembly import Assembly, assemble
+from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
 from legato_engine.engine import EngineCore
 from legato_engine.heartbeat import HeartbeatThread, Vitals
-from legato_engine.messages import Abort, Command, Heartbeat, Loading, Ready, Shutdown, Submit
-from legato_engine.timeline import Timeline
+from legato_engine.messages import (
+    Abort,
+    Command,
+    Done,
+    Failed,
+    Heartbeat,
+    Loading,
+    Ready,
+    Report,
+    Shutdown,
+    Submit,
+)
+from legato_engine.step_stats import StepStats
+from legato_engine.timeline import StepFeed, StepListener, Timeline
 from legato_engine.transport import CommandReceiver, ReportSender
 
 _PR_SET_PDEATHSIG = 1
+_GC_THRESHOLD = 50_000  # containers made and not freed
 _LINGER_MS = 500  # what was reported before the end still leaves
 _log = structlog.get_logger()
 
@@ -64,43 +79,89 @@ def serve(
         config, lambda stage, fraction: reports.send(Loading(stage=stage, fraction=fraction))
     )
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    stats = StepStats()
     core = assembly.core(
         namespace=namespace,
-        send=reports.send,
+        send=lambda report: _report(reports, report),
         wake=lambda: os.eventfd_write(wake_fd, 1),
-        observer=_timeline(assembly),
+        observer=StepFeed(assembly.runner.times, (stats, *_timelines(config))),
     )
     commands = CommandReceiver(endpoint, wake_fd)
-    _publish(core, vitals)
+    _publish(core, stats, vitals)
     reports.send(Ready(model=assembly.info, pid=os.getpid()))
     _log.info("engine ready", model=assembly.info.name, device=assembly.device.name)
     try:
-        _loop(core, commands, wake_fd, vitals)
+        _freeze()
+        _loop(Serving(core, stats, commands, reports, wake_fd, vitals))
     finally:
         commands.close()
 
 
-def _timeline(assembly: Assembly) -> Timeline | None:
-    """The last launches, written to a file on SIGUSR1."""
-    if not assembly.config.trace_steps:
-        return None
-    timeline = Timeline(assembly.runner.times, assembly.config.trace_steps)
+def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
+    """The last launches, written to a file on SIGUSR1; empty when none are to be remembered."""
+    if not config.trace_steps:
+        return ()
+    timeline = Timeline(config.trace_steps)
     signal.signal(signal.SIGUSR1, lambda *_: _log.info("timeline", path=str(timeline.dump())))
-    return timeline
+    return (timeline,)
 
 
-def _loop(core: EngineCore, commands: CommandReceiver, wake_fd: int, vitals: Vitals) -> None:
-    """Commands are read between ticks; with nothing to run the loop sleeps until woken."""
+class Serving(NamedTuple):
+    """What the main loop serves with."""
+
+    core: EngineCore
+    stats: StepStats
+    commands: CommandReceiver
+    reports: ReportSender
+    wake_fd: int
+    vitals: Vitals
+
+
+def _loop(serving: Serving) -> None:
+    """Commands are read between ticks, and what a tick left to report leaves together behind it.
+
+    With nothing to run the loop sleeps until woken. What is published before it sleeps is
+    therefore true for as long as it sleeps.
+    """
+    core, vitals = serving.core, serving.vitals
     while True:
+        all_sent = serving.reports.flush()
         if not core.busy:
-            commands.wait(_timeout_ms(core.next_deadline()))
-            _clear(wake_fd)
-        for command in commands.receive():
+            _publish(core, serving.stats, vitals)
+            _sleep(serving, all_sent=all_sent)
+        elif vitals.due:
+            _publish(core, serving.stats, vitals)
+        for command in serving.commands.receive():
             if isinstance(command, Shutdown):
                 return
             _apply(core, command)
         core.step()
-        _publish(core, vitals)
+
+
+def _sleep(serving: Serving, *, all_sent: bool) -> None:
+    """Until there is a command, a prepared picture, a deadline, or room for unsent reports."""
+    timeout_ms = _timeout_ms(serving.core.next_deadline())
+    serving.commands.wait(timeout_ms, None if all_sent else serving.reports)
+    _clear(serving.wake_fd)
+
+
+def _freeze() -> None:
+    """Keep garbage collections out of the ticks: over all that is loaded, one takes milliseconds.
+
+    What is here by now stays for good. Nothing that a request or a tick makes lies in a cycle, so
+    all of it goes with its last reference; the rare collections are for what libraries leave.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
+
+
+def _report(reports: ReportSender, report: Report) -> None:
+    """An end leaves at once, ahead of the rest of its tick; what is only progress can wait."""
+    if isinstance(report, Done | Failed):
+        reports.send(report)
+    else:
+        reports.post(report)
 
 
 def _apply(core: EngineCore, command: Command) -> None:
@@ -111,9 +172,13 @@ def _apply(core: EngineCore, command: Command) -> None:
             core.abort(request_id)
 
 
-def _publish(core: EngineCore, vitals: Vitals) -> None:
+def _publish(core: EngineCore, stats: StepStats, vitals: Vitals) -> None:
+    vitals.due = False
+    steps = stats.report(time.monotonic(), fresh=not core.busy)
     vitals.beat = Heartbeat(
-        step=core.steps_committed, load=core.load(), estimated_wait=core.estimated_wait()
+        step=core.steps_committed,
+        load=msgspec.structs.replace(core.load(), decode_steps=steps),
+        estimated_wait=core.estimated_wait(),
     )
 
 
@@ -166,7 +231,7 @@ def _bind_to_parent(parent: int) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="legato_engine.process", description=__doc__)
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
-    parser.add_argument("--endpoint", required=True, help="folder of the two sockets, ipc://...")
+    parser.add_argument("--endpoint", required=True, help="folder of the sockets")
     parser.add_argument("--namespace", required=True, help="prefix of the blobs to read")
     parser.add_argument("--parent", required=True, type=int, help="process id of the service")
     return parser.parse_args(argv)

@@ -56,7 +56,7 @@ class ReportSink:
         )
 
     def started(self, sequence: Sequence) -> None:
-        """Its prefill was launched."""
+        """Its prefill was launched, or the first part of it."""
         ticket = self._tickets[sequence.request.request_id]
         self._send(
             Started(
@@ -70,8 +70,9 @@ class ReportSink:
         )
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        """One commit added these events."""
-        self._send(Delta(request_id=sequence.request.request_id, events=tuple(events)))
+        """One commit added these events; told to those who asked."""
+        if sequence.request.deltas:
+            self._send(Delta(request_id=sequence.request.request_id, events=tuple(events)))
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         """Its last token was committed."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from legato_engine.core import Event, OutlineEvent, ReasoningDelta, Request, TextDelta
-from legato_engine.errors import LegatoError, from_value
+from legato_engine.errors import InternalError, LegatoError, from_value
 from legato_engine.messages import Delta, Done, Failed, Queued, Started
 
 StreamReport = Queued | Started | Delta | Done
@@ -27,6 +27,7 @@ class RequestStream(AsyncIterator[StreamReport]):
         self._on_abort = on_abort
         self._pending: collections.deque[StreamReport | LegatoError] = collections.deque()
         self._ended = False
+        self._waits_for_end = False
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -50,12 +51,31 @@ class RequestStream(AsyncIterator[StreamReport]):
         while not self._pending:
             if self._ended:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._wait()
         head = self._pending.popleft()
         if isinstance(head, LegatoError):
             raise head
         return self._coalesce(head) if isinstance(head, Delta) else head
+
+    async def done(self) -> Done:
+        """The request's `Done`, woken by nothing before it; what came in between is dropped.
+
+        Raises the request's own failure, and `InternalError` when the stream was aborted or read to
+        its end.
+        """
+        self._waits_for_end = True
+        try:
+            while not self._ended:
+                await self._wait()
+        finally:
+            self._waits_for_end = False
+        last = self._pending.pop() if self._pending else None
+        self._pending.clear()
+        if isinstance(last, LegatoError):
+            raise last
+        if not isinstance(last, Done):
+            raise InternalError("a stream ended without its result")
+        return last
 
     def feed(self, report: StreamReport | Failed) -> None:
         """For the client: the next report from the engine."""
@@ -67,7 +87,8 @@ class RequestStream(AsyncIterator[StreamReport]):
         self._pending.append(report)
         if isinstance(report, Done):
             self._end()
-        self._wake()
+        elif not self._waits_for_end:
+            self._wake()
 
     def fail(self, error: LegatoError) -> None:
         """For the client: end with `error`, after what is still unread."""
@@ -78,6 +99,10 @@ class RequestStream(AsyncIterator[StreamReport]):
     def _end(self) -> None:
         self._ended = True
         self._wake()
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     logs.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
+    gc.freeze()  # what is imported stays: no collection need look at it again
     return uvloop.run(serve(config, announcer, lambda: EngineClient(config.engine)))
 
 

@@ -51,9 +51,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
     add("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
     add("--dtype", default=engine.dtype, choices=("auto", "f32", "bf16"), help="of the weights")
+    add(
+        "--vision-dtype",
+        default=engine.vision_dtype,
+        choices=("auto", "fp8"),
+        help="of the vision tower's weights; auto: as --dtype",
+    )
     add("--threads", type=_whole, default=engine.threads, help="CPU threads, 0: all cores")
     add("--pipeline-depth", type=int, choices=(1, 2), default=engine.pipeline_depth)
     add("--max-running", type=_positive, default=engine.max_running, help="tasks that decode")
+    add(
+        "--kv-memory-fraction",
+        type=_fraction,
+        default=engine.kv_memory_fraction,
+        help="of a GPU's memory left by the weights, for the KV cache",
+    )
+    add(
+        "--crops-per-launch",
+        type=_whole,
+        default=engine.crops_per_launch,
+        help="crops of a picture encoded at a time while somebody streams; 0 never splits",
+    )
     add("--max-waiting", type=_positive, default=engine.max_waiting, help="tasks that wait")
     add("--max-image-pixels", type=_positive, default=engine.max_image_pixels)
     add("--max-request-bytes", type=_positive, default=service.max_request_bytes)
@@ -66,6 +84,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--log-level", choices=LOG_LEVELS, default=service.log_level)
     return parser
+
+
+def _fraction(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError("must be above 0 and below 1")
+    return number
 
 
 def _whole(text: str) -> int:

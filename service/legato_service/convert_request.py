@@ -69,8 +69,10 @@ def request(
     spec: core.TaskSpec,
     sampling: core.SamplingParams,
     opts: inference_pb2.RequestOptions,
+    *,
+    deltas: bool = True,
 ) -> core.Request:
-    """The request, still without its image and its deadline."""
+    """The request, still without its image and its deadline; `deltas` when somebody reads them."""
     return core.Request(
         request_id=request_id,
         task=spec,
@@ -78,6 +80,7 @@ def request(
         model=opts.model,
         cache_image=opts.cache_image if opts.HasField("cache_image") else True,
         return_tokens=opts.return_tokens,
+        deltas=deltas,
     )
 
 

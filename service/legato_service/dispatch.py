@@ -157,12 +157,14 @@ async def started(stream: Stream, deadline: float) -> Started:
 
 
 async def outcome(stream: Stream, deadline: float) -> Done:
-    """The request's `Done`; everything before it is repeated there."""
-    async with aclosing(follow(stream, deadline)) as reports:
-        async for report in reports:
-            if isinstance(report, Done):
-                return report
-    raise InternalError("a stream ended without its result")
+    """The request's `Done`; everything before it is repeated there. Raises as `follow` does."""
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            done = await stream.done()
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed") from None
+    _record(done)
+    return done
 
 
 def _record(report: StreamReport) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from legato_engine import core
 from legato_engine.client import EngineState
-from legato_engine.messages import Load, ModelInfo
+from legato_engine.messages import Done, Load, ModelInfo
 from legato_engine.stream import StreamReport
 
 
@@ -19,6 +19,10 @@ class Stream(Protocol):
 
     async def __anext__(self) -> StreamReport:
         """The next report; StopAsyncIteration after `Done`."""
+        ...
+
+    async def done(self) -> Done:
+        """The `Done`, without the reports before it."""
         ...
 
     def abort(self) -> None:

@@ -9,10 +9,11 @@ from legato.v1 import media_pb2
 from legato_engine import core
 from legato_engine.blobs import BlobStore
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField, InvalidRequest
-from legato_engine.images import inspect
+from legato_engine.images import ImageHeader, inspect
 
 from legato_service.errors import SharedMemoryRefused
 
+_GLANCE = 4096  # bytes that the event loop reads itself
 _BYTES_PER_PIXEL = {
     core.PixelFormat.RGB8: 3,
     core.PixelFormat.BGR8: 3,
@@ -77,7 +78,7 @@ class PictureIntake:
         self._max_pixels = max_pixels
 
     async def check(self, image: media_pb2.Image) -> Picture:
-        """The picture of a request's `image` field, its header read on a worker thread.
+        """The picture of a request's `image` field, a long header read on a worker thread.
 
         Raises `InvalidField`, `ImageUndecodable`, `ImageTooLarge` or `SharedMemoryRefused`.
         """
@@ -105,9 +106,11 @@ class PictureIntake:
     async def _encoded(self, encoded: media_pb2.EncodedImage) -> InlinePicture:
         data = encoded.data  # every access copies the bytes
         try:
-            header = await asyncio.to_thread(
-                inspect, data, max_pixels=self._max_pixels, max_bytes=self._max_bytes
-            )
+            header = self._glance(data)
+            if header is None:
+                header = await asyncio.to_thread(
+                    inspect, data, max_pixels=self._max_pixels, max_bytes=self._max_bytes
+                )
         except InvalidRequest as error:
             error.metadata["field"] = "image.encoded.data"
             raise
@@ -120,6 +123,19 @@ class PictureIntake:
                 actual=header.mime_type,
             )
         return InlinePicture(data, header.mime_type)
+
+    def _glance(self, data: bytes) -> ImageHeader | None:
+        """The header where it is short, as it mostly is; None where a thread has to look.
+
+        Headers are read from the front, so one that is found in a part is the header of the whole.
+        """
+        if len(data) > self._max_bytes:
+            return None
+        part = memoryview(data)[:_GLANCE]
+        try:
+            return inspect(part, max_pixels=self._max_pixels, max_bytes=self._max_bytes)
+        except ImageUndecodable:
+            return None
 
     def _raw(self, raw: media_pb2.RawImage) -> InlinePicture:
         data = raw.data  # every access copies the bytes

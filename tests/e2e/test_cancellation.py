@@ -16,6 +16,7 @@ from tests.e2e.server import ENVIRONMENT, Server, until
 
 DEADLINE = 1.0  # seconds; every state below lasts longer, and is reached sooner
 SCENE = two_shapes()
+VICTIM = two_shapes(offset=20)  # never kept, so that it has to be decoded each time
 PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
 BLOCKERS = 8  # pictures that keep the two preprocess threads busy beyond the deadline
 
@@ -119,7 +120,9 @@ CALLERS: dict[str, Callable[[Server, str], Caller | Process]] = {
 def request(rpc):
     """A long answer about a picture."""
     ask = long_query if rpc == "Query" else long_stream
-    return ask(image=SCENE.message())
+    asked = ask(image=VICTIM.message())
+    asked.options.cache_image = False
+    return asked
 
 
 @pytest.mark.parametrize("way", CALLERS)

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import io
+import math
 import random
 import threading
 import time
@@ -212,6 +213,49 @@ def test_picture_is_cached_by_content_and_by_id(world):
         assert done.usage.cached_tokens > 0
         assert done.result == first.result
     assert world.core.load().images_cached == 1
+
+
+@pytest.mark.parametrize("by", ["bytes", "id"])
+def test_a_known_picture_needs_no_thread(world, by):
+    """With nothing to run, a request on a known picture is ready when it has been submitted."""
+    world.submit("a", DetectTask(object="x"), world.encoded(png()))
+    (first,) = world.run("a")
+    while world.core.busy:
+        world.core.step()
+    named = CachedImage(image_id=first.image.image_id)
+    world.submit("b", DetectTask(object="x"), named if by == "id" else world.encoded(png()))
+    assert world.core.busy
+    assert world.core.next_deadline() == math.inf
+    world.core.step()
+    assert world.of("b", Started)
+
+
+def test_bytes_are_not_hashed_between_ticks(world):
+    """While others run, a picture's bytes are left to a thread, also when they are known."""
+    world.submit("a", DetectTask(object="x"), world.encoded(png()))
+    (first,) = world.run("a")
+    while world.core.busy:
+        world.core.step()
+    world.submit("other", QueryTask(question="hello"))
+    world.submit("b", DetectTask(object="x"), world.encoded(png()))
+    assert world.core.load().waiting == 2
+    assert [job.request.request_id for job in world.core._jobs.values()] == ["b"]
+    done = world.run("other", "b")[1]
+    assert done.image.cache_hit
+    assert done.result == first.result
+
+
+def test_deltas_only_for_those_who_read_them(world):
+    """A request without deltas gets the same result, told by its end alone."""
+    world.submit("a", CaptionTask(), world.encoded(png()))
+    world.submit("b", CaptionTask(), world.encoded(png()), deltas=False)
+    first, second = world.run("a", "b")
+    assert world.of("a", Delta)
+    assert [type(report) for report in world.of("b") if not isinstance(report, Queued)] == [
+        Started,
+        Done,
+    ]
+    assert second.result == first.result
 
 
 def test_uncached_picture_leaves_nothing(world):

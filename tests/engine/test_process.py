@@ -147,6 +147,21 @@ async def test_timeline_on_request():
         path.unlink()
 
 
+async def test_decode_steps_are_reported():
+    """An engine that fell idle has told of every step, none left out for having come too soon."""
+    async with running() as client:
+        assert client.load == Load()
+        done = [r async for r in client.submit(ask("a", max_tokens=12))][-1]
+        assert isinstance(done, Done)
+        await until(lambda: client.load.decode_steps is not None and _idle(client.load))
+        steps = client.load.decode_steps
+        assert steps is not None
+        assert 0 < steps.num_steps <= 12
+        assert steps.num_tokens == done.usage.output_tokens
+        assert steps.rows == 1
+        assert min(steps.step_ms, steps.forward_ms, steps.sampling_ms, steps.blocking_ms) > 0
+
+
 async def test_a_fault_in_a_tick_is_fatal():
     """An exception out of a tick ends the process, and with it the requests, not the service."""
     async with running(command=(sys.executable, "-c", FAILING)) as client:

@@ -19,7 +19,7 @@ from legato_engine.core import (
     TokenInfo,
     Usage,
 )
-from legato_engine.errors import EngineLost, PromptTooLong, to_value
+from legato_engine.errors import EngineLost, InternalError, PromptTooLong, to_value
 from legato_engine.messages import Delta, Done, Failed
 from legato_engine.stream import RequestStream, merge_events
 
@@ -137,3 +137,53 @@ def test_merge_keeps_order_and_all_content():
         OutlineEvent(index=1, path_delta="L"),
         OutlineEvent(index=1, box=box),
     )
+
+
+async def test_done_is_woken_by_the_end_alone(stream):
+    """Who waits for the result is not woken by what comes before it."""
+    waiting = asyncio.ensure_future(stream.done())
+    await asyncio.sleep(0)
+    stream.feed(delta(TextDelta(text="a")))
+    assert stream._waiter is not None
+    assert not stream._waiter.done()
+    stream.feed(DONE)
+    assert await waiting == DONE
+
+
+async def test_done_of_what_has_ended(stream):
+    """A result that is there already is given without waiting."""
+    stream.feed(delta(TextDelta(text="a")))
+    stream.feed(DONE)
+    assert await stream.done() == DONE
+
+
+async def test_done_raises_the_failure(stream):
+    """A failed request raises its own error, whatever was unread."""
+    waiting = asyncio.ensure_future(stream.done())
+    await asyncio.sleep(0)
+    stream.feed(delta(TextDelta(text="a")))
+    stream.fail(EngineLost("gone"))
+    with pytest.raises(EngineLost):
+        await waiting
+
+
+async def test_done_of_an_aborted_stream(stream):
+    """An aborted stream has no result; its waiting reader is told."""
+    waiting = asyncio.ensure_future(stream.done())
+    await asyncio.sleep(0)
+    stream.abort()
+    with pytest.raises(InternalError):
+        await waiting
+
+
+async def test_reading_on_after_waiting_for_the_end(stream):
+    """A cancelled wait for the result leaves the stream as it was."""
+    waiting = asyncio.ensure_future(stream.done())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    stream.feed(delta(TextDelta(text="a")))
+    async with asyncio.timeout(5):
+        assert await reading == delta(TextDelta(text="a"))

@@ -12,11 +12,11 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
-from legato.v1 import media_pb2, server_pb2
+from legato.v1 import inference_pb2, media_pb2, server_pb2
 
 from legato_client import _channel, _convert, _events, _methods, _requests, _server, _tasks, _types
 from legato_client._errors import from_rpc_error
-from legato_client._images import ImageInput, to_image
+from legato_client._images import ImageInput, to_image_async
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
@@ -98,7 +98,7 @@ class AsyncClient:
     ) -> _types.CaptionResult:
         """Describe the picture."""
         task = _tasks.CaptionTask(length, sampling)
-        request = _requests.caption(await asyncio.to_thread(to_image, image), task, options)
+        request = _requests.caption(await to_image_async(image), task, options)
         return await self._unary(_methods.CAPTION, request, timeout)
 
     async def detect(
@@ -113,7 +113,7 @@ class AsyncClient:
     ) -> _types.DetectResult:
         """Box every instance of `object`."""
         task = _tasks.DetectTask(object, max_objects, sampling)
-        request = _requests.detect(await asyncio.to_thread(to_image, image), task, options)
+        request = _requests.detect(await to_image_async(image), task, options)
         return await self._unary(_methods.DETECT, request, timeout)
 
     async def point(
@@ -129,7 +129,7 @@ class AsyncClient:
     ) -> _types.PointResult:
         """Point at every instance of `object`."""
         task = _tasks.PointTask(object, max_objects, tuple(spatial_refs), sampling)
-        request = _requests.point(await asyncio.to_thread(to_image, image), task, options)
+        request = _requests.point(await to_image_async(image), task, options)
         return await self._unary(_methods.POINT, request, timeout)
 
     async def segment(
@@ -144,7 +144,7 @@ class AsyncClient:
     ) -> _types.SegmentResult:
         """Outline `object`."""
         task = _tasks.SegmentTask(object, tuple(spatial_refs), sampling)
-        request = _requests.segment(await asyncio.to_thread(to_image, image), task, options)
+        request = _requests.segment(await to_image_async(image), task, options)
         return await self._unary(_methods.SEGMENT, request, timeout)
 
     async def run_tasks(
@@ -176,15 +176,16 @@ class AsyncClient:
         `contextlib.aclosing` where that moment matters.
         """
         request = _requests.generate(await _optional(image), task, options)
-        _channel.check_size(request.ByteSize(), self._max_message_bytes)
+        data = _channel.serialize(request, self._max_message_bytes)
         method, reader = _methods.GENERATE, _methods.EventReader()
-        start = self._open().unary_stream(
-            method.path,
-            request_serializer=_methods.serialize,
-            response_deserializer=method.response.FromString,
+        start: grpc.aio.UnaryStreamMultiCallable[bytes, inference_pb2.GenerateResponse] = (
+            self._open().unary_stream(
+                method.path,
+                response_deserializer=method.response.FromString,
+            )
         )
         call = start(
-            request,
+            data,
             timeout=self._stream_timeout if timeout is None else timeout,
             metadata=self._metadata,
         )
@@ -221,16 +222,15 @@ class AsyncClient:
         request: Message,
         timeout: float | None,
     ) -> ValueT:
-        _channel.check_size(request.ByteSize(), self._max_message_bytes)
-        call = self._open().unary_unary(
+        data = _channel.serialize(request, self._max_message_bytes)
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, ResponseT] = self._open().unary_unary(
             method.path,
-            request_serializer=_methods.serialize,
             response_deserializer=method.response.FromString,
         )
         deadline = _channel.Deadline(self._timeout if timeout is None else timeout)
         for attempt in itertools.count(1):
             try:
-                response = await call(request, timeout=deadline.left(), metadata=self._metadata)
+                response = await call(data, timeout=deadline.left(), metadata=self._metadata)
                 return method.parse(response)
             except grpc.RpcError as error:
                 failure = from_rpc_error(error)
@@ -253,4 +253,4 @@ class AsyncClient:
 
 
 async def _optional(image: ImageInput | None) -> media_pb2.Image | None:
-    return None if image is None else await asyncio.to_thread(to_image, image)
+    return None if image is None else await to_image_async(image)

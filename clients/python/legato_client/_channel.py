@@ -7,8 +7,11 @@ import os
 import time
 from typing import Any
 
+from google.protobuf.message import Message
+
 from legato_client._errors import Busy, InvalidArgument, LegatoError
 from legato_client._version import version
+from legato_client._wire import to_bytes
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT = 60.0  # seconds, unary
@@ -70,17 +73,20 @@ def call_metadata(token: str | None, extra: Metadata) -> Metadata:
     return own + extra
 
 
-def check_size(num_bytes: int, limit: int) -> None:
-    """Refuse an oversize request here, where the error can say so.
+def serialize(request: Message, limit: int) -> bytes:
+    """A request's bytes, made once for all attempts; `request` is used up.
 
-    In the transport it would fail as RESOURCE_EXHAUSTED without details, which looks like load.
+    An oversize one is refused here, where the error can say so. In the transport it would fail as
+    RESOURCE_EXHAUSTED without details, which looks like load.
     """
-    if num_bytes > limit:
+    data = to_bytes(request)
+    if len(data) > limit:
         raise InvalidArgument(
-            f"the request has {num_bytes} bytes, the limit is {limit}",
+            f"the request has {len(data)} bytes, the limit is {limit}",
             reason="IMAGE_TOO_LARGE",
-            metadata={"limit": str(limit), "actual": str(num_bytes)},
+            metadata={"limit": str(limit), "actual": str(len(data))},
         )
+    return data
 
 
 class Deadline:

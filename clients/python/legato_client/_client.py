@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from legato.v1 import media_pb2, server_pb2
+from legato.v1 import inference_pb2, media_pb2, server_pb2
 
 from legato_client import _channel, _convert, _events, _methods, _requests, _server, _tasks, _types
 from legato_client._errors import from_rpc_error
@@ -175,15 +175,16 @@ class Client:
         `contextlib.closing` where that moment matters.
         """
         request = _requests.generate(_optional(image), task, options)
-        _channel.check_size(request.ByteSize(), self._max_message_bytes)
+        data = _channel.serialize(request, self._max_message_bytes)
         method, reader = _methods.GENERATE, _methods.EventReader()
-        start = self._channel.unary_stream(
-            method.path,
-            request_serializer=_methods.serialize,
-            response_deserializer=method.response.FromString,
+        start: grpc.UnaryStreamMultiCallable[bytes, inference_pb2.GenerateResponse] = (
+            self._channel.unary_stream(
+                method.path,
+                response_deserializer=method.response.FromString,
+            )
         )
         call = start(
-            request,
+            data,
             timeout=self._stream_timeout if timeout is None else timeout,
             metadata=self._metadata,
         )
@@ -220,16 +221,15 @@ class Client:
         request: Message,
         timeout: float | None,
     ) -> ValueT:
-        _channel.check_size(request.ByteSize(), self._max_message_bytes)
-        call = self._channel.unary_unary(
+        data = _channel.serialize(request, self._max_message_bytes)
+        call: grpc.UnaryUnaryMultiCallable[bytes, ResponseT] = self._channel.unary_unary(
             method.path,
-            request_serializer=_methods.serialize,
             response_deserializer=method.response.FromString,
         )
         deadline = _channel.Deadline(self._timeout if timeout is None else timeout)
         for attempt in itertools.count(1):
             try:
-                response = call(request, timeout=deadline.left(), metadata=self._metadata)
+                response = call(data, timeout=deadline.left(), metadata=self._metadata)
                 return method.parse(response)
             except grpc.RpcError as error:
                 failure = from_rpc_error(error)

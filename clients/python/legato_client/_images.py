@@ -6,6 +6,7 @@ imported them.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 import os
@@ -61,6 +62,13 @@ def to_image(image: ImageInput) -> media_pb2.Image:
     raise TypeError(f"not a picture: {type(image).__name__}")
 
 
+async def to_image_async(image: ImageInput) -> media_pb2.Image:
+    """`to_image`, on a worker thread for what has to be read, copied or encoded there."""
+    if isinstance(image, CachedImage | bytes):
+        return to_image(image)
+    return await asyncio.to_thread(to_image, image)
+
+
 def _is_instance(value: object, module: str, name: str) -> bool:
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
@@ -68,7 +76,9 @@ def _is_instance(value: object, module: str, name: str) -> bool:
 
 def _encoded(data: bytes) -> media_pb2.Image:
     # The server sniffs the type; a wrong claim would be an error, an absent one is not.
-    return media_pb2.Image(encoded=media_pb2.EncodedImage(data=data))
+    image = media_pb2.Image()  # filled in place: a message given to a constructor is copied slowly
+    image.encoded.data = data
+    return image
 
 
 def _from_array(array: np.ndarray[Any, Any]) -> media_pb2.Image:
@@ -78,13 +88,13 @@ def _from_array(array: np.ndarray[Any, Any]) -> media_pb2.Image:
     if channels not in _FORMAT_OF_CHANNELS or array.size == 0:
         raise ValueError(f"need a non-empty array of 1, 3 or 4 channels, got {array.shape}")
     height, width = array.shape[:2]
-    layout = media_pb2.PixelLayout(
-        width=width,
-        height=height,
-        row_stride_bytes=width * channels,
-        format=_FORMAT_OF_CHANNELS[channels],
-    )
-    return media_pb2.Image(raw=media_pb2.RawImage(layout=layout, data=array.tobytes()))
+    image = media_pb2.Image()
+    image.raw.layout.width = width
+    image.raw.layout.height = height
+    image.raw.layout.row_stride_bytes = width * channels
+    image.raw.layout.format = _FORMAT_OF_CHANNELS[channels]
+    image.raw.data = array.tobytes()
+    return image
 
 
 def _png(image: PILImage.Image) -> bytes:

@@ -25,11 +25,6 @@ class Method(Generic[ResponseT, ValueT]):
     parse: Callable[[ResponseT], ValueT]
 
 
-def serialize(message: Message) -> bytes:
-    """A request's bytes."""
-    return message.SerializeToString()
-
-
 _INFERENCE = "/legato.v1.InferenceService/"
 _SERVER = "/legato.v1.ServerService/"
 

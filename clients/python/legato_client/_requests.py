@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from google.protobuf import timestamp_pb2
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
@@ -20,6 +21,17 @@ from legato_client._tasks import (
 )
 from legato_client._types import FrameStamp, Point
 
+RequestT = TypeVar(
+    "RequestT",
+    inference_pb2.QueryRequest,
+    inference_pb2.CaptionRequest,
+    inference_pb2.DetectRequest,
+    inference_pb2.PointRequest,
+    inference_pb2.SegmentRequest,
+    inference_pb2.RunTasksRequest,
+    inference_pb2.GenerateRequest,
+)
+
 _LENGTHS: dict[str, task_pb2.CaptionLength.ValueType] = {
     "short": task_pb2.CAPTION_LENGTH_SHORT,
     "normal": task_pb2.CAPTION_LENGTH_NORMAL,
@@ -31,8 +43,7 @@ def query(
     image: media_pb2.Image | None, task: QueryTask, options: Options
 ) -> inference_pb2.QueryRequest:
     """A Query request."""
-    return inference_pb2.QueryRequest(
-        image=image,
+    request = inference_pb2.QueryRequest(
         question=task.question,
         reasoning=task.reasoning,
         spatial_refs=_refs(task.spatial_refs),
@@ -40,39 +51,39 @@ def query(
         options=_options(options),
         stamp=_stamp(options.stamp),
     )
+    return _showing(request, image)
 
 
 def caption(
     image: media_pb2.Image, task: CaptionTask, options: Options
 ) -> inference_pb2.CaptionRequest:
     """A Caption request."""
-    return inference_pb2.CaptionRequest(
-        image=image,
+    request = inference_pb2.CaptionRequest(
         length=_length(task),
         sampling=_sampling(task.sampling),
         options=_options(options),
         stamp=_stamp(options.stamp),
     )
+    return _showing(request, image)
 
 
 def detect(
     image: media_pb2.Image, task: DetectTask, options: Options
 ) -> inference_pb2.DetectRequest:
     """A Detect request."""
-    return inference_pb2.DetectRequest(
-        image=image,
+    request = inference_pb2.DetectRequest(
         object=task.object,
         max_objects=task.max_objects,
         sampling=_sampling(task.sampling),
         options=_options(options),
         stamp=_stamp(options.stamp),
     )
+    return _showing(request, image)
 
 
 def point(image: media_pb2.Image, task: PointTask, options: Options) -> inference_pb2.PointRequest:
     """A Point request."""
-    return inference_pb2.PointRequest(
-        image=image,
+    request = inference_pb2.PointRequest(
         object=task.object,
         max_objects=task.max_objects,
         spatial_refs=_refs(task.spatial_refs),
@@ -80,41 +91,50 @@ def point(image: media_pb2.Image, task: PointTask, options: Options) -> inferenc
         options=_options(options),
         stamp=_stamp(options.stamp),
     )
+    return _showing(request, image)
 
 
 def segment(
     image: media_pb2.Image, task: SegmentTask, options: Options
 ) -> inference_pb2.SegmentRequest:
     """A Segment request."""
-    return inference_pb2.SegmentRequest(
-        image=image,
+    request = inference_pb2.SegmentRequest(
         object=task.object,
         spatial_refs=_refs(task.spatial_refs),
         sampling=_sampling(task.sampling),
         options=_options(options),
         stamp=_stamp(options.stamp),
     )
+    return _showing(request, image)
 
 
 def run_tasks(
     image: media_pb2.Image | None, tasks: Sequence[Task], options: Options
 ) -> inference_pb2.RunTasksRequest:
     """A RunTasks request."""
-    return inference_pb2.RunTasksRequest(
-        image=image,
+    request = inference_pb2.RunTasksRequest(
         tasks=[_task(task) for task in tasks],
         options=_options(options),
         stamp=_stamp(options.stamp),
     )
+    return _showing(request, image)
 
 
 def generate(
     image: media_pb2.Image | None, task: Task, options: Options
 ) -> inference_pb2.GenerateRequest:
     """A Generate request."""
-    return inference_pb2.GenerateRequest(
-        image=image, task=_task(task), options=_options(options), stamp=_stamp(options.stamp)
+    request = inference_pb2.GenerateRequest(
+        task=_task(task), options=_options(options), stamp=_stamp(options.stamp)
     )
+    return _showing(request, image)
+
+
+def _showing(request: RequestT, image: media_pb2.Image | None) -> RequestT:
+    """`request` with its picture; `CopyFrom` shares the bytes, where a constructor encodes them."""
+    if image is not None:
+        request.image.CopyFrom(image)
+    return request
 
 
 def _task(task: Task) -> task_pb2.Task:

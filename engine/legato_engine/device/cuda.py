@@ -126,6 +126,7 @@ class CudaDevice:
         self.name = torch.cuda.get_device_name(index)
         compute = _stream(self.torch_device)
         torch.cuda.set_stream(compute)  # of the thread that opens the device and runs its steps
+        self._pool = torch.cuda.graph_pool_handle()
         clock = CudaClock(compute)
         self.compute = CudaStream(compute, clock)
         self.copy = CudaStream(_stream(self.torch_device), clock)
@@ -142,7 +143,10 @@ class CudaDevice:
         self.compute.submit(work)
         torch.cuda.synchronize(self.torch_device)
         graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(graph, stream=self.compute.stream):
+        # All graphs share the memory of what lives only inside them: they run one after another,
+        # and what outlives a graph is copied to tensors of its caller's.
+        stream = self.compute.stream
+        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
             work()
         return graph.replay
 

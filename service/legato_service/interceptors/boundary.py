@@ -144,7 +144,7 @@ async def _edge(method: str, context: Context) -> AsyncIterator[Call]:
         outcome = failure(error, call.request_id)
     if outcome is None:
         context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
-        _log_end(call, "OK")
+        asyncio.get_running_loop().call_soon(_log_end, call, "OK")  # the answer leaves first
     else:
         # Logged first: the abort of a peer that reads nothing may wait as long as its connection.
         _log_end(call, outcome.code.name, outcome.reason)

@@ -109,7 +109,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         spec = convert(request)
         convert_request.image(request.image, spec)
         sampling = convert_request.sampling(request.sampling)
-        asked = convert_request.request(request_id, spec, sampling, request.options)
+        asked = convert_request.request(request_id, spec, sampling, request.options, deltas=False)
         with self._dispatcher.admit(request_id, context, self._unary_deadline) as deadline:
             model = self._dispatcher.check(asked)
             picture = await self._dispatcher.pictures.check(request.image)

@@ -67,7 +67,7 @@ class TaskRun:
         """
         sampling = convert_request.sampling(task.sampling, f"tasks[{index}].")
         request_id = f"{self._request_id}#{index}"
-        asked = convert_request.request(request_id, spec, sampling, options)
+        asked = convert_request.request(request_id, spec, sampling, options, deltas=False)
         return msgspec.structs.replace(asked, cache_image=True)
 
     def check(self) -> ModelInfo:

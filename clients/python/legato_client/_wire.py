@@ -1,0 +1,49 @@
+"""Requests as bytes."""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+from legato.v1 import media_pb2
+
+_FIELDS = {  # of `Image.source`, those that hold bytes: their number, and that of `data` in them
+    "encoded": (media_pb2.Image.ENCODED_FIELD_NUMBER, media_pb2.EncodedImage.DATA_FIELD_NUMBER),
+    "raw": (media_pb2.Image.RAW_FIELD_NUMBER, media_pb2.RawImage.DATA_FIELD_NUMBER),
+}
+_LENGTH_DELIMITED = 2
+
+
+def to_bytes(request: Message) -> bytes:
+    """The request as protobuf, its picture's bytes copied once; `request` is used up.
+
+    protobuf copies a large field several times while it encodes. Here the picture's bytes stand
+    behind all the rest, as a second `image`: whoever parses the two merges them into one.
+    """
+    image = getattr(request, "image", None)
+    source = image.WhichOneof("source") if isinstance(image, media_pb2.Image) else None
+    if image is None or source not in _FIELDS:
+        return request.SerializeToString()
+    holder: media_pb2.EncodedImage | media_pb2.RawImage = getattr(image, source)
+    data = holder.data
+    holder.ClearField("data")
+    in_image, in_holder = _FIELDS[source]
+    in_request = request.DESCRIPTOR.fields_by_name["image"].number
+    tail_size, headers = len(data), b""
+    for number in (in_holder, in_image, in_request):
+        header = _header(number, tail_size)
+        headers = header + headers
+        tail_size += len(header)
+    return b"".join((request.SerializeToString(), headers, data))
+
+
+def _header(number: int, size: int) -> bytes:
+    """What precedes a field of `size` bytes."""
+    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
+
+
+def _varint(value: int) -> bytes:
+    digits = bytearray()
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    digits.append(value)
+    return bytes(digits)

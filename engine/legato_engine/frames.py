@@ -1,0 +1,89 @@
+"""Messages on a byte stream: each is its length, four bytes little-endian, and its bytes."""
+
+from __future__ import annotations
+
+import collections
+import socket
+import struct
+
+_LENGTH = struct.Struct("<I")
+_READ_SIZE = 256 * 1024
+_WRITE_SIZE = 1024 * 1024  # joined for one system call
+
+
+class FrameWriter:
+    """Messages on their way out, in order."""
+
+    def __init__(self) -> None:
+        self._pieces: collections.deque[bytes] = collections.deque()
+
+    def add(self, message: bytes) -> None:
+        """Enqueue a message."""
+        self._pieces.append(_LENGTH.pack(len(message)))
+        self._pieces.append(message)
+
+    def clear(self) -> None:
+        """Forget what was not sent."""
+        self._pieces.clear()
+
+    def write_to(self, connection: socket.socket) -> bool:
+        """Send until the queue is empty or the non-blocking `connection` takes no more.
+
+        Whether the queue is empty now. Raises `OSError` when the other end is gone.
+        """
+        while self._pieces:
+            data = self._join()
+            try:
+                sent = connection.send(data)
+            except BlockingIOError:
+                sent = 0
+            if sent < len(data):
+                self._pieces.appendleft(data[sent:])
+                return False
+        return True
+
+    def _join(self) -> bytes:
+        """Takes the first pieces off the queue."""
+        pieces: list[bytes] = []
+        size = 0
+        while self._pieces and size < _WRITE_SIZE:
+            pieces.append(self._pieces.popleft())
+            size += len(pieces[-1])
+        return b"".join(pieces)
+
+
+class FrameReader:
+    """Messages on their way in; `ended` once the other end closed."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self.ended = False
+
+    def read_from(self, connection: socket.socket) -> bool:
+        """Read once from the non-blocking `connection`; whether anything came.
+
+        Raises `OSError` when the connection broke.
+        """
+        if self.ended:
+            return False
+        try:
+            data = connection.recv(_READ_SIZE)
+        except BlockingIOError:
+            return False
+        self.ended = not data
+        self._buffer += data
+        return bool(data)
+
+    def take(self) -> list[bytes]:
+        """The messages that are complete, in order."""
+        frames: list[bytes] = []
+        start = 0
+        while start + _LENGTH.size <= len(self._buffer):
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            end = start + _LENGTH.size + length
+            if end > len(self._buffer):
+                break
+            frames.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            start = end
+        del self._buffer[:start]
+        return frames
