@@ -35,7 +35,7 @@ async def test_commands_from_before_the_engine_came():
     commands = CommandReceiver(link.endpoint, wake)
     await asyncio.sleep(0.01)
     link.send(sent[2])
-    received = []
+    received: list[object] = []
     while len(received) < 3:
         commands.wait(1000)
         received += commands.receive()
@@ -54,7 +54,7 @@ async def test_a_backlog_of_commands_leaves_when_there_is_room():
     sent = [Abort(request_id=str(i) * 50_000) for i in range(10)]
     for command in sent:
         link.send(command)
-    received = []
+    received: list[object] = []
     while len(received) < len(sent):
         received += commands.receive()
         await asyncio.sleep(0)
@@ -66,7 +66,7 @@ async def test_a_backlog_of_commands_leaves_when_there_is_room():
 
 async def test_a_backlog_of_reports_leaves_in_order():
     """A sender never blocks; what the socket did not take follows with later flushes."""
-    reports = []
+    reports: list[object] = []
     link = ServiceLink(reports.append)
     sender = ReportSender(link.endpoint)
     sent = [loading(i, size=100_000) for i in range(20)]
@@ -82,7 +82,7 @@ async def test_a_backlog_of_reports_leaves_in_order():
 
 async def test_posted_reports_leave_with_the_flush():
     """What is posted is told with the next flush and not before."""
-    reports = []
+    reports: list[object] = []
     link = ServiceLink(reports.append)
     sender = ReportSender(link.endpoint)
     sender.post(loading(0))
@@ -97,7 +97,7 @@ async def test_posted_reports_leave_with_the_flush():
 
 async def test_closing_delivers_what_has_arrived():
     """The last words of an engine that is gone are heard, also of a connection not yet accepted."""
-    reports = []
+    reports: list[object] = []
     link = ServiceLink(reports.append)
     sender = ReportSender(link.endpoint)
     sender.send(loading(1))
@@ -110,7 +110,7 @@ async def test_closing_delivers_what_has_arrived():
 
 async def test_room_for_unsent_reports_wakes_the_engine():
     """An idle engine with unsent reports is woken once the service has read some."""
-    reports = []
+    reports: list[object] = []
     link = ServiceLink(reports.append)
     wake = os.eventfd(0)
     commands = CommandReceiver(link.endpoint, wake)

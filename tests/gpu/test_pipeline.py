@@ -21,6 +21,7 @@ from legato_engine.core import (
     Request,
     SamplingParams,
     TaskResult,
+    TaskSpec,
 )
 from legato_engine.engine import make_sequence
 from legato_engine.models.model import PreparedImage
@@ -70,7 +71,11 @@ def run(assembly: Assembly, depth: int, *, crops: int = 5, temperature: float = 
         assembly.runner,
         assembly.num_pages,
     ).scheduler(watch, pipeline_depth=depth, observer=watch)
-    tasks = [QueryTask(question="What?" * 9), DetectTask(object="cat"), CaptionTask()]
+    tasks: list[TaskSpec] = [
+        QueryTask(question="What?" * 9),
+        DetectTask(object="cat"),
+        CaptionTask(),
+    ]
     for index in range(6):
         image = picture(assembly, index // 2) if index != 0 else None
         task = tasks[index % 3] if index else QueryTask(question="x" * 99)

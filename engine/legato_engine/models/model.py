@@ -15,6 +15,8 @@ from legato_engine.tasks import Constraint, Task
 if TYPE_CHECKING:
     import torch  # frontends import this module, and they never load torch
 
+    from legato_engine.kernels.cuda.sampling import RowTensors
+
 
 @dataclasses.dataclass(slots=True)
 class KVCache:
@@ -120,18 +122,6 @@ class StepKernels(Protocol):
     ) -> None:
         """Write the values that go with sampled tokens, here and in their rows' state."""
         ...
-
-
-class RowTensors(Protocol):
-    """What the device remembers of every row, by its number; `scratch_row` is for padding."""
-
-    token_R: torch.Tensor
-    payload_R2: torch.Tensor
-    temperature_R: torch.Tensor
-    top_p_R: torch.Tensor
-    top_k_R: torch.Tensor
-    seed_R: torch.Tensor
-    scratch_row: int
 
 
 class PictureEncoder(Protocol):

@@ -58,7 +58,8 @@ def test_an_untiled_picture_has_no_canvas():
 )
 def test_what_has_room(size, tiling, fits):
     """Large pictures and very long ones have no room; the largest square has."""
-    assert CutPlan(*size, tiling, GEOMETRY).fits is fits
+    height, width = size
+    assert CutPlan(height, width, tiling, GEOMETRY).fits is fits
 
 
 @given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from([(1, 1), (3, 4), (1, 9)]))

@@ -101,8 +101,9 @@ def sorted_kept(x_V: Floats, top_p: float, top_k: int) -> tuple[Bools, Doubles]:
 
 def random_bits(draw: Draw, count: int) -> Words:
     """[V] the 53 bits of every token's noise."""
-    key = _mix(_mix(np.array([draw.seed], np.uint64)) + np.uint64(draw.position))
-    bits_V: Words = _mix(key + np.arange(count, dtype=np.uint64)) >> np.uint64(11)
+    key: Words = _mix(_mix(np.array([draw.seed], np.uint64)) + np.uint64(draw.position))
+    keys_V: Words = (key + np.arange(count, dtype=np.uint64)).astype(np.uint64)
+    bits_V: Words = _mix(keys_V) >> np.uint64(11)
     return bits_V
 
 
@@ -147,7 +148,7 @@ def values(kind: str, count: int, seed: int = 0) -> Floats:
     """[V] logits of a kind that is hard in its own way."""
     noise_V = np.random.default_rng(seed).standard_normal(count).astype(np.float32)
     masked_V = np.where(np.arange(count) % 7 == 3, noise_V, np.float32(-np.inf))
-    return {
+    kinds: dict[str, npt.NDArray[np.floating]] = {
         "spread": noise_V * 3,
         "ties": np.round(noise_V * 2) / 2,
         "flat": np.zeros(count, np.float32),
@@ -157,7 +158,8 @@ def values(kind: str, count: int, seed: int = 0) -> Floats:
         "masked": masked_V.astype(np.float32),
         "far": noise_V * 40,
         "near": np.float32(5) + noise_V * np.float32(1e-5),
-    }[kind].astype(np.float32)
+    }
+    return kinds[kind].astype(np.float32)
 
 
 KINDS = ("spread", "ties", "flat", "signed zeros", "peak", "two peaks", "masked", "far", "near")

@@ -16,7 +16,9 @@ from legato_engine.kernels.cuda import norm, quantise
 from legato_engine.kernels.cuda.compiler import compile_source, sources
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.linear import Linear
+from legato_engine.layers.mlp import MLP
 from legato_engine.models.moondream.presets import moondream2_config, tiny_random_config
+from legato_engine.models.moondream.vision import VisionBlock
 from legato_engine.models.moondream.weights import random_weights
 
 CPU = torch.device("cpu")
@@ -69,7 +71,11 @@ def test_the_tower_adds_block_by_block(dtype):
     patches_NTP = torch.randn(2, sizes.num_tokens, 3 * sizes.patch_size**2).to(dtype)
     x_NTD = vision.patch_emb(patches_NTP) + vision.pos_emb
     for block in vision.blocks:
-        x_NTD = x_NTD + block.attn.join(ops.full_attention(*block.attn.split(block.ln1(x_NTD))))
+        assert isinstance(block, VisionBlock)
+        attention = block.attn
+        assert isinstance(attention, Attention)
+        assert isinstance(block.mlp, MLP)
+        x_NTD = x_NTD + attention.join(ops.full_attention(*attention.split(block.ln1(x_NTD))))
         hidden = F.gelu(block.mlp.fc1(block.ln2(x_NTD)), approximate="tanh")
         x_NTD = x_NTD + block.mlp.fc2(hidden)
     assert torch.equal(vision.encode_patches(patches_NTP), vision.post_ln(x_NTD))
@@ -100,9 +106,8 @@ def test_heads_are_read_where_the_projection_leaves_them():
 def test_the_kernels_gelu_is_the_tanh_form():
     """By the constants in the source, x / (1 + 2^(x (LINEAR + CUBIC x^2))) is torch's gelu."""
     text = sources()[quantise.SOURCE]
-    linear, cubic = (
-        float(re.search(rf"\b{name} = (-[0-9.]+)f", text).group(1)) for name in ("LINEAR", "CUBIC")
-    )
+    found = dict(re.findall(r"\b(LINEAR|CUBIC) = (-[0-9.]+)f", text))
+    linear, cubic = float(found["LINEAR"]), float(found["CUBIC"])
     x = torch.linspace(-12, 12, 4801, dtype=torch.float64)
     ours = x / (1 + torch.exp2(x * (linear + cubic * x * x)))
     # the other form, 1 + tanh, cancels where x is negative
