@@ -14,7 +14,7 @@ MODULES = {
     "bench": ("legato_engine.bench", "measure this machine's engine"),
     "trace": ("legato_engine.trace", "record the engine's timeline"),
 }
-_ENGINE_NEEDS = ("legato_service", "legato_engine", "torch", "grpc_health", "msgspec", "zmq")
+_ENGINE_NEEDS = ("legato_service", "legato_engine", "torch", "grpc_health", "msgspec")
 
 
 def command_line(command: str, arguments: Sequence[str]) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 from legato_client.cli import forward, main
@@ -20,6 +22,20 @@ def test_missing_engine(monkeypatch, capsys):
     for command in ("serve", "bench", "trace", "demo"):
         assert main([command]) == 1
         assert 'pip install "legato[engine]"' in capsys.readouterr().err
+
+
+def test_every_need_is_installed_by_the_extra():
+    """What the message says is missing is something that its own command would install."""
+    needs = [need for need in metadata.requires("legato") or [] if '"dev"' not in need]
+    installed = {_normal(re.split(r"[^\w.-]", need)[0]) for need in needs} | {"legato"}
+    providers = metadata.packages_distributions()
+    for module in forward._ENGINE_NEEDS:
+        owners = {_normal(name) for name in providers.get(module, ["legato"])}
+        assert owners & installed, f"{module} comes with {owners}"
+
+
+def _normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "trace"])
