@@ -60,17 +60,15 @@ def device_stages(
     }
 
 
-def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> float | None:
-    """The tower and the projection without graphs; None for what only the host can cut."""
-    device, model = assembly.device, assembly.model
-    if not model.cuts_pictures:
+def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> float:
+    """The tower and the projection without graphs."""
+    device, model, count = assembly.device, assembly.model, prepared.num_crops
+    if count == 0:
         return device_ms(device, lambda: model.prefix_embeddings(prepared), repeats)
     encoder = model.picture_encoder(device.pinned, 1)
-    if encoder is None or not encoder.fits(prepared):
-        return None
+    assert encoder is not None, "a picture is left whole only for an encoder"
     encoder.stage(0, prepared)
     device.compute.submit(lambda: encoder.upload(0))
-    count = encoder.num_crops(prepared)
 
     def embed() -> None:
         encoder.take(0, count)

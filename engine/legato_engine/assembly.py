@@ -140,16 +140,14 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
             f"unknown vision_dtype {config.vision_dtype!r}; use auto or fp8", field="vision_dtype"
         )
     model = bundle.load(device.torch_device, dtype, vision_fp8=config.vision_dtype == "fp8")
-    if model.cuts_pictures:
-        bundle = bundle.resizing_on_device()
     progress("warm-up", 0.7)
-    assembly = _with_runner(config, bundle.frontend, model, device)
+    assembly = _with_runner(config, bundle, model, device)
     progress("ready", 1.0)
     return assembly
 
 
 def _with_runner(
-    config: EngineConfig, frontend: ModelFrontend, model: Model, device: Device
+    config: EngineConfig, bundle: registry.ModelBundle, model: Model, device: Device
 ) -> Assembly:
     num_pages = config.num_pages or num_pages_for(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
@@ -162,6 +160,9 @@ def _with_runner(
         buckets=decode_buckets(device, config.max_running),
         cuda_graphs=config.cuda_graphs,
     )
+    frontend = bundle.frontend
+    if runner.encodes_pictures:
+        frontend = frontend.resizing_on_device()
     assembly = Assembly(config, frontend, model, device, runner, num_pages)
     runner.warm_up()
     _warm_up_requests(assembly)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 
@@ -63,14 +64,8 @@ def run(assembly: Assembly, depth: int, *, crops: int = 5, temperature: float = 
     """Pictures that arrive while others decode, and a question without one."""
     config = msgspec.structs.replace(assembly.config, crops_per_launch=crops)
     watch = Watch()
-    scheduler = Assembly(
-        config,
-        assembly.frontend,
-        assembly.model,
-        assembly.device,
-        assembly.runner,
-        assembly.num_pages,
-    ).scheduler(watch, pipeline_depth=depth, observer=watch)
+    changed = dataclasses.replace(assembly, config=config)
+    scheduler = changed.scheduler(watch, pipeline_depth=depth, observer=watch)
     tasks: list[TaskSpec] = [
         QueryTask(question="What?" * 9),
         DetectTask(object="cat"),

@@ -8,10 +8,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from legato_engine.kernels.reference import rotate
-
-__all__ = ["Rope", "rotate"]
-
 
 class Rope(nn.Module):
     """Pairs (i, i + R/2) of the first R dims turn by position * theta^(-2i/R); the rest stays.

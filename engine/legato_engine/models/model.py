@@ -99,7 +99,7 @@ class PreparedImage:
     pixels: Any
     info: ImageInfo
     num_bytes: int
-    num_crops: int = 0  # that the device encodes one by one; 0: all at once
+    num_crops: int = 0  # for a `PictureEncoder`; 0: it takes none, `prefix_embeddings` does
 
 
 class StepKernels(Protocol):
@@ -127,19 +127,12 @@ class StepKernels(Protocol):
 class PictureEncoder(Protocol):
     """A picture's embeddings in steps of fixed shape, at fixed addresses; one picture at a time.
 
+    It takes pictures whose `num_crops` is not 0, and none of them has more than `max_crops`.
     In the order of their calls: `stage` (host), `upload`, then for ranges of crops that follow each
     other `take`, `encode` and `give`, then `finish`. `encode` and `finish` can be captured.
     """
 
     max_crops: int
-
-    def fits(self, image: PreparedImage) -> bool:
-        """Whether it can take this picture."""
-        ...
-
-    def num_crops(self, image: PreparedImage) -> int:
-        """Crops of a picture that fits."""
-        ...
 
     def stage(self, slot: int, image: PreparedImage) -> None:
         """Write the picture into that slot's pinned memory, on the host."""
@@ -182,7 +175,6 @@ class Model(Protocol):
     max_context: int
     num_parameters: int
     bos_token: int
-    cuts_pictures: bool  # on the device; else the frontend does
     dtype: torch.dtype
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
@@ -216,7 +208,7 @@ class Model(Protocol):
     def picture_encoder(
         self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_slots: int
     ) -> PictureEncoder | None:
-        """`prefix_embeddings` of a picture in steps, where the device can cut pictures itself."""
+        """`prefix_embeddings` for pictures left whole; None where only the host can cut them."""
         ...
 
 

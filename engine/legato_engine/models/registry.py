@@ -33,10 +33,6 @@ class ModelBundle:
     frontend: MoondreamFrontend
     weights: Path | None
 
-    def resizing_on_device(self) -> ModelBundle:
-        """The same model with a frontend that leaves resizing and cutting to the device."""
-        return dataclasses.replace(self, frontend=self.frontend.resizing_on_device())
-
     @property
     def max_context(self) -> int:
         """Positions of one sequence, generated ones included."""

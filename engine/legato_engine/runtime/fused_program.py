@@ -57,6 +57,7 @@ class FusedProgram:
             device.torch_device
         )
         self._encoder: PictureEncoder | None = model.picture_encoder(device.pinned, len(slots))
+        self.encodes_pictures = self._encoder is not None
         self._graphs: dict[tuple[object, ...], Work] = {}
 
     def warm_up(self) -> None:
@@ -112,17 +113,16 @@ class FusedProgram:
 
     def _prefix(self, slot: int, row: Row) -> None:
         """The picture's own positions: what is left of its crops, then the decoder over them."""
-        encoder, image = self._encoder, row.sequence.pixels
-        if encoder is None or not encoder.fits(image):
+        if row.sequence.num_crops == 0:
             step = PrefillStep(self._model, self._kv, self._state, self._slots[slot], row)
             self._device.compute.submit(step.run_prefix)
             return
-        self._encode(slot, row, encoder.num_crops(image))
+        self._encode(slot, row, row.sequence.num_crops)
         self._submit("prefix", slot)
 
     def _encode(self, slot: int, row: Row, stop: int) -> None:
         encoder, image, first = self._encoder, row.sequence.pixels, row.prefix.first_crop
-        assert encoder is not None, "a picture is split only for an encoder"
+        assert encoder is not None, "a picture is left whole only for an encoder"
         compute = self._device.compute
         if first == 0:
             encoder.stage(slot, image)

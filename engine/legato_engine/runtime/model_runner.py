@@ -74,6 +74,11 @@ class ModelRunner:
         )
         self._buckets = self._program.buckets
 
+    @property
+    def encodes_pictures(self) -> bool:
+        """Whether it takes pictures left whole; else every picture has to come as crops."""
+        return self._program.encodes_pictures
+
     def warm_up(self) -> None:
         """Capture (or once run) every shape, so that no launch pays for it later."""
         for slot in self._slots:

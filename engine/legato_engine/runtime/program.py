@@ -15,6 +15,7 @@ class Program(Protocol):
     """
 
     buckets: tuple[int, ...]  # the batch sizes that exist, rising
+    encodes_pictures: bool  # those left whole, too; else the frontend has to cut every picture
 
     def warm_up(self) -> None:
         """Capture (or once run) every shape, so that no launch pays for it later."""

@@ -30,6 +30,7 @@ class TorchProgram:
         capture: Capture,
     ) -> None:
         self.buckets = buckets
+        self.encodes_pictures = False
         self._model = model
         self._device = device
         self._kv = kv

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from legato_engine.layers.rope import Rope, rotate
+from legato_engine.kernels.reference import rotate
+from legato_engine.layers.rope import Rope
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from legato_engine.errors import InternalError
 from legato_engine.kernels.cuda.compiler import compile_source
 
 Argument = torch.Tensor | int | float
+_OVERLAPS = (9, 0)  # the compute capability from which a launch may begin before the last ends
 
 
 class Module:
@@ -22,6 +23,7 @@ class Module:
 
         torch.cuda.current_stream()  # the context exists from here on
         major, minor = torch.cuda.get_device_capability()
+        self.can_overlap = (major, minor) >= _OVERLAPS
         self._code = compile_source(name, defines, f"sm_{major}{minor}")
         self._module = _checked(driver.cuModuleLoadData(self._code))
 
@@ -59,7 +61,8 @@ class Kernel:
         Tensors pass as pointers, ints as int32, floats as float32. `shared` bytes of dynamic
         memory, at most what the kernel was made with. `cluster` thread blocks along x
         share their memory. `overlap` (programmatic dependent launch): the kernel may begin before
-        the one in front of it has ended, and waits for its results by `griddepcontrol.wait`.
+        the one in front of it has ended, where the GPU allows it, and waits for its results by
+        `griddepcontrol.wait`.
         """
         from cuda.bindings import driver
 
@@ -68,7 +71,7 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared if shared is None else shared
         config.hStream = torch.cuda.current_stream().cuda_stream
-        attributes = _attributes(cluster, overlap)
+        attributes = _attributes(cluster, overlap and self._module.can_overlap)
         config.attrs, config.numAttrs = attributes, len(attributes)
         values, types = zip(*map(_parameter, arguments), strict=True)
         _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))

@@ -56,7 +56,7 @@ def rotate_and_cache(
     kernel = _compiled(num_heads, k_NHSE.shape[2], qkv_T3HE.device).rotate_and_cache
     threads = count * num_heads * (_HEAD_DIM // _VALUES_PER_LOAD)
     operands = (qkv_T3HE, cos_PR, sin_PR, pages_M, k_NHSE, v_NHSE, start, count)
-    _launch(kernel, threads, operands, qkv_T3HE.device)
+    _launch(kernel, threads, operands)
 
 
 def can_add(*terms: torch.Tensor) -> bool:
@@ -71,7 +71,7 @@ def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """[...] of three times [...]: summed in float32, rounded once."""
     out = torch.empty_like(x)
     loads = x.numel() // _VALUES_PER_LOAD
-    _launch(_compiled(1, 1, x.device).add3, loads, (x, y, z, out, loads), x.device)
+    _launch(_compiled(1, 1, x.device).add3, loads, (x, y, z, out, loads))
     return out
 
 
@@ -100,13 +100,6 @@ def _compiled(num_heads: int, page_size: int, device: torch.device) -> _Kernels:
         return _Kernels(num_heads, page_size)
 
 
-@functools.cache
-def _can_overlap(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _launch(
-    kernel: Kernel, threads: int, operands: tuple[torch.Tensor | int, ...], device: torch.device
-) -> None:
+def _launch(kernel: Kernel, threads: int, operands: tuple[torch.Tensor | int, ...]) -> None:
     grid = (-(-threads // _THREADS), 1, 1)
-    kernel.launch(grid, _THREADS, operands, overlap=_can_overlap(device))
+    kernel.launch(grid, _THREADS, operands, overlap=True)

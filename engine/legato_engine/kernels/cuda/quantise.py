@@ -29,7 +29,6 @@ _ALIGNMENT = 16  # bytes of a load
 _ROWS = 4  # of a thread block whose warps have a row each; its place is free after the last
 _LOADS_ALONE = 5  # of a lane, at most, where one warp has a row
 _LOADS_SHARED = 3  # of a lane where several warps share a row
-_OVERLAPS = (9, 0)  # what may begin before the kernel in front has ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +106,6 @@ class RowModule:
         self._module = Module(source, constants)
         self._rows = constants["ROWS"]
         self._threads = 32 * constants["WARPS"] * self._rows
-        self._can_overlap = torch.cuda.get_device_capability() >= _OVERLAPS
 
     def kernel(self, name: str) -> Kernel:
         """One of its kernels."""
@@ -118,11 +116,9 @@ class RowModule:
     ) -> None:
         """Enqueue it over `count` rows, a number that it takes behind the operands.
 
-        `overlap` says that a kernel is in front and no copy, so that this one may begin early
-        where the GPU allows it.
+        `overlap` says that a kernel is in front and no copy, so that this one may begin early.
         """
         grid = (-(-count // self._rows), 1, 1)
-        overlap = overlap and self._can_overlap
         kernel.launch(grid, self._threads, (*operands, count), overlap=overlap)
 
 

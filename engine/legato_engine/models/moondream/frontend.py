@@ -75,7 +75,7 @@ class MoondreamFrontend:
             pixels=pixels,
             info=info,
             num_bytes=pixels.num_bytes,
-            num_crops=self._num_crops(pixels),
+            num_crops=pixels.plan.num_crops if isinstance(pixels, WholePicture) else 0,
         )
 
     def prefix_length(self, has_image: bool) -> int:
@@ -105,13 +105,6 @@ class MoondreamFrontend:
                 prompt = self._prompts.segment(request.task.object, request.task.spatial_refs)
                 setup = self._setup(request, prompt, SamplingDefaults())
                 return SegmentSkill(setup, clean(request.task.object, "object"), self._tokenizer)
-
-    def _num_crops(self, pixels: Crops | WholePicture) -> int:
-        """Crops that the device can encode apart; pictures cut here are encoded in one go."""
-        rows, columns = pixels.tiling
-        if isinstance(pixels, Crops) or rows * columns > self._config.vision.max_crops:
-            return 0
-        return 1 + rows * columns if (rows, columns) != (1, 1) else 1
 
     def _layout(self, image_rgb: Image.Image | Pixels) -> Crops | WholePicture:
         if self._resize_on_device:

@@ -37,11 +37,6 @@ class Network(nn.Module):
         self.region = Region(config.region, config.text.dim)
 
 
-def cuts_pictures(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a model there resizes and cuts pictures itself; elsewhere the host does."""
-    return device.type == "cuda" and dtype is torch.bfloat16
-
-
 class MoondreamModel:
     """A `models.model.Model` over a `Network` that is loaded and frozen."""
 
@@ -57,7 +52,6 @@ class MoondreamModel:
         self.dtype = network.text.wte.dtype
         self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
         self.bos_token = config.tokens.bos
-        self.cuts_pictures = cuts_pictures(network.text.wte.device, network.text.wte.dtype)
         self._config = config
         self._network = network
         self._tokens = config.tokens
@@ -116,7 +110,7 @@ class MoondreamModel:
         self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_slots: int
     ) -> PictureEncoder | None:
         """The vision tower in steps; None where pictures are cut on the host."""
-        if not self.cuts_pictures:
+        if self._device.type != "cuda" or self.dtype is not torch.bfloat16:
             return None
         from legato_engine.models.moondream.picture_encoder import MoondreamPictureEncoder
 

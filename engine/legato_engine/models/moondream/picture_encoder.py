@@ -17,10 +17,10 @@ from legato_engine.kernels.cuda.pictures import (
     StitchPool,
     stage,
 )
-from legato_engine.kernels.cut_plan import MAX_WORDS, CutPlan
+from legato_engine.kernels.cut_plan import MAX_WORDS
 from legato_engine.models.model import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.preprocess import WholePicture, crop_geometry
+from legato_engine.models.moondream.preprocess import WholePicture, crop_geometry, most_crops
 from legato_engine.models.moondream.vision import Vision, normalised
 
 Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -39,12 +39,12 @@ class MoondreamPictureEncoder:
         num_slots: int,
     ) -> None:
         sizes, device, dtype = config.vision, bos_X.device, bos_X.dtype
-        self.max_crops = 1 + sizes.max_crops if sizes.max_crops > 1 else 1
-        self._geometry = crop_geometry(sizes)
+        self.max_crops = most_crops(sizes)
+        geometry = crop_geometry(sizes)
         self._vision = vision
         levels = torch.arange(_LEVELS, dtype=torch.uint8, device=device)
-        self._pipeline = PicturePipeline(self._geometry, normalised(levels, dtype))
-        self._stitch = StitchPool(self._geometry)
+        self._pipeline = PicturePipeline(geometry, normalised(levels, dtype))
+        self._stitch = StitchPool(geometry)
         self._hosts = [
             HostPicture(pinned((NUM_PIXEL_BYTES,), torch.uint8), pinned((MAX_WORDS,), torch.int32))
             for _ in range(num_slots)
@@ -63,19 +63,10 @@ class MoondreamPictureEncoder:
         self._prefix_PX = zeros(config.prefix_length, len(bos_X))
         self._prefix_PX[0] = bos_X
 
-    def fits(self, image: PreparedImage) -> bool:
-        """Whether the picture is whole and not cut into more crops than there is room for."""
-        return isinstance(image.pixels, WholePicture) and self.num_crops(image) <= self.max_crops
-
-    def num_crops(self, image: PreparedImage) -> int:
-        """The picture itself, and its tiles if it has more than one."""
-        num_crops: int = self._plan(image).num_crops
-        return num_crops
-
     def stage(self, slot: int, image: PreparedImage) -> None:
         """Copy the pixels and the plan to pinned memory."""
-        pixels_HWC = image.pixels.pixels_HWC
-        self._staged[slot] = stage(pixels_HWC, self._plan(image), self._hosts[slot])
+        picture: WholePicture = image.pixels
+        self._staged[slot] = stage(picture.pixels_HWC, picture.plan, self._hosts[slot])
 
     def upload(self, slot: int) -> None:
         """Two copies, then the picture's patches."""
@@ -100,8 +91,3 @@ class MoondreamPictureEncoder:
         self._stitch(self._features_NTD, self._pipeline.tiling, self._joined_TD)
         self._prefix_PX[1:].copy_(self._vision.proj_mlp(self._joined_TD))
         return self._prefix_PX
-
-    def _plan(self, image: PreparedImage) -> CutPlan:
-        picture: WholePicture = image.pixels
-        height, width = picture.pixels_HWC.shape[:2]
-        return CutPlan(height, width, picture.tiling, self._geometry)

@@ -37,10 +37,15 @@ class Crops:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WholePicture:
-    """A picture that the device resizes and cuts: uint8 RGB as decoded, and what `Crops` says."""
+    """A picture that the device resizes and cuts, by `plan`: uint8 RGB as decoded."""
 
     pixels_HWC: Pixels
-    tiling: tuple[int, int]
+    plan: CutPlan
+
+    @property
+    def tiling(self) -> tuple[int, int]:
+        """Rows and columns of tiles, as in `Crops`."""
+        return self.plan.tiling
 
     @property
     def num_bytes(self) -> int:
@@ -80,13 +85,18 @@ def crop_geometry(config: VisionConfig) -> CropGeometry:
     return CropGeometry(config.crop_size, config.patch_size, config.overlap_margin)
 
 
+def most_crops(config: VisionConfig) -> int:
+    """Crops of one picture that the device has room for; a few very thin ones have more."""
+    return 1 + config.max_crops if config.max_crops > 1 else 1
+
+
 def whole_picture(pixels_HWC: Pixels, config: VisionConfig) -> WholePicture | None:
-    """The picture for the device to cut; None when the device has no room for its size."""
+    """The picture for the device to cut; None when it has no room for the size or the crops."""
     height, width = pixels_HWC.shape[:2]
-    tiling = select_tiling(height, width, config)
-    if not CutPlan(height, width, tiling, crop_geometry(config)).fits:
+    plan = CutPlan(height, width, select_tiling(height, width, config), crop_geometry(config))
+    if plan.num_crops > most_crops(config) or not plan.fits:
         return None
-    return WholePicture(pixels_HWC, tiling)
+    return WholePicture(pixels_HWC, plan)
 
 
 def crop_image(image: Image.Image, config: VisionConfig) -> Crops:

@@ -135,6 +135,17 @@ def test_a_picture_without_room_on_the_device_is_cut_on_the_host():
     assert image.num_bytes == 378 * 378 * 3
 
 
+def test_a_picture_of_too_many_crops_is_cut_on_the_host():
+    """Thin pictures may have more tiles than the device has room for; the rest stays whole."""
+    frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer(), resize_on_device=True)
+    thin = frontend.prepare_image(np.zeros((430, 20_000, 3), np.uint8), "key", INFO)
+    assert isinstance(thin.pixels, Crops)
+    assert len(thin.pixels.pixels_NHWC) > 1 + VISION.max_crops
+    assert thin.num_crops == 0
+    plain = frontend.prepare_image(np.zeros((600, 850, 3), np.uint8), "key", INFO)
+    assert plain.num_crops == plain.pixels.plan.num_crops == 9
+
+
 def test_pixels_and_pillow_pictures_are_cut_alike(picture):
     """A picture is the same as an array and as a Pillow image."""
     frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer())
