@@ -37,6 +37,7 @@ from legato_engine.messages import (
     Report,
     Shutdown,
     Started,
+    Stop,
     Submit,
 )
 from legato_engine.stream import RequestStream
@@ -175,7 +176,7 @@ class EngineClient:
         except LegatoError:
             self._discard_blob(request)
             raise
-        stream = RequestStream(request, self._on_abort)
+        stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)
         self._streams[request.request_id] = stream
         self._send(Submit(request=request))
         return stream
@@ -196,7 +197,10 @@ class EngineClient:
         self._forget(stream)
         self._send(Abort(request_id=stream.request_id))
 
-    def _send(self, command: Submit | Abort) -> None:
+    def _on_stop(self, stream: RequestStream) -> None:
+        self._send(Stop(request_id=stream.request_id))
+
+    def _send(self, command: Submit | Abort | Stop) -> None:
         if self._link is not None:
             self._link.send(command)
 

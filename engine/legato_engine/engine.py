@@ -91,6 +91,20 @@ class EngineCore:
         self._sink.forget(request_id)
         self._scheduler.abort(request_id)
 
+    def stop(self, request_id: str) -> None:
+        """End a request now with what it has, in whatever state it is; unknown ids are ignored."""
+        job = self._jobs.pop(request_id, None)
+        if job is None:
+            self._scheduler.stop(request_id)
+            return
+        job.future.cancel()
+        try:
+            self._enqueue(job.request, job.arrival, None)
+        except Exception as error:  # noqa: BLE001 - one request's failure is its own
+            self._fail(job.request, error)
+        else:
+            self._scheduler.stop(request_id)
+
     # ------------------------------------------------------------ state
 
     @property

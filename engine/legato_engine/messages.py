@@ -35,11 +35,17 @@ class Abort(Value, frozen=True):
     request_id: str
 
 
+class Stop(Value, frozen=True):
+    """End this request now with what it has: its `Done` says CANCELLED. Unknown ids are ignored."""
+
+    request_id: str
+
+
 class Shutdown(Value, frozen=True):
     """Finish nothing, exit 0."""
 
 
-Command = Submit | Abort | Shutdown
+Command = Submit | Abort | Stop | Shutdown
 
 
 class ModelInfo(Value, frozen=True):

@@ -33,6 +33,7 @@ from legato_engine.messages import (
     Ready,
     Report,
     Shutdown,
+    Stop,
     Submit,
 )
 from legato_engine.step_stats import StepStats
@@ -170,6 +171,8 @@ def _apply(core: EngineCore, command: Command) -> None:
             core.submit(request)
         case Abort(request_id=request_id):
             core.abort(request_id)
+        case Stop(request_id=request_id):
+            core.stop(request_id)
 
 
 def _publish(core: EngineCore, stats: StepStats, vitals: Vitals) -> None:

@@ -19,12 +19,20 @@ class RequestStream(AsyncIterator[StreamReport]):
     """`Queued`? `Started` `Delta`* `Done`, then the end; a failure is raised once, then the end.
 
     A consumer that lags gets what piled up as one `Delta`. After `abort` the stream just ends.
-    Cancelling a pending read loses nothing. One reader at a time.
+    After `stop` it ends with what the request has by then. Cancelling a pending read loses nothing.
+    One reader at a time.
     """
 
-    def __init__(self, request: Request, on_abort: Callable[[RequestStream], None]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        on_abort: Callable[[RequestStream], None],
+        on_stop: Callable[[RequestStream], None],
+    ) -> None:
         self.request = request
         self._on_abort = on_abort
+        self._on_stop = on_stop
         self._pending: collections.deque[StreamReport | LegatoError] = collections.deque()
         self._ended = False
         self._waits_for_end = False
@@ -46,6 +54,14 @@ class RequestStream(AsyncIterator[StreamReport]):
         if not self._ended:
             self._end()
             self._on_abort(self)
+
+    def stop(self) -> None:
+        """Have the engine end the request now: its `Done` says CANCELLED and holds what there is.
+
+        Harmless after its end and when repeated.
+        """
+        if not self._ended:
+            self._on_stop(self)
 
     async def __anext__(self) -> StreamReport:
         while not self._pending:

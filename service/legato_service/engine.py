@@ -25,6 +25,10 @@ class Stream(Protocol):
         """The `Done`, without the reports before it."""
         ...
 
+    def stop(self) -> None:
+        """Have the engine end it now: `Done` says CANCELLED and holds what there is by then."""
+        ...
+
     def abort(self) -> None:
         """Have the engine forget the request; harmless after its end and when repeated."""
         ...

@@ -35,6 +35,7 @@ from legato_engine.messages import (
     Ready,
     Shutdown,
     Started,
+    Stop,
 )
 from legato_engine.transport import CommandReceiver, ReportSender
 
@@ -77,15 +78,18 @@ def answer(reports, request, namespace):
     for piece in ("a", "b", "c"):
         reports.send(Delta(request_id=name, events=(TextDelta(text=piece),)))
     if question != "slow":
-        reports.send(
-            Done(
-                request_id=name,
-                result=QueryResult(answer="abc"),
-                finish_reason=FinishReason.STOP,
-                usage=Usage(input_tokens=3, output_tokens=3),
-                timings=Timings(),
-            )
-        )
+        reports.send(done(name, "abc", FinishReason.STOP))
+
+
+def done(name, text, reason):
+    """The end of a request."""
+    return Done(
+        request_id=name,
+        result=QueryResult(answer=text),
+        finish_reason=reason,
+        usage=Usage(input_tokens=3, output_tokens=len(text)),
+        timings=Timings(),
+    )
 
 
 def beat(arguments, config, live, frozen):
@@ -125,6 +129,10 @@ def main():
                 return
             if isinstance(command, Abort):
                 live.discard(command.request_id)
+                continue
+            if isinstance(command, Stop):
+                live.discard(command.request_id)
+                reports.send(done(command.request_id, "", FinishReason.CANCELLED))
                 continue
             live.add(command.request.request_id)
             if asked(command.request) == "freeze":

@@ -13,7 +13,7 @@ import uvloop
 from legato_engine.blobs import blob_folder
 from legato_engine.client import EngineClient, EngineLimits, EngineState
 from legato_engine.config import EngineConfig
-from legato_engine.core import EncodedImage, QueryTask, Request, TextDelta
+from legato_engine.core import EncodedImage, FinishReason, QueryTask, Request, TextDelta
 from legato_engine.errors import (
     Draining,
     EngineLost,
@@ -177,6 +177,17 @@ async def test_abort_races():
         again = [client.submit(ask("echo", f"s{i}")) for i in range(200)]
         for stream in again:
             assert isinstance([r async for r in stream][-1], Done)
+        assert client.num_open == 0
+
+
+async def test_a_stopped_request_ends_with_what_it_has():
+    """The engine is asked for the end, and the stream says CANCELLED."""
+    async with running() as client:
+        stream = client.submit(ask("slow"))
+        assert isinstance(await anext(stream), Started)
+        stream.stop()
+        last = await stream.done()
+        assert last.finish_reason is FinishReason.CANCELLED
         assert client.num_open == 0
 
 

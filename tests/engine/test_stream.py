@@ -44,9 +44,27 @@ def aborted():
 
 
 @pytest.fixture
-def stream(aborted):
+def stopped():
+    """Streams that asked to be stopped."""
+    return []
+
+
+@pytest.fixture
+def stream(aborted, stopped):
     """A stream under test."""
-    return RequestStream(Request(request_id="r", task=QueryTask(question="?")), aborted.append)
+    request = Request(request_id="r", task=QueryTask(question="?"))
+    return RequestStream(request, on_abort=aborted.append, on_stop=stopped.append)
+
+
+async def test_a_stopped_stream_goes_on_to_its_end(stream, stopped, aborted):
+    """Stopping asks the engine for the end; what it says until then is still read."""
+    stream.feed(delta(TextDelta(text="a")))
+    stream.stop()
+    assert (stopped, aborted) == ([stream], [])
+    stream.feed(DONE)
+    stream.stop()
+    assert stopped == [stream], "an ended stream has nothing to stop"
+    assert [r async for r in stream] == [delta(TextDelta(text="a")), DONE]
 
 
 async def test_lagging_consumer_gets_one_delta(stream):

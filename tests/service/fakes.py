@@ -49,6 +49,8 @@ class FakeEngine:
         self.requests: list[core.Request] = []
         self.streams: dict[str, RequestStream] = {}
         self.aborted: list[str] = []  # what the engine process would have been told
+        self.stopped: list[str] = []
+        self.started: set[str] = set()
         self._subscribers: list[Callable[[EngineState], None]] = []
 
     @property
@@ -81,7 +83,7 @@ class FakeEngine:
             EngineState.LOST: EngineLost("restarting"),
             EngineState.DRAINING: Draining("draining"),
         }
-        stream = RequestStream(request, self._on_abort)
+        stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)
         if self.state in refusals:
             self._forget(stream)
             raise refusals[self.state]
@@ -93,6 +95,8 @@ class FakeEngine:
     def feed(self, stream: RequestStream, *reports: StreamReport) -> None:
         """Reports arrive."""
         for report in reports:
+            if isinstance(report, Started):
+                self.started.add(stream.request_id)
             stream.feed(report)
         if stream.ended:
             self._forget(stream)
@@ -105,6 +109,14 @@ class FakeEngine:
     def _on_abort(self, stream: RequestStream) -> None:
         self.aborted.append(stream.request_id)
         self._forget(stream)
+
+    def _on_stop(self, stream: RequestStream) -> None:
+        """As the real one: `Started` unless it was told, and what there is, marked CANCELLED."""
+        self.stopped.append(stream.request_id)
+        if stream.request_id not in self.started:
+            self.feed(stream, started(stream.request))
+        result = empty(stream.request.task)
+        self.feed(stream, done(stream.request, result, core.FinishReason.CANCELLED))
 
     def _forget(self, stream: RequestStream) -> None:
         self.streams.pop(stream.request_id, None)
@@ -182,6 +194,21 @@ def solution(task: core.TaskSpec) -> tuple[Sequence[core.Event], core.TaskResult
             )
             outline = core.Outline(path="M 0 0 L 1 1 Z", box=BOX, label=label)
             return pieces, core.SegmentResult(segments=(outline,))
+
+
+def empty(task: core.TaskSpec) -> core.TaskResult:
+    """The answer of a task that was stopped before it gave anything."""
+    match task:
+        case core.QueryTask():
+            return core.QueryResult(answer="")
+        case core.CaptionTask():
+            return core.CaptionResult(caption="")
+        case core.DetectTask():
+            return core.DetectResult()
+        case core.PointTask():
+            return core.PointResult()
+        case core.SegmentTask():
+            return core.SegmentResult()
 
 
 def words(*texts: str) -> tuple[core.TextDelta, ...]:

@@ -105,6 +105,24 @@ class Scheduler:
         if sequence is not None:
             self._finalize(sequence)
 
+    def stop(self, request_id: str) -> None:
+        """End a request now with what it has; unknown ids are ignored.
+
+        Its listener is told as of any other: that it started, if it did not know, and its result.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return
+        now = self._clock.now()
+        if sequence.num_committed == 0:
+            sequence.first_token = now
+        if sequence.status is SequenceStatus.WAITING:
+            sequence.prefill_start = now
+            self._sink.started(sequence)
+        if not sequence.finalized:
+            self._finalize(sequence)
+            self._sink.done(sequence, FinishReason.CANCELLED)
+
     def check_queue(self, preparing: int = 0) -> None:
         """Raise `QueueFull` when those who wait and `preparing` more leave no place for another."""
         self._admission.check_queue(preparing)

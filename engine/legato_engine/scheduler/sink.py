@@ -14,7 +14,7 @@ class Sink(Protocol):
     """Where a request's news goes, in order: `started`, `delta`*, then `done` or `failed`.
 
     A request may fail before it started; an aborted one is never mentioned again. Calls come from
-    inside `Scheduler.step`, and may call `Scheduler.abort`.
+    inside `Scheduler.step` or `stop`, and may call `Scheduler.abort`.
     """
 
     def started(self, sequence: Sequence) -> None:

@@ -265,6 +265,60 @@ def test_a_request_may_be_aborted_by_its_own_delta() -> None:
     assert world.sink.ended == {}
 
 
+def test_stopping_a_waiting_request_tells_its_start_and_its_empty_end() -> None:
+    """It holds nothing, yet its listener hears what every other hears."""
+    world = World(num_rows=1)
+    world.submit(long_task())
+    waiting = world.submit(long_task())
+    steps(world, 2)
+    world.scheduler.stop(waiting.request.request_id)
+    assert world.scheduler.num_waiting == 0
+    assert world.sink.started_ids == ["r0", "r1"]
+    assert world.sink.ended == {"r1": FinishReason.CANCELLED}
+    assert world.tokens(waiting) == []
+    world.scheduler.drain()
+    world.check_rest()
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_stopping_after_any_step_ends_with_what_was_committed(num_steps: int, depth: int) -> None:
+    """The result is at hand at once; row and pages go behind the last launch in flight."""
+    world = World(depth=depth)
+    sequence, other = world.submit(long_task()), world.submit(long_task())
+    steps(world, num_steps)
+    committed = list(world.tokens(sequence))
+    world.scheduler.stop(sequence.request.request_id)
+    world.scheduler.stop(sequence.request.request_id)
+    assert world.sink.ended == {"r0": FinishReason.CANCELLED}
+    world.scheduler.drain()
+    assert world.tokens(sequence) == committed
+    assert world.tokens(other) == long_task().expected_tokens(2)
+    world.check_rest()
+
+
+def test_a_request_may_be_stopped_by_its_own_delta() -> None:
+    """The listener may end a request while it is being told about it."""
+    world = World()
+    world.sink.on_delta = lambda sequence: world.scheduler.stop(sequence.request.request_id)
+    world.submit(long_task())
+    world.scheduler.drain()
+    world.check_rest()
+    assert world.sink.ended == {"r0": FinishReason.CANCELLED}
+
+
+def test_unknown_and_ended_requests_can_be_stopped() -> None:
+    """Such a stop does nothing."""
+    world = World()
+    world.submit(long_task(max_tokens=2))
+    world.scheduler.drain()
+    ended = dict(world.sink.ended)
+    world.scheduler.stop("r0")
+    world.scheduler.stop("never seen")
+    assert world.sink.ended == ended
+    world.check_rest()
+
+
 def test_logits_that_are_not_finite_fail_their_row_only() -> None:
     """The batch mate answers as if nothing had happened."""
     world = World(not_finite=frozenset({(0, 5)}))
