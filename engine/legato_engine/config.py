@@ -13,6 +13,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `crops_per_launch` bounds how many crops of a picture are encoded at a time while others stream.
     `pipeline_depth` 1 is the blocking loop, 2 the pipelined one.
     `random_weights` serves the named architecture with seeded random weights, for benchmarks.
+    `model` "null" is no model at all: answers are made up, a token every `null_step_ms` (0: at
+    once), and hold `null_objects` objects where objects are asked for and `max_objects` allows it.
     """
 
     model: str = "legato-tiny"
@@ -36,3 +38,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval: float = 0.2
     cuda_graphs: bool = True
     trace_steps: int = 4096  # launches the timeline ring remembers
+    null_step_ms: float = 0.0
+    null_objects: int = 3

@@ -37,6 +37,7 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
 _CHANNELS = {
     PixelFormat.RGB8: (3, (0, 1, 2)),
     PixelFormat.BGR8: (3, (2, 1, 0)),
@@ -113,6 +114,20 @@ def decode_encoded(data: bytes | memoryview, *, max_pixels: int) -> Pixels:
         raise
     except Exception as error:  # decoders raise whatever the corrupt bytes trip
         raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
+
+
+def displayed_size(data: bytes | memoryview, *, max_pixels: int) -> tuple[int, int]:
+    """Width and height of the displayed picture; no pixel is decoded.
+
+    Raises `ImageUndecodable` or `ImageTooLarge`.
+    """
+    header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
+    try:
+        image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
+    except Exception as error:  # parsers raise whatever the corrupt bytes trip
+        raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
+    width, height = image.size
+    return (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
 
 
 def decode_raw(view: bytes | memoryview, raw: RawImage) -> Pixels:
@@ -222,12 +237,16 @@ def _decode_jpeg(data: bytes | memoryview, opened: Image.Image) -> Pixels | None
     return pixels_HWC if decoded_HWC.shape == pixels_HWC.shape else None
 
 
-def _orient(pixels_HWC: Pixels, source: Image.Image) -> Pixels:
+def _orientation(source: Image.Image) -> int:
     try:
-        orientation = source.getexif().get(_EXIF_ORIENTATION, 1)
+        orientation: int = source.getexif().get(_EXIF_ORIENTATION, 1)
     except Exception:  # noqa: BLE001 - a broken EXIF block must not lose a good picture
-        orientation = 1
-    method = _TRANSPOSE.get(orientation)
+        return 1
+    return orientation
+
+
+def _orient(pixels_HWC: Pixels, source: Image.Image) -> Pixels:
+    method = _TRANSPOSE.get(_orientation(source))
     if method is None:
         return pixels_HWC
     return np.asarray(Image.fromarray(pixels_HWC).transpose(method))

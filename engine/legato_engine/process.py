@@ -14,14 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import structlog
 
-from legato_engine.assembly import assemble
+from legato_engine import null_engine
 from legato_engine.config import EngineConfig
-from legato_engine.engine import EngineCore
 from legato_engine.heartbeat import HeartbeatThread, Vitals
 from legato_engine.messages import (
     Abort,
@@ -30,6 +29,7 @@ from legato_engine.messages import (
     Failed,
     Heartbeat,
     Loading,
+    ModelInfo,
     Ready,
     Report,
     Shutdown,
@@ -39,6 +39,14 @@ from legato_engine.messages import (
 from legato_engine.step_stats import StepStats
 from legato_engine.timeline import StepFeed, StepListener, Timeline
 from legato_engine.transport import CommandReceiver, ReportSender
+
+if TYPE_CHECKING:
+    from legato_engine.engine import (
+        EngineCore,
+    )  # whose parts load torch, which not every engine needs
+    from legato_engine.null_engine import NullEngine
+
+    Core = EngineCore | NullEngine
 
 _PR_SET_PDEATHSIG = 1
 _GC_THRESHOLD = 50_000  # containers made and not freed
@@ -76,26 +84,38 @@ def serve(
     config: EngineConfig, endpoint: str, namespace: str, reports: ReportSender, vitals: Vitals
 ) -> None:
     """Load the model and run requests until `Shutdown`; raises what the device or a tick raises."""
-    assembly = assemble(
-        config, lambda stage, fraction: reports.send(Loading(stage=stage, fraction=fraction))
-    )
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     stats = StepStats()
-    core = assembly.core(
-        namespace=namespace,
-        send=lambda report: _report(reports, report),
-        wake=lambda: os.eventfd_write(wake_fd, 1),
-        observer=StepFeed(assembly.runner.times, (stats, *_timelines(config))),
-    )
+    core, model = _open(config, namespace, reports, wake_fd, stats)
     commands = CommandReceiver(endpoint, wake_fd)
     _publish(core, stats, vitals)
-    reports.send(Ready(model=assembly.info, pid=os.getpid()))
-    _log.info("engine ready", model=assembly.info.name, device=assembly.device.name)
+    reports.send(Ready(model=model, pid=os.getpid()))
+    _log.info("engine ready", model=model.name, device=model.device)
     try:
         _freeze()
         _loop(Serving(core, stats, commands, reports, wake_fd, vitals))
     finally:
         commands.close()
+
+
+def _open(
+    config: EngineConfig, namespace: str, reports: ReportSender, wake_fd: int, stats: StepStats
+) -> tuple[Core, ModelInfo]:
+    """The engine that the configuration names, ready to run, and what it serves."""
+    if config.model == null_engine.NAME:
+        core = null_engine.NullEngine(config, namespace=namespace, send=reports.post)
+        return core, null_engine.info(config)
+    from legato_engine.assembly import assemble  # loads torch, in seconds
+
+    assembly = assemble(
+        config, lambda stage, fraction: reports.send(Loading(stage=stage, fraction=fraction))
+    )
+    return assembly.core(
+        namespace=namespace,
+        send=lambda report: _report(reports, report),
+        wake=lambda: os.eventfd_write(wake_fd, 1),
+        observer=StepFeed(assembly.runner.times, (stats, *_timelines(config))),
+    ), assembly.info
 
 
 def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
@@ -110,7 +130,7 @@ def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
 class Serving(NamedTuple):
     """What the main loop serves with."""
 
-    core: EngineCore
+    core: Core
     stats: StepStats
     commands: CommandReceiver
     reports: ReportSender
@@ -165,7 +185,7 @@ def _report(reports: ReportSender, report: Report) -> None:
         reports.post(report)
 
 
-def _apply(core: EngineCore, command: Command) -> None:
+def _apply(core: Core, command: Command) -> None:
     match command:
         case Submit(request=request):
             core.submit(request)
@@ -175,7 +195,7 @@ def _apply(core: EngineCore, command: Command) -> None:
             core.stop(request_id)
 
 
-def _publish(core: EngineCore, stats: StepStats, vitals: Vitals) -> None:
+def _publish(core: Core, stats: StepStats, vitals: Vitals) -> None:
     vitals.due = False
     steps = stats.report(time.monotonic(), fresh=not core.busy)
     vitals.beat = Heartbeat(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from legato_engine.config import EngineConfig
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="listen beyond loopback although there is no TLS and no authentication",
     )
-    add("--model", default=engine.model, help="architecture to serve")
+    add("--model", default=engine.model, help="architecture to serve; null: made-up answers")
     add("--weights", default=engine.weights, help="folder or .safetensors file")
     add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
     add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
@@ -82,6 +83,21 @@ def _parser() -> argparse.ArgumentParser:
         default=service.drain_grace,
         help="how long running requests may go on after SIGTERM",
     )
+    null = parser.add_argument_group("with --model null, which has no model")
+    null.add_argument(
+        "--null-step-ms",
+        metavar="MS",
+        type=_duration,
+        default=engine.null_step_ms,
+        help="time between two tokens; 0 answers at once and lets all run",
+    )
+    null.add_argument(
+        "--null-objects",
+        metavar="N",
+        type=_whole,
+        default=engine.null_objects,
+        help="objects found, as far as max_objects allows",
+    )
     add("--log-level", choices=LOG_LEVELS, default=service.log_level)
     return parser
 
@@ -90,6 +106,13 @@ def _fraction(text: str) -> float:
     number = float(text)
     if not 0 < number < 1:
         raise argparse.ArgumentTypeError("must be above 0 and below 1")
+    return number
+
+
+def _duration(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError("must be finite and not negative")
     return number
 
 

@@ -1,0 +1,301 @@
+"""An engine without a model: real messages, real pictures in, made-up answers out.
+
+For load tests, for clients' tests, and for measuring what everything around the model costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable
+
+from legato_engine.config import EngineConfig
+from legato_engine.core import (
+    CaptionTask,
+    FinishReason,
+    ImageInfo,
+    QueryTask,
+    Request,
+    Timings,
+    Usage,
+)
+from legato_engine.errors import (
+    AdapterNotFound,
+    DeadlineExceeded,
+    LegatoError,
+    ModelNotFound,
+    QueueFull,
+    to_value,
+)
+from legato_engine.messages import Delta, Done, Failed, Load, ModelInfo, Queued, Report, Started
+from legato_engine.null_answer import Answer, answer
+from legato_engine.null_pictures import NullPictures
+
+NAME = "null"
+_MAX_CONTEXT = 8192
+_IMAGE_TOKENS = 729
+
+
+def info(config: EngineConfig) -> ModelInfo:
+    """What the service is told."""
+    return ModelInfo(
+        name=NAME,
+        device="none",
+        tasks=("query", "caption", "detect", "point", "segment"),
+        max_context_tokens=_MAX_CONTEXT,
+        max_output_tokens=_MAX_CONTEXT - _IMAGE_TOKENS - 1,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        num_parameters=0,
+        dtype="none",
+    )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Job:
+    """A request with its answer; times are monotonic seconds, 0 until they come."""
+
+    request: Request
+    answer: Answer
+    deadline: float
+    image: ImageInfo | None
+    arrival: float
+    image_seconds: float
+    started: float = 0.0
+    first_token: float = 0.0
+    num_tokens: int = 0
+
+
+class NullEngine:
+    """Answers as `EngineCore` does, a token a step for everybody who runs.
+
+    With a `config.null_step_ms` of 0 a step takes no time and all run at once; who reads no deltas
+    is answered in its first step. Otherwise steps are that far apart, `config.max_running` run and
+    the others wait. Pictures are hashed and sized, not decoded. Single-threaded, as `EngineCore`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, namespace: str, send: Callable[[Report], None]
+    ) -> None:
+        self._period = config.null_step_ms / 1000
+        self._max_running = config.max_running if self._period else sys.maxsize
+        self._max_waiting = config.max_waiting
+        self._num_objects = config.null_objects
+        self._send = send
+        self._pictures = NullPictures(
+            namespace, max_pixels=config.max_image_pixels, cache_bytes=config.image_cache_bytes
+        )
+        self._waiting: dict[str, _Job] = {}
+        self._running: dict[str, _Job] = {}
+        self._next_step = 0.0
+        self.steps_committed = 0
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, request: Request) -> None:
+        """Begin a request; whatever is wrong with it becomes its `Failed` report."""
+        arrival = time.monotonic()
+        try:
+            self._check(request)
+            image = self._pictures.take(request.image, keep=request.cache_image)
+        except LegatoError as error:
+            self._fail(request, error)
+            return
+        must_wait = self._full
+        self._waiting[request.request_id] = _Job(
+            request=request,
+            answer=answer(
+                request.task,
+                request.sampling,
+                num_objects=self._num_objects,
+                return_tokens=request.return_tokens,
+            ),
+            deadline=math.inf if request.deadline is None else request.deadline,
+            image=image,
+            arrival=arrival,
+            image_seconds=time.monotonic() - arrival if image else 0.0,
+        )
+        if must_wait:
+            self._announce_queued(request.request_id)
+
+    def stop(self, request_id: str) -> None:
+        """End a request now with what it has, as cancelled; unknown ids are ignored."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            self._start(waiting, time.monotonic())
+        job = self._running.get(request_id)
+        if job is not None:
+            self._end(job, FinishReason.CANCELLED)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+        self._waiting.pop(request_id, None)
+        self._running.pop(request_id, None)
+
+    # ------------------------------------------------------------ state
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do now."""
+        return bool(self._running) and time.monotonic() >= self._next_step
+
+    def load(self) -> Load:
+        """What is held right now."""
+        return Load(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            rows_used=len(self._running),
+            images_cached=len(self._pictures),
+        )
+
+    def estimated_wait(self) -> float:
+        """Seconds a request arriving now would wait, if all were as long as the longest."""
+        if not self._full:
+            return 0.0
+        jobs = (*self._running.values(), *self._waiting.values())
+        left = max(len(job.answer.events) - job.num_tokens for job in jobs)
+        return left * self._period * (1 + len(self._waiting) / self._max_running)
+
+    def next_deadline(self) -> float:
+        """Monotonic time by which `step` must be called even if nothing wakes the loop."""
+        deadlines = [job.deadline for job in (*self._waiting.values(), *self._running.values())]
+        return min([self._next_step, *deadlines] if self._running else deadlines, default=math.inf)
+
+    # ------------------------------------------------------------ the tick
+
+    def step(self) -> None:
+        """Expire and admit; a token for everybody if it is time for one."""
+        now = time.monotonic()
+        self._expire(now)
+        self._admit(now)
+        if not self._running or now < self._next_step:
+            return
+        self.steps_committed += 1
+        self._next_step = now + self._period
+        for job in list(self._running.values()):
+            self._advance(job)
+        self._admit(now)
+
+    def _advance(self, job: _Job) -> None:
+        """One token, or all at once when neither the clock nor anybody who reads them waits."""
+        events = job.answer.events
+        at_once = not (self._period or job.request.deltas)
+        before = job.num_tokens
+        job.num_tokens = len(events) if at_once else min(before + 1, len(events))
+        job.first_token = job.first_token or time.monotonic()
+        if job.request.deltas and before < job.num_tokens:
+            self._send(Delta(request_id=job.request.request_id, events=(events[before],)))
+        if job.num_tokens == len(events):
+            self._end(job, job.answer.finish_reason)
+
+    def _end(self, job: _Job, finish_reason: FinishReason) -> None:
+        self.abort(job.request.request_id)
+        self._send(
+            Done(
+                request_id=job.request.request_id,
+                result=job.answer.result(job.num_tokens),
+                finish_reason=finish_reason,
+                usage=_usage(job),
+                timings=_timings(job),
+                image=job.image,
+            )
+        )
+
+    # ------------------------------------------------------------ who runs
+
+    @property
+    def _full(self) -> bool:
+        return len(self._running) + len(self._waiting) >= self._max_running
+
+    def _check(self, request: Request) -> None:
+        if request.model not in ("", NAME):
+            raise ModelNotFound(f"this engine serves {NAME}", resource=request.model)
+        if request.adapter:
+            raise AdapterNotFound("no such adapter", resource=request.adapter)
+        if len(self._running) + len(self._waiting) >= self._max_running + self._max_waiting:
+            raise QueueFull(
+                "the waiting queue is full",
+                limit=self._max_waiting,
+                retry_after_ms=max(1, round(self.estimated_wait() * 1000)),
+            )
+
+    def _admit(self, now: float) -> None:
+        """Start those who wait, first come first served, while there is room."""
+        room = self._max_running - len(self._running)
+        if room <= 0 or not self._waiting:
+            return
+        if not self._running:
+            self._next_step = now + self._period
+        for job in list(self._waiting.values())[:room]:
+            self._start(job, now)
+
+    def _start(self, job: _Job, now: float) -> None:
+        request_id = job.request.request_id
+        self._running[request_id] = self._waiting.pop(request_id)
+        job.started = now
+        self._send(
+            Started(
+                request_id=request_id,
+                model=NAME,
+                input_tokens=_input_tokens(job),
+                cached_tokens=_cached_tokens(job),
+                queue_time=_queue_time(job),
+                image=job.image,
+            )
+        )
+
+    def _announce_queued(self, request_id: str) -> None:
+        position, wait = len(self._waiting) - 1, self.estimated_wait()
+        self._send(Queued(request_id=request_id, position=position, estimated_wait=wait))
+
+    def _expire(self, now: float) -> None:
+        jobs = (*self._waiting.values(), *self._running.values())
+        for job in [job for job in jobs if job.deadline <= now]:
+            self.abort(job.request.request_id)
+            self._fail(job.request, DeadlineExceeded("the deadline passed"))
+
+    def _fail(self, request: Request, error: LegatoError) -> None:
+        self._send(Failed(request_id=request.request_id, error=to_value(error)))
+
+
+def _input_tokens(job: _Job) -> int:
+    """BOS, the picture, and a token for each word."""
+    task = job.request.task
+    if isinstance(task, QueryTask):
+        words = len(task.question.split())
+    else:
+        words = 1 if isinstance(task, CaptionTask) else len(task.object.split())
+    return 1 + (_IMAGE_TOKENS if job.image else 0) + words
+
+
+def _cached_tokens(job: _Job) -> int:
+    return 1 + _IMAGE_TOKENS if job.image and job.image.cache_hit else 0
+
+
+def _queue_time(job: _Job) -> float:
+    return max(0.0, job.started - job.arrival - job.image_seconds)
+
+
+def _usage(job: _Job) -> Usage:
+    return Usage(
+        input_tokens=_input_tokens(job),
+        output_tokens=job.num_tokens,
+        cached_tokens=_cached_tokens(job),
+        image_tokens=_IMAGE_TOKENS if job.image else 0,
+        reasoning_tokens=job.answer.reasoning_tokens(job.num_tokens),
+    )
+
+
+def _timings(job: _Job) -> Timings:
+    now = time.monotonic()
+    first_token = job.first_token or now
+    return Timings(
+        queue=_queue_time(job),
+        image=job.image_seconds,
+        prefill=first_token - (job.started or now),
+        first_token=first_token - job.arrival,
+        decode=now - first_token,
+        total=now - job.arrival,
+    )

@@ -1,0 +1,59 @@
+"""Pictures for an engine that looks at none of them: taken, hashed and sized, never decoded."""
+
+from __future__ import annotations
+
+import msgspec
+
+from legato_engine.blobs import take_blob
+from legato_engine.core import CachedImage, ImageInfo, ImageSource, RawImage
+from legato_engine.errors import ImageNotFound
+from legato_engine.image_cache import ImageCache
+from legato_engine.images import check_raw, content_key, displayed_size, image_id
+
+_RGB = 3  # bytes of a pixel, as a picture counts against the cache
+
+
+class NullPictures:
+    """What is known of pictures by their ids; those seen lately are hits, as with a real model."""
+
+    def __init__(self, namespace: str, *, max_pixels: int, cache_bytes: int) -> None:
+        self._namespace = namespace
+        self._max_pixels = max_pixels
+        self._known = ImageCache[ImageInfo](cache_bytes)
+
+    def __len__(self) -> int:
+        """Pictures that can be named by id."""
+        return len(self._known)
+
+    def take(self, source: ImageSource | None, *, keep: bool) -> ImageInfo | None:
+        """The picture of a request, its blob taken; `keep` lets it be named by id later.
+
+        Raises `ImageNotFound`, `ImageUndecodable`, `ImageTooLarge`, `InvalidField` or
+        `InternalError`.
+        """
+        if source is None:
+            return None
+        if isinstance(source, CachedImage):
+            found = self._hit(source.image_id)
+            if found is None:
+                raise ImageNotFound("no such image, or not any more", resource=source.image_id)
+            return found
+        raw = source if isinstance(source, RawImage) else None
+        view = take_blob(source.blob, self._namespace)
+        name = image_id(content_key(view, raw))
+        return self._hit(name) or self._sized(name, view, raw, keep=keep)
+
+    def _hit(self, name: str) -> ImageInfo | None:
+        found = self._known.get(name)
+        return found and msgspec.structs.replace(found, cache_hit=True)
+
+    def _sized(self, name: str, view: memoryview, raw: RawImage | None, *, keep: bool) -> ImageInfo:
+        if raw is None:
+            width, height = displayed_size(view, max_pixels=self._max_pixels)
+        else:
+            check_raw(raw, max_pixels=self._max_pixels)
+            width, height = raw.width, raw.height
+        image = ImageInfo(image_id=name, width=width, height=height, cache_hit=False)
+        if keep:
+            self._known.put(name, image, width * height * _RGB)
+        return image
