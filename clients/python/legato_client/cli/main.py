@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from legato_client import LegatoError
 from legato_client._version import version
-from legato_client.cli import arguments, demo, forward, info, tasks
+from legato_client.cli import arguments, demo, forward, info, load, tasks
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
 
@@ -19,7 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     terminal = Terminal(json_output="--json" in words)
     try:
-        if words and words[0] in forward.MODULES:
+        if words[:1] == ["bench"] and load.FLAG in words:
+            load.main(words[1:], terminal)
+        elif words and words[0] in forward.MODULES:
             forward.run(words[0], words[1:])
         else:
             args = _parser().parse_args(words)
@@ -47,4 +49,5 @@ def _parser() -> argparse.ArgumentParser:
     info.add_command(commands)
     for name, (module, purpose) in forward.MODULES.items():
         commands.add_parser(name, help=f"{purpose} (options: those of python -m {module})")
+    commands.add_parser(f"bench {load.FLAG}", help="load on a running server")
     return parser

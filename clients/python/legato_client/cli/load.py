@@ -1,0 +1,206 @@
+"""`legato bench --serve`: load on a running server."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from google.protobuf.message import Message
+from legato.v1 import media_pb2, session_pb2
+
+from legato_client import (
+    CaptionTask,
+    DetectTask,
+    Options,
+    PointTask,
+    QueryTask,
+    Sampling,
+    SegmentTask,
+    Task,
+    _images,
+    _methods,
+    _requests,
+)
+from legato_client._channel import default_target
+from legato_client._wire import to_bytes
+from legato_client.cli import arguments
+from legato_client.cli.exits import CommandError, ExitCode
+from legato_client.cli.terminal import Terminal
+from legato_client.load import report
+from legato_client.load.plan import KINDS, Plan
+from legato_client.load.run import LoadFailed, run
+from legato_client.load.schedule import ARRIVALS
+
+FLAG = "--serve"  # sets this command apart from the engine's `legato bench`
+SKILLS = ("query", "caption", "detect", "point", "segment")
+_SIDE = 32  # pixels of the grey square that is shown where no picture is given
+
+
+def main(words: Sequence[str], terminal: Terminal) -> None:
+    """Run the load and show what came of it. Raises CommandError when it could not be run."""
+    args = _parser().parse_args(words)
+    plan = plan_of(args)
+    try:
+        with terminal.progress(f"{plan.kind} load on {plan.target} for {plan.seconds:g} s"):
+            record = run(plan)
+    except LoadFailed as error:
+        raise CommandError(str(error), ExitCode.UNAVAILABLE) from None
+    for line in report.summary(plan, record):
+        terminal.line(line)
+    terminal.table(report.HEADS, report.rows(record))
+    figures = {"plan": _described(plan), **record.figures(plan.window)}
+    terminal.document(figures)
+    if args.output:
+        prefix = Path(args.output)
+        prefix.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
+        prefix.with_suffix(".md").write_text(report.markdown(plan, record))
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan that the options describe. Raises CommandError when they make none."""
+    if args.warm_up >= args.seconds:
+        raise CommandError("--warm-up must be shorter than --seconds", ExitCode.USAGE)
+    image = _image(args)
+    task = _task(args)
+    path, request = _request(args, task, image)
+    return Plan(
+        target=args.server,
+        kind=args.kind,
+        path=path,
+        request=to_bytes(request),
+        image=image.SerializeToString() if image is not None and args.kind == "session" else b"",
+        rate=0.0 if args.closed else args.rate,
+        arrivals=args.arrivals,
+        in_flight=args.closed or 1,
+        seconds=args.seconds,
+        warm_up=args.warm_up,
+        timeout=args.timeout,
+        sessions=args.sessions,
+        senders=args.processes,
+        seed=args.seed,
+    )
+
+
+def _request(
+    args: argparse.Namespace, task: Task, image: media_pb2.Image | None
+) -> tuple[str, Message]:
+    """The path and the message of every call."""
+    options = Options(model=args.model)
+    if args.kind == "stream":
+        return _methods.GENERATE.path, _requests.generate(image, task, options)
+    if args.kind == "session":
+        standing = _requests.generate(None, task, options).task
+        opened = session_pb2.SessionOpen(
+            model=args.model,
+            standing_tasks=[standing],
+            frame_policy=session_pb2.FRAME_POLICY_EVERY_FRAME,
+            stream_deltas=args.deltas,
+        )
+        return "", session_pb2.SessionRequest(open=opened)
+    if isinstance(task, QueryTask):
+        return _methods.QUERY.path, _requests.query(image, task, options)
+    assert image is not None, "every other skill was given a picture"
+    match task:
+        case CaptionTask():
+            return _methods.CAPTION.path, _requests.caption(image, task, options)
+        case DetectTask():
+            return _methods.DETECT.path, _requests.detect(image, task, options)
+        case PointTask():
+            return _methods.POINT.path, _requests.point(image, task, options)
+        case SegmentTask():
+            return _methods.SEGMENT.path, _requests.segment(image, task, options)
+
+
+def _task(args: argparse.Namespace) -> Task:
+    sampling = Sampling(temperature=args.temperature, max_tokens=args.max_tokens)
+    match args.task:
+        case "query":
+            return QueryTask(args.text, sampling=sampling)
+        case "caption":
+            return CaptionTask(sampling=sampling)
+        case "detect":
+            return DetectTask(args.text, max_objects=args.max_objects, sampling=sampling)
+        case "point":
+            return PointTask(args.text, max_objects=args.max_objects, sampling=sampling)
+        case _:
+            return SegmentTask(args.text, sampling=sampling)
+
+
+def _image(args: argparse.Namespace) -> media_pb2.Image | None:
+    """The picture given, a small grey square where one is needed, else none."""
+    if args.image:
+        try:
+            return _images.to_image(args.image)
+        except OSError as error:
+            problem = f"cannot read {args.image}: {error.strerror}"
+            raise CommandError(problem, ExitCode.USAGE) from None
+    if args.task == "query" and args.kind != "session":
+        return None
+    image = media_pb2.Image()
+    image.raw.layout.width = image.raw.layout.height = _SIDE
+    image.raw.layout.format = media_pb2.PIXEL_FORMAT_MONO8
+    image.raw.data = bytes(_SIDE * _SIDE)
+    return image
+
+
+def _described(plan: Plan) -> dict[str, object]:
+    """The plan for JSON, its bytes as their number."""
+    values = dataclasses.asdict(plan).items()
+    return {name: len(value) if isinstance(value, bytes) else value for name, value in values}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = arguments.Parser(
+        prog="legato bench --serve",
+        description="Load on a running server: requests at a rate that does not depend on its "
+        "answers, each timed from when it was due.",
+    )
+    add = parser.add_argument
+    add(FLAG, action="store_true", required=True, help=argparse.SUPPRESS)
+    add("--json", action="store_true", help="one JSON document, errors too")
+    add("--output", metavar="PREFIX", default="", help="also write PREFIX.json and PREFIX.md")
+    load = parser.add_argument_group("load")
+    load.add_argument("--server", metavar="HOST:PORT", default=default_target())
+    load.add_argument("--kind", choices=KINDS, default="unary")
+    load.add_argument("--rate", type=_positive, default=100.0, help="requests a second, in all")
+    load.add_argument("--arrivals", choices=ARRIVALS, default=ARRIVALS[0])
+    load.add_argument(
+        "--closed",
+        type=arguments.count,
+        metavar="N",
+        default=0,
+        help="instead of a rate: N in flight at any time, for the most that the server gives",
+    )
+    load.add_argument("--seconds", type=_positive, default=10.0, help="in all")
+    load.add_argument("--warm-up", type=float, default=2.0, help="seconds of it not measured")
+    load.add_argument("--processes", type=_at_least_one, default=1, help="that send")
+    load.add_argument("--sessions", type=_at_least_one, default=1, help="open, for sessions")
+    load.add_argument("--timeout", type=_positive, default=60.0, help="deadline of each, seconds")
+    load.add_argument("--seed", type=int, default=0, help="of the arrivals")
+    asked = parser.add_argument_group("what is asked, the same each time")
+    asked.add_argument("--task", choices=SKILLS, default="query")
+    asked.add_argument("--text", default="What is in the picture?", help="question or object")
+    asked.add_argument("--image", default="", help="a file; a grey square where one is needed")
+    asked.add_argument("--max-tokens", type=arguments.count)
+    asked.add_argument("--max-objects", type=arguments.count)
+    asked.add_argument("--temperature", type=float)
+    asked.add_argument("--deltas", action="store_true", help="sessions also stream events")
+    asked.add_argument("--model", default="")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value

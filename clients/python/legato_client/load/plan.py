@@ -1,0 +1,41 @@
+"""What a load is: fixed before it begins, and the same for all its senders."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Kind = Literal["unary", "stream", "session"]
+KINDS: tuple[Kind, ...] = ("unary", "stream", "session")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """One load; times are seconds.
+
+    `request` is the serialised request of every call: of `path` when it is unary, a
+    GenerateRequest, or, of a session, the SessionRequest that opens it. `image` is the serialised
+    picture of a session's frames. `rate` requests a second are due, by `arrivals`; with a rate of 0
+    `in_flight` callers ask again as soon as they are answered. The first `warm_up` of all `seconds`
+    are not measured. `sessions` are shared by all senders.
+    """
+
+    target: str
+    kind: Kind
+    request: bytes
+    path: str = ""
+    image: bytes = b""
+    rate: float = 0.0
+    arrivals: str = "poisson"
+    in_flight: int = 1
+    seconds: float = 10.0
+    warm_up: float = 2.0
+    timeout: float = 60.0
+    sessions: int = 1
+    senders: int = 1
+    seed: int = 0
+
+    @property
+    def window(self) -> float:
+        """Seconds that are measured."""
+        return self.seconds - self.warm_up

@@ -1,0 +1,96 @@
+"""One process that sends: its share of a plan, from the first request to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+
+import grpc
+
+from legato_client._channel import MAX_MESSAGE_BYTES
+from legato_client.load.calls import Caller, Refused, make_caller, reason_of
+from legato_client.load.plan import Plan
+from legato_client.load.record import Record
+from legato_client.load.schedule import due_times
+from legato_client.load.watch import Meter, Watch
+
+MAX_PENDING = 20_000  # of one sender; what is due beyond them is counted as NOT_SENT
+_CHANNEL = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
+)
+
+
+def send(plan: Plan, share: int, start: float) -> Record:
+    """Carry out share number `share` of a plan that begins at `start` of `time.monotonic()`.
+
+    Raises `grpc.RpcError` or `Refused` when a session cannot be opened.
+    """
+    # Of all selectors, only this one's timeouts are finer than a millisecond.
+    with asyncio.Runner(
+        loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())
+    ) as runner:
+        return runner.run(_send(plan, share, start))
+
+
+async def _send(plan: Plan, share: int, start: float) -> Record:
+    meter = Meter(start + plan.warm_up, start + plan.seconds)
+    async with grpc.aio.insecure_channel(plan.target, options=_CHANNEL) as channel:
+        caller = make_caller(channel, plan, share)
+        await caller.open()
+        try:
+            await asyncio.sleep(start - time.monotonic())
+            cpu = time.process_time()
+            if plan.rate:
+                await _open_loop(plan, share, start, caller, meter)
+            else:
+                await _closed_loop(plan, share, start, caller, meter)
+            elapsed = time.monotonic() - start
+            meter.record.cpu_share = (time.process_time() - cpu) / elapsed
+        finally:
+            await caller.close()
+    return meter.record
+
+
+async def _open_loop(plan: Plan, share: int, start: float, caller: Caller, meter: Meter) -> None:
+    """Send each request when it is due, and measure from then, not from when it was sent."""
+    pending: set[asyncio.Task[None]] = set()
+    offsets = due_times(
+        plan.arrivals, plan.rate, plan.seconds, share=share, shares=plan.senders, seed=plan.seed
+    )
+    for offset in offsets:
+        due = start + offset
+        early = due - time.monotonic()
+        if early > 0:
+            await asyncio.sleep(early)
+        watch = meter.expect(due)
+        if len(pending) >= MAX_PENDING:
+            watch.fail("NOT_SENT")
+            continue
+        task = asyncio.create_task(_ask(caller, watch))
+        pending.add(task)
+        task.add_done_callback(pending.discard)
+    if pending:
+        await asyncio.wait(pending)
+
+
+async def _closed_loop(plan: Plan, share: int, start: float, caller: Caller, meter: Meter) -> None:
+    """Callers that ask again as soon as they are answered."""
+    end = start + plan.seconds
+
+    async def caller_loop() -> None:
+        while (now := time.monotonic()) < end:
+            await _ask(caller, meter.expect(now))
+
+    callers = len(range(share, plan.in_flight, plan.senders))
+    await asyncio.gather(*(caller_loop() for _ in range(callers)))
+
+
+async def _ask(caller: Caller, watch: Watch) -> None:
+    try:
+        await caller.ask(watch)
+    except (grpc.RpcError, Refused) as error:
+        watch.fail(reason_of(error))
+    else:
+        watch.end()
