@@ -1,0 +1,245 @@
+package legato
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	legatov1 "github.com/legato-vlm/legato/clients/go/legato/v1"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/protobuf/proto"
+)
+
+// Client talks to the servers behind one name. Its methods may be called by any number of goroutines.
+type Client struct {
+	settings  dialSettings
+	work      *grpc.ClientConn
+	about     *grpc.ClientConn // opens at its first call
+	inference legatov1.InferenceServiceClient
+	images    legatov1.ImageServiceClient
+	sessions  legatov1.SessionServiceClient
+	server    legatov1.ServerServiceClient
+}
+
+// Dial makes a client of any gRPC target: "host:port", "dns:///name:port", "unix:/path". Nothing is sent before the
+// first call.
+func Dial(target string, options ...DialOption) (*Client, error) {
+	settings := dialSettingsOf(options)
+	work, err := settings.connect(target, workConfig)
+	if err != nil {
+		return nil, err
+	}
+	about, err := settings.connect(target, aboutConfig)
+	if err != nil {
+		work.Close()
+		return nil, err
+	}
+	return &Client{
+		settings:  settings,
+		work:      work,
+		about:     about,
+		inference: legatov1.NewInferenceServiceClient(work),
+		images:    legatov1.NewImageServiceClient(work),
+		sessions:  legatov1.NewSessionServiceClient(work),
+		server:    legatov1.NewServerServiceClient(about),
+	}, nil
+}
+
+// Close ends running calls and the connections.
+func (c *Client) Close() error {
+	return errors.Join(c.work.Close(), c.about.Close())
+}
+
+// Conn is the connection, for the contract's own stubs.
+func (c *Client) Conn() grpc.ClientConnInterface { return c.work }
+
+// Query answers a question about the picture, or without one if it is nil.
+func (c *Client) Query(ctx context.Context, image Image, question string, options ...Option) (*QueryResult, error) {
+	ask, err := askOf(image, QueryTask(question), options)
+	if err != nil {
+		return nil, err
+	}
+	query := ask.task.GetQuery()
+	request := &legatov1.QueryRequest{
+		Image: ask.image, Question: query.Question, Reasoning: query.Reasoning, SpatialRefs: query.SpatialRefs,
+		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
+	}
+	return invoke(c.outgoing(ctx, ask.callSettings), c, c.inference.Query, request, queryOf)
+}
+
+// Caption describes the picture.
+func (c *Client) Caption(
+	ctx context.Context, image Image, length CaptionLength, options ...Option,
+) (*CaptionResult, error) {
+	ask, err := askOf(image, CaptionTask(length), options)
+	if err != nil {
+		return nil, err
+	}
+	request := &legatov1.CaptionRequest{
+		Image: ask.image, Length: ask.task.GetCaption().Length,
+		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
+	}
+	return invoke(c.outgoing(ctx, ask.callSettings), c, c.inference.Caption, request, captionOf)
+}
+
+// Detect boxes every instance of an object, named by a noun phrase ("red cup").
+func (c *Client) Detect(ctx context.Context, image Image, object string, options ...Option) (*DetectResult, error) {
+	ask, err := askOf(image, DetectTask(object), options)
+	if err != nil {
+		return nil, err
+	}
+	detect := ask.task.GetDetect()
+	request := &legatov1.DetectRequest{
+		Image: ask.image, Object: detect.Object, MaxObjects: detect.MaxObjects,
+		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
+	}
+	return invoke(c.outgoing(ctx, ask.callSettings), c, c.inference.Detect, request, detectOf)
+}
+
+// Point points at every instance of an object.
+func (c *Client) Point(ctx context.Context, image Image, object string, options ...Option) (*PointResult, error) {
+	ask, err := askOf(image, PointTask(object), options)
+	if err != nil {
+		return nil, err
+	}
+	point := ask.task.GetPoint()
+	request := &legatov1.PointRequest{
+		Image: ask.image, Object: point.Object, MaxObjects: point.MaxObjects, SpatialRefs: point.SpatialRefs,
+		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
+	}
+	return invoke(c.outgoing(ctx, ask.callSettings), c, c.inference.Point, request, pointsOf)
+}
+
+// Segment outlines an instance of an object.
+func (c *Client) Segment(ctx context.Context, image Image, object string, options ...Option) (*SegmentResult, error) {
+	ask, err := askOf(image, SegmentTask(object), options)
+	if err != nil {
+		return nil, err
+	}
+	segment := ask.task.GetSegment()
+	request := &legatov1.SegmentRequest{
+		Image: ask.image, Object: segment.Object, SpatialRefs: segment.SpatialRefs,
+		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
+	}
+	return invoke(c.outgoing(ctx, ask.callSettings), c, c.inference.Segment, request, segmentOf)
+}
+
+// RunTasks does several things, 1 to 32, with one picture, which is encoded once. A task that fails says so in its
+// result; the error is for what all tasks share.
+func (c *Client) RunTasks(
+	ctx context.Context, image Image, tasks []Task, options ...CallOption,
+) (*TasksResult, error) {
+	call := callOf(options)
+	messages, err := messagesOf(tasks)
+	if err != nil {
+		return nil, err
+	}
+	picture, err := load(image)
+	if err != nil {
+		return nil, err
+	}
+	request := &legatov1.RunTasksRequest{Image: picture, Tasks: messages, Options: call.options, Stamp: call.stamp}
+	return invoke(c.outgoing(ctx, call), c, c.inference.RunTasks, request, tasksOf)
+}
+
+// ask is a call of one skill: its task, its picture, and what the options added.
+type ask struct {
+	callSettings
+	task  *legatov1.Task
+	image *legatov1.Image
+}
+
+func askOf(image Image, task Task, options []Option) (ask, error) {
+	wanted := settings{task: task, call: callOf(nil)}
+	for _, option := range options {
+		option.apply(&wanted)
+	}
+	if wanted.task.wrong != nil {
+		return ask{}, wanted.task.wrong
+	}
+	picture, err := load(image)
+	return ask{wanted.call, wanted.task.message, picture}, err
+}
+
+func callOf(options []CallOption) callSettings {
+	wanted := settings{call: callSettings{options: &legatov1.RequestOptions{}}}
+	for _, option := range options {
+		option.apply(&wanted)
+	}
+	return wanted.call
+}
+
+// outgoing is the context of a call with the metadata that its options added.
+func (c *Client) outgoing(ctx context.Context, call callSettings) context.Context {
+	if call.header == nil {
+		return ctx
+	}
+	return withHeader(ctx, call.header)
+}
+
+// invoke makes a unary call, by its deadline and for as long as a busy server says when to come back.
+func invoke[Request proto.Message, Answer, Value any](
+	ctx context.Context,
+	c *Client,
+	call func(context.Context, Request, ...grpc.CallOption) (Answer, error),
+	request Request,
+	read func(Answer) Value,
+) (value Value, err error) {
+	if err := c.fits(request); err != nil {
+		return value, err
+	}
+	ctx, cancel := withDeadline(ctx, c.settings.timeout)
+	defer cancel()
+	for attempt := 1; ; attempt++ {
+		var trailer metadata.MD
+		answer, err := call(ctx, request, grpc.Trailer(&trailer))
+		if err == nil {
+			return read(answer), nil
+		}
+		failure := errorOf(err, trailer)
+		if !waitIfBusy(ctx, failure, attempt) {
+			return value, failure
+		}
+	}
+}
+
+// fits refuses an oversize request here, where the error can say so. In the transport it would fail as
+// RESOURCE_EXHAUSTED without details, which looks like load.
+func (c *Client) fits(request proto.Message) error {
+	size, limit := proto.Size(request), c.settings.maxMessageBytes
+	if size <= limit {
+		return nil
+	}
+	failure := misuse("image", "the request has %d bytes, the limit is %d", size, limit)
+	failure.Reason = ReasonImageTooLarge
+	return failure
+}
+
+// withDeadline gives a context one if it has none.
+func withDeadline(ctx context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
+	if _, given := ctx.Deadline(); given {
+		return context.WithCancel(ctx)
+	}
+	return context.WithTimeout(ctx, timeout)
+}
+
+// waitIfBusy reports whether to call again, after the time that a busy server asked for. gRPC itself retries
+// UNAVAILABLE.
+func waitIfBusy(ctx context.Context, failure *Error, attempt int) bool {
+	if failure.Code != codes.ResourceExhausted || failure.RetryAfter == 0 || attempt >= maxAttempts {
+		return false
+	}
+	if deadline, given := ctx.Deadline(); given && time.Until(deadline) <= failure.RetryAfter {
+		return false
+	}
+	timer := time.NewTimer(failure.RetryAfter)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}

@@ -1,0 +1,165 @@
+package legato
+
+import (
+	"strings"
+	"time"
+
+	legatov1 "github.com/legato-vlm/legato/clients/go/legato/v1"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/timestamppb"
+)
+
+// From the contract's messages to this package's values; absent messages become zero values.
+
+func queryOf(from *legatov1.QueryResponse) *QueryResult {
+	return &QueryResult{from.Answer, reasoningOf(from.Reasoning), infoOf(from.Info)}
+}
+
+func captionOf(from *legatov1.CaptionResponse) *CaptionResult {
+	return &CaptionResult{from.Caption, infoOf(from.Info)}
+}
+
+func detectOf(from *legatov1.DetectResponse) *DetectResult {
+	return &DetectResult{all(from.Objects, detectionOf), infoOf(from.Info)}
+}
+
+func pointsOf(from *legatov1.PointResponse) *PointResult {
+	return &PointResult{all(from.Points, pointedOf), infoOf(from.Info)}
+}
+
+func segmentOf(from *legatov1.SegmentResponse) *SegmentResult {
+	return &SegmentResult{all(from.Segments, outlineOf), infoOf(from.Info)}
+}
+
+func tasksOf(from *legatov1.RunTasksResponse) *TasksResult {
+	shared := infoOf(from.Info)
+	result := func(one *legatov1.TaskResult) TaskResult { return taskResultOf(one, shared) }
+	return &TasksResult{all(from.Results, result), shared}
+}
+
+// taskResultOf gives a task's result the information that it shares with its siblings.
+func taskResultOf(from *legatov1.TaskResult, info Info) TaskResult {
+	result := TaskResult{TaskID: from.GetTaskId(), Err: errorOfTask(from.GetError())}
+	info.Finish = finishOf(from.GetFinishReason())
+	info.Usage, info.Timings = usageOf(from.GetUsage()), timingsOf(from.GetTimings())
+	switch one := from.GetResult().(type) {
+	case *legatov1.TaskResult_Query:
+		result.Result = &QueryResult{one.Query.Answer, reasoningOf(one.Query.Reasoning), info}
+	case *legatov1.TaskResult_Caption:
+		result.Result = &CaptionResult{one.Caption.Caption, info}
+	case *legatov1.TaskResult_Detect:
+		result.Result = &DetectResult{all(one.Detect.Objects, detectionOf), info}
+	case *legatov1.TaskResult_Point:
+		result.Result = &PointResult{all(one.Point.Points, pointedOf), info}
+	case *legatov1.TaskResult_Segment:
+		result.Result = &SegmentResult{all(one.Segment.Segments, outlineOf), info}
+	}
+	return result
+}
+
+func detectionOf(from *legatov1.DetectedObject) *Detection {
+	return &Detection{boxOf(from.Box), from.Label, from.Confidence, from.TrackId}
+}
+
+func pointedOf(from *legatov1.PointedObject) *PointedObject {
+	return &PointedObject{pointOf(from.Point), from.Label, from.Confidence}
+}
+
+func outlineOf(from *legatov1.Outline) *Outline {
+	return &Outline{from.Path, boxOf(from.Box), from.Label, from.Confidence, from.Coarse}
+}
+
+func reasoningOf(from *legatov1.Reasoning) *Reasoning {
+	if from == nil {
+		return nil
+	}
+	return &Reasoning{from.Text, all(from.Grounding, groundingOf)}
+}
+
+func groundingOf(from *legatov1.Grounding) Grounding {
+	return Grounding{int(from.StartIndex), int(from.EndIndex), all(from.Points, pointOf)}
+}
+
+func infoOf(from *legatov1.ResponseInfo) Info {
+	return Info{
+		RequestID: from.GetRequestId(),
+		Model:     from.GetModel(),
+		Finish:    finishOf(from.GetFinishReason()),
+		Usage:     usageOf(from.GetUsage()),
+		Timings:   timingsOf(from.GetTimings()),
+		Image:     imageInfoOf(from.GetImage()),
+		Stamp:     stampOf(from.GetStamp()),
+	}
+}
+
+func finishOf(from legatov1.FinishReason) FinishReason {
+	return FinishReason(word(from.String(), "FINISH_REASON_"))
+}
+
+func usageOf(from *legatov1.Usage) Usage {
+	if from == nil {
+		return Usage{}
+	}
+	return Usage{from.InputTokens, from.OutputTokens, from.CachedTokens, from.ImageTokens, from.ReasoningTokens}
+}
+
+func timingsOf(from *legatov1.Timings) Timings {
+	return Timings{
+		Queue:      from.GetQueue().AsDuration(),
+		Image:      from.GetImage().AsDuration(),
+		Prefill:    from.GetPrefill().AsDuration(),
+		FirstToken: from.GetFirstToken().AsDuration(),
+		Decode:     from.GetDecode().AsDuration(),
+		Total:      from.GetTotal().AsDuration(),
+	}
+}
+
+func imageInfoOf(from *legatov1.ImageInfo) ImageInfo {
+	return ImageInfo{from.GetImageId(), int(from.GetWidth()), int(from.GetHeight()), from.GetCacheHit()}
+}
+
+func stampOf(from *legatov1.FrameStamp) FrameStamp {
+	return FrameStamp{from.GetFrameId(), timeOf(from.GetCaptureTime()), from.GetSequence()}
+}
+
+func tokenOf(from *legatov1.Token) Token {
+	return Token{from.TokenId, from.Text, from.Logprob}
+}
+
+// word is an enum's value without its prefix; empty for UNSPECIFIED, a number for what is newer than this package.
+func word(name, prefix string) string {
+	if name = strings.TrimPrefix(name, prefix); name == "UNSPECIFIED" {
+		return ""
+	}
+	return name
+}
+
+func timestamp(at time.Time) *timestamppb.Timestamp {
+	if at.IsZero() {
+		return nil
+	}
+	return timestamppb.New(at)
+}
+
+func timeOf(from *timestamppb.Timestamp) time.Time {
+	if from == nil {
+		return time.Time{}
+	}
+	return from.AsTime()
+}
+
+// duration is absent for 0.
+func duration(of time.Duration) *durationpb.Duration {
+	if of == 0 {
+		return nil
+	}
+	return durationpb.New(of)
+}
+
+func all[From, To any](from []From, convert func(From) To) []To {
+	to := make([]To, len(from))
+	for i, one := range from {
+		to[i] = convert(one)
+	}
+	return to
+}

@@ -1,0 +1,143 @@
+package legato
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	_ "google.golang.org/grpc/health" // watches the servers' health, as the service config asks
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/metadata"
+)
+
+// Version of this package, sent to servers.
+const Version = "0.1.0"
+
+// Deadlines of calls whose context has none, and the largest message that is sent or received.
+const (
+	DefaultTimeout         = 60 * time.Second
+	DefaultStreamTimeout   = 10 * time.Minute
+	DefaultMaxMessageBytes = 32 << 20
+)
+
+const maxAttempts = 3
+
+// gRPC retries a stream only while no response has begun, so one policy serves every method that has no effects.
+const retries = `
+	"methodConfig": [{
+		"name": [
+			{"service": "legato.v1.InferenceService"},
+			{"service": "legato.v1.ServerService"},
+			{"service": "legato.v1.ImageService", "method": "DeleteImage"}
+		],
+		"retryPolicy": {
+			"maxAttempts": 3,
+			"initialBackoff": "0.05s",
+			"maxBackoff": "1s",
+			"backoffMultiplier": 2,
+			"retryableStatusCodes": ["UNAVAILABLE"]
+		}
+	}],
+	"retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1}`
+
+const (
+	// Work goes to servers that say they can do it.
+	workConfig = `{"loadBalancingConfig": [{"round_robin": {}}],
+		"healthCheckConfig": {"serviceName": "legato.v1.InferenceService"},` + retries + `}`
+	// What a server is can be asked while its engine still loads.
+	aboutConfig = `{` + retries + `}`
+)
+
+// DialOption changes what [Dial] does.
+type DialOption func(*dialSettings)
+
+type dialSettings struct {
+	timeout, streamTimeout time.Duration
+	maxMessageBytes        int
+	header                 metadata.MD
+	credentials            credentials.TransportCredentials
+	extra                  []grpc.DialOption
+}
+
+// WithTimeout is the deadline of unary calls whose context has none.
+func WithTimeout(timeout time.Duration) DialOption {
+	return func(s *dialSettings) { s.timeout = timeout }
+}
+
+// WithStreamTimeout is the deadline of Generate, from start to end, where the context has none.
+func WithStreamTimeout(timeout time.Duration) DialOption {
+	return func(s *dialSettings) { s.streamTimeout = timeout }
+}
+
+// WithMaxMessageBytes is the largest message that is sent or received.
+func WithMaxMessageBytes(size int) DialOption {
+	return func(s *dialSettings) { s.maxMessageBytes = size }
+}
+
+// WithToken sends a bearer token with every call.
+func WithToken(token string) DialOption {
+	return func(s *dialSettings) { s.header.Set("authorization", "Bearer "+token) }
+}
+
+// WithTLS encrypts the connection; without it, it is not. nil is the system's own configuration.
+func WithTLS(config *tls.Config) DialOption {
+	return func(s *dialSettings) { s.credentials = credentials.NewTLS(config) }
+}
+
+// WithGRPC adds gRPC's own options, after this package's.
+func WithGRPC(options ...grpc.DialOption) DialOption {
+	return func(s *dialSettings) { s.extra = append(s.extra, options...) }
+}
+
+func dialSettingsOf(options []DialOption) dialSettings {
+	settings := dialSettings{
+		timeout:         DefaultTimeout,
+		streamTimeout:   DefaultStreamTimeout,
+		maxMessageBytes: DefaultMaxMessageBytes,
+		header:          metadata.Pairs("legato-client", "go/"+Version),
+		credentials:     insecure.NewCredentials(),
+	}
+	for _, option := range options {
+		option(&settings)
+	}
+	return settings
+}
+
+func (s dialSettings) connect(target, serviceConfig string) (*grpc.ClientConn, error) {
+	reconnect := backoff.DefaultConfig
+	reconnect.MaxDelay = 5 * time.Second // a restarted server is found again within seconds
+	options := []grpc.DialOption{
+		grpc.WithTransportCredentials(s.credentials),
+		grpc.WithDefaultServiceConfig(serviceConfig),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: reconnect, MinConnectTimeout: 5 * time.Second}),
+		// Slower than the fastest ping that a Legato server allows (10 s); finds a vanished or frozen server.
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
+		grpc.WithDefaultCallOptions(
+			grpc.MaxCallRecvMsgSize(s.maxMessageBytes), grpc.MaxCallSendMsgSize(s.maxMessageBytes)),
+		grpc.WithChainUnaryInterceptor(func(ctx context.Context, method string, request, answer any,
+			conn *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption) error {
+			return invoke(withHeader(ctx, s.header), method, request, answer, conn, options...)
+		}),
+		grpc.WithChainStreamInterceptor(func(ctx context.Context, kind *grpc.StreamDesc,
+			conn *grpc.ClientConn, method string, open grpc.Streamer, options ...grpc.CallOption,
+		) (grpc.ClientStream, error) {
+			return open(withHeader(ctx, s.header), kind, conn, method, options...)
+		}),
+	}
+	conn, err := grpc.NewClient(target, append(options, s.extra...)...)
+	if err != nil {
+		return nil, fmt.Errorf("legato: %w", err)
+	}
+	return conn, nil
+}
+
+// withHeader adds to what a call sends; the caller's own values stay.
+func withHeader(ctx context.Context, more metadata.MD) context.Context {
+	own, _ := metadata.FromOutgoingContext(ctx)
+	return metadata.NewOutgoingContext(ctx, metadata.Join(own, more))
+}

@@ -1,0 +1,200 @@
+package legato
+
+import (
+	"strconv"
+	"time"
+
+	legatov1 "github.com/legato-vlm/legato/clients/go/legato/v1"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/protobuf/types/known/durationpb"
+)
+
+// Option adds to a call of one skill: a [TaskOption] or a [CallOption].
+type Option interface{ apply(*settings) }
+
+// TaskOption adds to a task.
+type TaskOption interface {
+	Option
+	forTask()
+}
+
+// CallOption adds to a call as a whole.
+type CallOption interface {
+	Option
+	forCall()
+}
+
+type settings struct {
+	task Task
+	call callSettings
+}
+
+type callSettings struct {
+	options *legatov1.RequestOptions
+	stamp   *legatov1.FrameStamp
+	header  metadata.MD
+}
+
+type taskOption func(*Task)
+
+func (set taskOption) apply(s *settings) { set(&s.task) }
+func (taskOption) forTask()              {}
+
+type callOption func(*callSettings)
+
+func (set callOption) apply(s *settings) { set(&s.call) }
+func (callOption) forCall()              {}
+
+// ---------------------------------------------------------------- tasks
+
+// WithTaskID names a task in its result, at most 64 characters.
+func WithTaskID(id string) TaskOption {
+	return taskOption(func(t *Task) { t.message.TaskId = id })
+}
+
+// WithMaxObjects bounds what a detection or pointing finds, at least 1.
+func WithMaxObjects(count uint32) TaskOption {
+	return taskOption(func(t *Task) {
+		switch kind := t.message.Kind.(type) {
+		case *legatov1.Task_Detect:
+			kind.Detect.MaxObjects = &count
+		case *legatov1.Task_Point:
+			kind.Point.MaxObjects = &count
+		default:
+			t.wrong = misuse("max_objects", "only a detection or pointing has it")
+		}
+	})
+}
+
+// WithReasoning has a query think first; the thoughts are [QueryResult.Reasoning].
+func WithReasoning() TaskOption {
+	return taskOption(func(t *Task) {
+		if query := t.message.GetQuery(); query != nil {
+			query.Reasoning = true
+		} else {
+			t.wrong = misuse("reasoning", "only a query has it")
+		}
+	})
+}
+
+// WithRefs names the places that a query, pointing or segmentation is about.
+func WithRefs(refs ...SpatialRef) TaskOption {
+	return taskOption(func(t *Task) {
+		places := make([]*legatov1.SpatialRef, len(refs))
+		for i, ref := range refs {
+			places[i] = ref.spatialRef()
+		}
+		switch kind := t.message.Kind.(type) {
+		case *legatov1.Task_Query:
+			kind.Query.SpatialRefs = places
+		case *legatov1.Task_Point:
+			kind.Point.SpatialRefs = places
+		case *legatov1.Task_Segment:
+			kind.Segment.SpatialRefs = places
+		default:
+			t.wrong = misuse("spatial_refs", "only a query, pointing or segmentation has them")
+		}
+	})
+}
+
+// WithTemperature spreads the choice of tokens; 0 always takes the likeliest.
+func WithTemperature(temperature float32) TaskOption {
+	return sampling(func(s *legatov1.Sampling) { s.Temperature = &temperature })
+}
+
+// WithTopP samples among the likeliest tokens that together have this probability, in (0, 1].
+func WithTopP(probability float32) TaskOption {
+	return sampling(func(s *legatov1.Sampling) { s.TopP = &probability })
+}
+
+// WithTopK samples among this many likeliest tokens.
+func WithTopK(count uint32) TaskOption {
+	return sampling(func(s *legatov1.Sampling) { s.TopK = &count })
+}
+
+// WithMaxTokens bounds the tokens generated, at least 1.
+func WithMaxTokens(count uint32) TaskOption {
+	return sampling(func(s *legatov1.Sampling) { s.MaxTokens = &count })
+}
+
+// WithSeed makes sampling repeatable.
+func WithSeed(seed uint64) TaskOption {
+	return sampling(func(s *legatov1.Sampling) { s.Seed = &seed })
+}
+
+// WithStop ends a query or caption where one of these texts appears, at most 8.
+func WithStop(texts ...string) TaskOption {
+	return sampling(func(s *legatov1.Sampling) { s.Stop = texts })
+}
+
+func sampling(set func(*legatov1.Sampling)) TaskOption {
+	return taskOption(func(t *Task) {
+		if t.message.Sampling == nil {
+			t.message.Sampling = &legatov1.Sampling{}
+		}
+		set(t.message.Sampling)
+	})
+}
+
+// ---------------------------------------------------------------- calls
+
+// WithRequestID names the request; a UUID4 is best. A unary call repeated with its id has the same answer.
+func WithRequestID(id string) CallOption {
+	return callOption(func(c *callSettings) { c.options.RequestId = id })
+}
+
+// WithModel asks a model other than the default one; see [Client.Models].
+func WithModel(name string) CallOption {
+	return callOption(func(c *callSettings) { c.options.Model = name })
+}
+
+// WithAdapter asks a fine-tune, "{finetune_id}@{step}".
+func WithAdapter(name string) CallOption {
+	return callOption(func(c *callSettings) { c.options.Adapter = name })
+}
+
+// WithStamp has the answer echo where and when the picture was taken.
+func WithStamp(stamp FrameStamp) CallOption {
+	return callOption(func(c *callSettings) { c.stamp = stamp.message() })
+}
+
+// WithoutImageCache keeps the server from keeping the picture's encoding.
+func WithoutImageCache() CallOption {
+	keep := false
+	return callOption(func(c *callSettings) { c.options.CacheImage = &keep })
+}
+
+// WithTokens fills [TextDelta.Tokens] of a stream.
+func WithTokens() CallOption {
+	return callOption(func(c *callSettings) { c.options.ReturnTokens = true })
+}
+
+// WithLogprobs fills [Token.Logprob] of a stream, where the server has the capability "logprobs".
+func WithLogprobs() CallOption {
+	alternatives := uint32(0)
+	return callOption(func(c *callSettings) { c.options.TopLogprobs = &alternatives })
+}
+
+// WithHeartbeat bounds the silence of a stream, at least 100 ms.
+func WithHeartbeat(interval time.Duration) CallOption {
+	return callOption(func(c *callSettings) { c.options.HeartbeatInterval = durationpb.New(interval) })
+}
+
+// WithPriority lets a call go before those of a lower priority, where the server heeds it; 0 is the usual one.
+func WithPriority(priority int) CallOption {
+	return header("legato-priority", strconv.Itoa(priority))
+}
+
+// WithTenant names whom a call is for, in a server's quotas and metrics.
+func WithTenant(name string) CallOption {
+	return header("legato-tenant", name)
+}
+
+func header(key, value string) CallOption {
+	return callOption(func(c *callSettings) {
+		if c.header == nil {
+			c.header = metadata.MD{}
+		}
+		c.header.Set(key, value)
+	})
+}

@@ -1,0 +1,194 @@
+package legato
+
+import (
+	"time"
+
+	legatov1 "github.com/legato-vlm/legato/clients/go/legato/v1"
+)
+
+// Result is what a task gives: *[QueryResult], *[CaptionResult], *[DetectResult], *[PointResult] or *[SegmentResult].
+type Result interface{ result() }
+
+// QueryResult is the answer to a question.
+type QueryResult struct {
+	Answer string
+	// Reasoning is nil unless it was asked for.
+	Reasoning *Reasoning
+	Info      Info
+}
+
+// CaptionResult describes a picture.
+type CaptionResult struct {
+	Caption string
+	Info    Info
+}
+
+// DetectResult holds every instance found.
+type DetectResult struct {
+	Objects []*Detection
+	Info    Info
+}
+
+// PointResult holds every instance found.
+type PointResult struct {
+	Points []*PointedObject
+	Info   Info
+}
+
+// SegmentResult holds every outline found.
+type SegmentResult struct {
+	Segments []*Outline
+	Info     Info
+}
+
+func (*QueryResult) result()   {}
+func (*CaptionResult) result() {}
+func (*DetectResult) result()  {}
+func (*PointResult) result()   {}
+func (*SegmentResult) result() {}
+
+// Detection is one object with its box. It is also an [Event]: sent once, whole.
+type Detection struct {
+	Box   Box
+	Label string
+	// Confidence is in [0, 1]; nil where the model gives none.
+	Confidence *float32
+	// TrackID names the same physical object in all frames of a session; empty where it is not tracked.
+	TrackID string
+}
+
+// PointedObject is one object with a point on it. It is also an [Event]: sent once, whole.
+type PointedObject struct {
+	Point Point
+	Label string
+	// Confidence is in [0, 1]; nil where the model gives none.
+	Confidence *float32
+}
+
+// Outline is the shape of one object.
+type Outline struct {
+	// Path is an SVG path in the unit square of Box; empty where the model's could not be read.
+	Path  string
+	Box   Box
+	Label string
+	// Confidence is in [0, 1]; nil where the model gives none.
+	Confidence *float32
+	// Coarse is true for the decoder's own path, which no refiner improved.
+	Coarse bool
+}
+
+// Polygons are the rings of the path, in the coordinates of the whole picture. Curves become chords.
+func (o *Outline) Polygons() ([][]Point, error) {
+	rings, err := polygons(o.Path)
+	width, height := o.Box.XMax-o.Box.XMin, o.Box.YMax-o.Box.YMin
+	for _, ring := range rings {
+		for i, at := range ring {
+			ring[i] = Point{o.Box.XMin + at.X*width, o.Box.YMin + at.Y*height}
+		}
+	}
+	return rings, err
+}
+
+// Reasoning is what the model thought before it answered.
+type Reasoning struct {
+	Text      string
+	Grounding []Grounding
+}
+
+// Grounding ties a span of the reasoning, counted in code points (runes), to places.
+type Grounding struct {
+	Start, End int
+	Points     []Point
+}
+
+// Info is what every answer tells beside its result.
+type Info struct {
+	// RequestID is that of [WithRequestID], or the server's.
+	RequestID string
+	// Model is the name of the model that answered.
+	Model string
+	// Finish is why the task ended.
+	Finish FinishReason
+	Usage  Usage
+	// Timings were measured on the server.
+	Timings Timings
+	// Image is the picture; its zero value: there was none.
+	Image ImageInfo
+	// Stamp is that of [WithStamp].
+	Stamp FrameStamp
+}
+
+// FinishReason says why a task ended. Servers may send ones that are not listed here.
+type FinishReason string
+
+// The reasons of this revision of the contract.
+const (
+	FinishStop       FinishReason = "STOP"        // the model was done, or a stop text appeared
+	FinishLength     FinishReason = "LENGTH"      // the token bound was reached; the result is cut
+	FinishMaxObjects FinishReason = "MAX_OBJECTS" // there may be more
+	FinishSuperseded FinishReason = "SUPERSEDED"  // a newer frame took its place; the result is partial
+	FinishCancelled  FinishReason = "CANCELLED"   // the result is partial
+)
+
+// Usage is what a task cost, in tokens; nil where the server does not say.
+type Usage struct {
+	Input, Output            uint32
+	Cached, Image, Reasoning *uint32
+}
+
+// Timings say where the time went; 0 where it was not measured.
+type Timings struct {
+	Queue, Image, Prefill, FirstToken, Decode, Total time.Duration
+}
+
+// ImageInfo is the picture that an answer speaks about.
+type ImageInfo struct {
+	// ImageID names it in [Held]; empty where the server does not hold it.
+	ImageID string
+	// Width and Height are in pixels, after EXIF orientation.
+	Width, Height int
+	// CacheHit is true where the server reused work done for the picture before.
+	CacheHit bool
+}
+
+// Size is what [Box.Pixels] and [Point.Pixels] take.
+func (i ImageInfo) Size() (width, height int) { return i.Width, i.Height }
+
+// FrameStamp says where and when a picture was taken. Servers echo it and, but for the sequence in a session, do not
+// interpret it.
+type FrameStamp struct {
+	FrameID string
+	// CaptureTime is on the caller's clock; its zero value is none.
+	CaptureTime time.Time
+	Sequence    uint64
+}
+
+// TaskResult is how one of several tasks ended: Result, or Err.
+type TaskResult struct {
+	// TaskID is that of [WithTaskID].
+	TaskID string
+	// Result is nil where the task failed.
+	Result Result
+	// Err is an *[Error]; nil where the task did not fail.
+	Err error
+}
+
+// TasksResult is what [Client.RunTasks] gives.
+type TasksResult struct {
+	// Results are in the order of the tasks.
+	Results []TaskResult
+	Info    Info
+}
+
+// Token is one generated token.
+type Token struct {
+	ID uint32
+	// Text is empty while a character is incomplete.
+	Text string
+	// Logprob is the natural logarithm of its probability; nil unless [WithLogprobs].
+	Logprob *float32
+}
+
+func (s FrameStamp) message() *legatov1.FrameStamp {
+	return &legatov1.FrameStamp{FrameId: s.FrameID, CaptureTime: timestamp(s.CaptureTime), Sequence: s.Sequence}
+}

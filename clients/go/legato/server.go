@@ -1,0 +1,103 @@
+package legato
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	legatov1 "github.com/legato-vlm/legato/clients/go/legato/v1"
+)
+
+// ServerInfo is what a server is and what it can do.
+type ServerInfo struct {
+	Name, Version string
+	// InstanceID differs after each start.
+	InstanceID string
+	// ContractRevision is the server's; MinimumClientRevision the least that its clients must know.
+	ContractRevision, MinimumClientRevision uint32
+	Limits                                  Limits
+	// Capabilities are words: "sessions", "images", "admin", "shared_images", "adapters", "logprobs",
+	// "pixel_format.nv12", "pixel_format.yuyv". There may be others.
+	Capabilities []string
+	// SharedMemory names the host's shared memory; empty where shared images are off.
+	SharedMemory string
+}
+
+// Can tells whether the server has a capability.
+func (s *ServerInfo) Can(capability string) bool { return slices.Contains(s.Capabilities, capability) }
+
+// Limits are what a server accepts; 0 where it does not say.
+type Limits struct {
+	MaxRequestBytes  uint64
+	MaxImagePixels   uint32
+	MaxContextTokens uint32
+	MaxOutputTokens  uint32
+	MaxRunning       uint32
+	MaxWaiting       uint32
+	MaxSessions      uint32
+	DefaultDeadline  time.Duration
+}
+
+// Model is a model that is served.
+type Model struct {
+	Name    string
+	Aliases []string
+	// Tasks are words: "query", "caption", "detect", "point", "segment", "reasoning".
+	Tasks []string
+	// StreamingRegions: Generate sends points and objects while it decodes.
+	StreamingRegions bool
+	MaxContextTokens uint32
+}
+
+// ServerInfo asks what the server is. It answers while its engine still loads.
+func (c *Client) ServerInfo(ctx context.Context) (*ServerInfo, error) {
+	return invoke(ctx, c, c.server.GetServerInfo, &legatov1.GetServerInfoRequest{}, serverInfoOf)
+}
+
+// Models lists what is served, the default model first.
+func (c *Client) Models(ctx context.Context) ([]Model, error) {
+	ctx, cancel := withDeadline(ctx, c.settings.timeout)
+	defer cancel()
+	var models []Model
+	same := func(page *legatov1.ListModelsResponse) *legatov1.ListModelsResponse { return page }
+	for request := (&legatov1.ListModelsRequest{}); ; {
+		page, err := invoke(ctx, c, c.server.ListModels, request, same)
+		if err != nil {
+			return nil, err
+		}
+		models = append(models, all(page.Models, modelOf)...)
+		if request.PageToken = page.NextPageToken; request.PageToken == "" {
+			return models, nil
+		}
+	}
+}
+
+func serverInfoOf(from *legatov1.GetServerInfoResponse) *ServerInfo {
+	return &ServerInfo{
+		Name:                  from.Name,
+		Version:               from.Version,
+		InstanceID:            from.InstanceId,
+		ContractRevision:      from.ContractRevision,
+		MinimumClientRevision: from.MinimumClientRevision,
+		Limits:                limitsOf(from.Limits),
+		Capabilities:          from.Capabilities,
+		SharedMemory:          from.ShmNamespace,
+	}
+}
+
+func limitsOf(from *legatov1.Limits) Limits {
+	return Limits{
+		MaxRequestBytes:  from.GetMaxRequestBytes(),
+		MaxImagePixels:   from.GetMaxImagePixels(),
+		MaxContextTokens: from.GetMaxContextTokens(),
+		MaxOutputTokens:  from.GetMaxOutputTokens(),
+		MaxRunning:       from.GetMaxRunning(),
+		MaxWaiting:       from.GetMaxWaiting(),
+		MaxSessions:      from.GetMaxSessions(),
+		DefaultDeadline:  from.GetDefaultDeadline().AsDuration(),
+	}
+}
+
+func modelOf(from *legatov1.Model) Model {
+	return Model{from.Name, from.Aliases, from.Tasks, from.StreamingRegions, from.MaxContextTokens}
+}
