@@ -66,7 +66,7 @@ func (c *Client) Query(ctx context.Context, image Image, question string, option
 		Image: ask.image, Question: query.Question, Reasoning: query.Reasoning, SpatialRefs: query.SpatialRefs,
 		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
 	}
-	return invoke(c.outgoing(ctx, ask.callSettings), c, c.inference.Query, request, queryOf)
+	return invoke(outgoing(ctx, ask.callSettings), c, c.inference.Query, request, queryOf)
 }
 
 // Caption describes the picture.
@@ -81,7 +81,7 @@ func (c *Client) Caption(
 		Image: ask.image, Length: ask.task.GetCaption().Length,
 		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
 	}
-	return invoke(c.outgoing(ctx, ask.callSettings), c, c.inference.Caption, request, captionOf)
+	return invoke(outgoing(ctx, ask.callSettings), c, c.inference.Caption, request, captionOf)
 }
 
 // Detect boxes every instance of an object, named by a noun phrase ("red cup").
@@ -95,7 +95,7 @@ func (c *Client) Detect(ctx context.Context, image Image, object string, options
 		Image: ask.image, Object: detect.Object, MaxObjects: detect.MaxObjects,
 		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
 	}
-	return invoke(c.outgoing(ctx, ask.callSettings), c, c.inference.Detect, request, detectOf)
+	return invoke(outgoing(ctx, ask.callSettings), c, c.inference.Detect, request, detectOf)
 }
 
 // Point points at every instance of an object.
@@ -109,7 +109,7 @@ func (c *Client) Point(ctx context.Context, image Image, object string, options 
 		Image: ask.image, Object: point.Object, MaxObjects: point.MaxObjects, SpatialRefs: point.SpatialRefs,
 		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
 	}
-	return invoke(c.outgoing(ctx, ask.callSettings), c, c.inference.Point, request, pointsOf)
+	return invoke(outgoing(ctx, ask.callSettings), c, c.inference.Point, request, pointsOf)
 }
 
 // Segment outlines an instance of an object.
@@ -123,7 +123,7 @@ func (c *Client) Segment(ctx context.Context, image Image, object string, option
 		Image: ask.image, Object: segment.Object, SpatialRefs: segment.SpatialRefs,
 		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
 	}
-	return invoke(c.outgoing(ctx, ask.callSettings), c, c.inference.Segment, request, segmentOf)
+	return invoke(outgoing(ctx, ask.callSettings), c, c.inference.Segment, request, segmentOf)
 }
 
 // RunTasks does several things, 1 to 32, with one picture, which is encoded once. A task that fails says so in its
@@ -141,7 +141,7 @@ func (c *Client) RunTasks(
 		return nil, err
 	}
 	request := &legatov1.RunTasksRequest{Image: picture, Tasks: messages, Options: call.options, Stamp: call.stamp}
-	return invoke(c.outgoing(ctx, call), c, c.inference.RunTasks, request, tasksOf)
+	return invoke(outgoing(ctx, call), c, c.inference.RunTasks, request, tasksOf)
 }
 
 // ask is a call of one skill: its task, its picture, and what the options added.
@@ -172,7 +172,7 @@ func callOf(options []CallOption) callSettings {
 }
 
 // outgoing is the context of a call with the metadata that its options added.
-func (c *Client) outgoing(ctx context.Context, call callSettings) context.Context {
+func outgoing(ctx context.Context, call callSettings) context.Context {
 	if call.header == nil {
 		return ctx
 	}

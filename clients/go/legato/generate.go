@@ -31,7 +31,7 @@ func (c *Client) Generate(
 			yield(nil, err)
 			return
 		}
-		ctx, cancel := withDeadline(c.outgoing(ctx, call), c.settings.streamTimeout)
+		ctx, cancel := withDeadline(outgoing(ctx, call), c.settings.streamTimeout)
 		defer cancel()
 		for attempt := 1; ; attempt++ {
 			reader := eventReader{yield: yield}

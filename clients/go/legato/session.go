@@ -48,6 +48,9 @@ type SessionConfig struct {
 	StreamDeltas bool
 	// ResponseCredits are the answers that the client is ready for, as by [Session.Grant]. 0: any number.
 	ResponseCredits uint32
+	// Priority and Tenant are as [WithPriority] and [WithTenant].
+	Priority int
+	Tenant   string
 }
 
 // SessionTerms are what the server granted.
@@ -92,12 +95,12 @@ type Session struct {
 
 // OpenSession opens a session, which lives until its context ends, [Session.Close], or the server's end of it. The
 // server has to open it within the client's timeout.
-func (c *Client) OpenSession(ctx context.Context, config SessionConfig, options ...CallOption) (*Session, error) {
+func (c *Client) OpenSession(ctx context.Context, config SessionConfig) (*Session, error) {
 	open, err := config.message()
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithCancel(c.outgoing(ctx, callOf(options)))
+	ctx, cancel := context.WithCancel(outgoing(ctx, config.header()))
 	patience := time.AfterFunc(c.settings.timeout, cancel)
 	session, err := c.openSession(ctx, open)
 	if !patience.Stop() {
@@ -122,7 +125,7 @@ func (c *Client) openSession(ctx context.Context, open *legatov1.SessionOpen) (*
 		return nil, err
 	}
 	message, err := session.receive()
-	if err != nil {
+	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, err
 	}
 	if message.GetOpened() == nil {
@@ -253,6 +256,17 @@ func (s *Session) receive() (*legatov1.SessionResponse, error) {
 	}
 	s.next++
 	return message, nil
+}
+
+func (config SessionConfig) header() callSettings {
+	var options []CallOption
+	if config.Priority != 0 {
+		options = append(options, WithPriority(config.Priority))
+	}
+	if config.Tenant != "" {
+		options = append(options, WithTenant(config.Tenant))
+	}
+	return callOf(options)
 }
 
 func (config SessionConfig) message() (*legatov1.SessionOpen, error) {

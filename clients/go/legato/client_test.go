@@ -1,0 +1,352 @@
+package legato
+
+import (
+	"context"
+	"errors"
+	"net"
+	"testing"
+	"time"
+
+	legatov1 "github.com/legato-vlm/legato/clients/go/legato/v1"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/health"
+	"google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/durationpb"
+)
+
+// fake answers as a test says.
+type fake struct {
+	legatov1.UnimplementedInferenceServiceServer
+	legatov1.UnimplementedServerServiceServer
+	legatov1.UnimplementedSessionServiceServer
+	detect   func(context.Context, *legatov1.DetectRequest) (*legatov1.DetectResponse, error)
+	generate func(grpc.ServerStreamingServer[legatov1.GenerateResponse]) error
+	session  func(grpc.BidiStreamingServer[legatov1.SessionRequest, legatov1.SessionResponse]) error
+	health   *health.Server
+}
+
+func (f *fake) Detect(
+	ctx context.Context, request *legatov1.DetectRequest,
+) (*legatov1.DetectResponse, error) {
+	return f.detect(ctx, request)
+}
+
+func (f *fake) Generate(
+	_ *legatov1.GenerateRequest, stream grpc.ServerStreamingServer[legatov1.GenerateResponse],
+) error {
+	return f.generate(stream)
+}
+
+func (f *fake) Session(
+	stream grpc.BidiStreamingServer[legatov1.SessionRequest, legatov1.SessionResponse],
+) error {
+	return f.session(stream)
+}
+
+func (f *fake) GetServerInfo(
+	context.Context, *legatov1.GetServerInfoRequest,
+) (*legatov1.GetServerInfoResponse, error) {
+	return &legatov1.GetServerInfoResponse{Name: "fake"}, nil
+}
+
+func (f *fake) dial(t *testing.T, options ...DialOption) *Client {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := grpc.NewServer()
+	legatov1.RegisterInferenceServiceServer(server, f)
+	legatov1.RegisterServerServiceServer(server, f)
+	legatov1.RegisterSessionServiceServer(server, f)
+	if f.health != nil {
+		grpc_health_v1.RegisterHealthServer(server, f.health)
+	}
+	go server.Serve(listener)
+	t.Cleanup(server.Stop)
+	client, err := Dial(listener.Addr().String(), options...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { client.Close() })
+	return client
+}
+
+var picture = Bytes([]byte("a picture"))
+
+// A server that is full is asked again when it says when; the answer is then the call's.
+func TestBusyServersAreAskedAgain(t *testing.T) {
+	busy := refusal(t, codes.ResourceExhausted,
+		&errdetails.ErrorInfo{Reason: "QUEUE_FULL"},
+		&errdetails.RetryInfo{RetryDelay: durationpb.New(time.Millisecond)})
+	asked := 0
+	server := &fake{
+		detect: func(context.Context, *legatov1.DetectRequest) (*legatov1.DetectResponse, error) {
+			if asked++; asked < maxAttempts {
+				return nil, busy
+			}
+			return &legatov1.DetectResponse{}, nil
+		},
+		generate: func(stream grpc.ServerStreamingServer[legatov1.GenerateResponse]) error {
+			if asked++; asked < maxAttempts {
+				return busy
+			}
+			return stream.Send(&legatov1.GenerateResponse{Index: 1})
+		},
+	}
+	client := server.dial(t)
+	if _, err := client.Detect(t.Context(), picture, "bus"); err != nil || asked != maxAttempts {
+		t.Errorf("asked %d times, got %v", asked, err)
+	}
+	asked = 0
+	for range client.Generate(t.Context(), picture, DetectTask("bus")) {
+	}
+	if asked != maxAttempts {
+		t.Errorf("asked %d times", asked)
+	}
+}
+
+// Nothing is asked again that says no when to come back, that would come back too late, or that was asked often enough.
+func TestOtherFailuresAreNotAskedAgain(t *testing.T) {
+	exhausted := func(delay time.Duration) error {
+		return refusal(t, codes.ResourceExhausted, &errdetails.RetryInfo{RetryDelay: durationpb.New(delay)})
+	}
+	cases := []struct {
+		err  error
+		want int
+	}{
+		{exhausted(time.Millisecond), maxAttempts},
+		{exhausted(time.Hour), 1},
+		{status.Error(codes.ResourceExhausted, "message too large"), 1},
+		{status.Error(codes.InvalidArgument, "no"), 1},
+		{status.Error(codes.Unavailable, "starting"), maxAttempts}, // by gRPC's own policy
+	}
+	for _, c := range cases {
+		asked := 0
+		server := &fake{detect: func(context.Context, *legatov1.DetectRequest) (*legatov1.DetectResponse, error) {
+			asked++
+			return nil, c.err
+		}}
+		_, err := server.dial(t).Detect(t.Context(), picture, "bus")
+		if want := status.Code(c.err); status.Code(err) != want || asked != c.want {
+			t.Errorf("%v: asked %d times, got %v", c.err, asked, err)
+		}
+	}
+}
+
+// A call without a deadline gets one, which the server sees beside who calls.
+func TestWhatEveryCallCarries(t *testing.T) {
+	var sent metadata.MD
+	var left time.Duration
+	server := &fake{detect: func(ctx context.Context, _ *legatov1.DetectRequest) (*legatov1.DetectResponse, error) {
+		sent, _ = metadata.FromIncomingContext(ctx)
+		deadline, _ := ctx.Deadline()
+		left = time.Until(deadline)
+		return &legatov1.DetectResponse{}, nil
+	}}
+	client := server.dial(t, WithTimeout(time.Hour), WithToken("secret"))
+	ctx := metadata.AppendToOutgoingContext(t.Context(), "traceparent", "00-1-2-01")
+	_, err := client.Detect(ctx, picture, "bus", WithPriority(3), WithTenant("lab"), WithMaxObjects(1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for key, want := range map[string]string{
+		"authorization": "Bearer secret", "legato-client": "go/" + Version, "traceparent": "00-1-2-01",
+		"legato-priority": "3", "legato-tenant": "lab",
+	} {
+		if got := sent.Get(key); len(got) != 1 || got[0] != want {
+			t.Errorf("%s: got %v", key, got)
+		}
+	}
+	if left <= 59*time.Minute || left > time.Hour {
+		t.Errorf("%v left", left)
+	}
+}
+
+// A request that is too large, or an option of another task, is refused before it is sent.
+func TestWhatIsRefusedUnsent(t *testing.T) {
+	client := (&fake{}).dial(t, WithMaxMessageBytes(1000))
+	large := Bytes(make([]byte, 2000))
+	_, err := client.Detect(t.Context(), large, "bus")
+	if !errors.Is(err, ReasonImageTooLarge) {
+		t.Errorf("got %v", err)
+	}
+	for _, err := range client.Generate(t.Context(), large, DetectTask("bus")) {
+		if !errors.Is(err, ReasonImageTooLarge) {
+			t.Errorf("got %v", err)
+		}
+	}
+	_, err = client.Caption(t.Context(), picture, ShortCaption, WithMaxObjects(1))
+	if !errors.Is(err, ErrInvalidArgument) {
+		t.Errorf("got %v", err)
+	}
+	_, err = client.RunTasks(t.Context(), picture, []Task{{}})
+	if !errors.Is(err, ErrInvalidArgument) {
+		t.Errorf("got %v", err)
+	}
+}
+
+// Work goes only to a server that says it can do it; what a server is, is told before.
+func TestUnhealthyServersAreLeftAlone(t *testing.T) {
+	server := &fake{health: health.NewServer()}
+	server.health.SetServingStatus("legato.v1.InferenceService", grpc_health_v1.HealthCheckResponse_NOT_SERVING)
+	client := server.dial(t)
+	if _, err := client.Detect(t.Context(), picture, "bus"); !errors.Is(err, ErrUnavailable) {
+		t.Errorf("got %v", err)
+	}
+	info, err := client.ServerInfo(t.Context())
+	if err != nil || info.Name != "fake" || info.Can("sessions") {
+		t.Errorf("got %v, %v", info, err)
+	}
+}
+
+func started(index uint64) *legatov1.GenerateResponse {
+	event := &legatov1.GenerateResponse_Started{Started: &legatov1.Started{Model: "m"}}
+	return &legatov1.GenerateResponse{Index: index, Event: event}
+}
+
+func finished(index uint64) *legatov1.GenerateResponse {
+	result := &legatov1.TaskResult{Result: &legatov1.TaskResult_Detect{Detect: &legatov1.DetectResult{}}}
+	event := &legatov1.GenerateResponse_Finished{Finished: &legatov1.Finished{Result: result}}
+	return &legatov1.GenerateResponse{Index: index, Event: event}
+}
+
+// A stream is whole or an error: nothing missing, Finished last, unknown events skipped.
+func TestGenerateSeesWhatIsMissing(t *testing.T) {
+	unknown := &legatov1.GenerateResponse{Index: 1}
+	cases := []struct {
+		messages []*legatov1.GenerateResponse
+		end      error
+		events   int
+		want     error
+	}{
+		{[]*legatov1.GenerateResponse{started(0), unknown, finished(2)}, nil, 2, nil},
+		{[]*legatov1.GenerateResponse{started(0), finished(2)}, nil, 1, ErrIncompleteStream},
+		{[]*legatov1.GenerateResponse{started(0)}, nil, 1, ErrIncompleteStream},
+		{[]*legatov1.GenerateResponse{started(0), finished(1)}, status.Error(codes.Internal, "no"), 1, ErrInternal},
+		{nil, status.Error(codes.Aborted, "slow"), 0, ErrAborted},
+	}
+	for i, c := range cases {
+		server := &fake{generate: func(stream grpc.ServerStreamingServer[legatov1.GenerateResponse]) error {
+			for _, message := range c.messages {
+				stream.Send(message)
+			}
+			return c.end
+		}}
+		events, last := 0, error(nil)
+		for event, err := range server.dial(t).Generate(t.Context(), picture, DetectTask("bus")) {
+			if last = err; event != nil {
+				events++
+			}
+		}
+		if events != c.events || !errors.Is(last, c.want) {
+			t.Errorf("case %d: %d events, %v", i, events, last)
+		}
+	}
+}
+
+// Who leaves the loop cancels the request.
+func TestLeavingTheLoopCancels(t *testing.T) {
+	gone := make(chan struct{})
+	server := &fake{generate: func(stream grpc.ServerStreamingServer[legatov1.GenerateResponse]) error {
+		stream.Send(started(0))
+		<-stream.Context().Done()
+		close(gone)
+		return nil
+	}}
+	for _, err := range server.dial(t).Generate(t.Context(), picture, DetectTask("bus")) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		break
+	}
+	<-gone
+}
+
+// A session tells its terms, numbers frames, keeps the credits, and ends with io.EOF or the server's error.
+func TestSession(t *testing.T) {
+	frames := make(chan *legatov1.Frame, 2)
+	server := &fake{session: func(
+		stream grpc.BidiStreamingServer[legatov1.SessionRequest, legatov1.SessionResponse],
+	) error {
+		stream.Recv()
+		opened := &legatov1.SessionOpened{SessionId: "s", FrameCredits: 4}
+		stream.Send(&legatov1.SessionResponse{Message: &legatov1.SessionResponse_Opened{Opened: opened}})
+		for index := uint64(1); ; index++ {
+			request, err := stream.Recv()
+			if err != nil {
+				return status.Error(codes.Aborted, "no more")
+			}
+			frames <- request.GetFrame()
+			accepted := &legatov1.FrameAccepted{Sequence: request.GetFrame().Stamp.Sequence, FrameCredits: 3}
+			message := &legatov1.SessionResponse_Accepted{Accepted: accepted}
+			stream.Send(&legatov1.SessionResponse{Index: index, Message: message})
+		}
+	}}
+	session, err := server.dial(t).OpenSession(t.Context(), SessionConfig{Tasks: []Task{DetectTask("bus")}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	if session.Terms().SessionID != "s" || session.FrameCredits() != 4 {
+		t.Errorf("got %v", session.Terms())
+	}
+	for _, want := range []uint64{7, 8} {
+		frame := Frame{Image: picture}
+		if want == 7 {
+			frame.Stamp.Sequence = want
+		}
+		if sequence, err := session.Send(frame); err != nil || sequence != want {
+			t.Errorf("got %d, %v", sequence, err)
+		}
+		if got := (<-frames).Stamp.Sequence; got != want {
+			t.Errorf("sent %d", got)
+		}
+	}
+	session.CloseSend()
+	var end error
+	accepted := 0
+	for event, err := range session.Events() {
+		if _, ok := event.(*FrameAccepted); ok {
+			accepted++
+		}
+		end = err
+	}
+	if accepted != 2 || session.FrameCredits() != 3 || !errors.Is(end, ErrAborted) {
+		t.Errorf("%d accepted, %d credits, %v", accepted, session.FrameCredits(), end)
+	}
+	if _, err := session.Send(Frame{Image: picture}); err == nil {
+		t.Error("sent after the end")
+	}
+}
+
+// A session that is refused, never opened, or loses a message is an error.
+func TestSessionsThatFail(t *testing.T) {
+	type stream = grpc.BidiStreamingServer[legatov1.SessionRequest, legatov1.SessionResponse]
+	cases := map[string]struct {
+		serve func(stream) error
+		want  error
+	}{
+		"refused": {func(stream) error { return status.Error(codes.NotFound, "no") }, ErrNotFound},
+		"silent":  {func(s stream) error { <-s.Context().Done(); return nil }, context.DeadlineExceeded},
+		"ended":   {func(stream) error { return nil }, ErrIncompleteStream},
+		"gap": {func(s stream) error {
+			return s.Send(&legatov1.SessionResponse{Index: 1})
+		}, ErrIncompleteStream},
+		"no terms": {func(s stream) error { return s.Send(&legatov1.SessionResponse{}) }, ErrIncompleteStream},
+	}
+	for name, c := range cases {
+		timeout := DefaultTimeout
+		if name == "silent" {
+			timeout = 100 * time.Millisecond
+		}
+		client := (&fake{session: c.serve}).dial(t, WithTimeout(timeout))
+		if _, err := client.OpenSession(t.Context(), SessionConfig{}); !errors.Is(err, c.want) {
+			t.Errorf("%s: got %v", name, err)
+		}
+	}
+}
