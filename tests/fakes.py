@@ -121,13 +121,23 @@ def make_sequence(
     prefix_length: int = 1,
     num_crops: int = 0,
     deadline: float | None = None,
+    arrival: float = 0.0,
+    priority: int = 0,
+    tenant: str = "",
 ) -> EngineSequence:
     """A waiting sequence of request `r<seq_id>`."""
     task = task if task is not None else FakeTask(seed=seq_id)
-    request = Request(request_id=f"r{seq_id}", task=QueryTask(question="?"), deadline=deadline)
+    request = Request(
+        request_id=f"r{seq_id}",
+        task=QueryTask(question="?"),
+        deadline=deadline,
+        priority=priority,
+        tenant=tenant,
+    )
     sequence = EngineSequence(
         seq_id, request, task, prefix_key, prefix_length, task.prompt, object(), num_crops
     )
+    sequence.arrival = arrival
     if isinstance(task, FakeTask):
         task.is_over = lambda: sequence.finalized
     return sequence

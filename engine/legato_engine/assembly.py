@@ -93,6 +93,8 @@ class Assembly:
             SystemClock(),
             sink,
             max_waiting=self.config.max_waiting,
+            max_waiting_per_tenant=self.config.max_waiting_per_tenant,
+            priority_seconds=self.config.priority_seconds,
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=self.config.crops_per_launch,
             observer=observer,

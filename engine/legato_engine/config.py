@@ -11,6 +11,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `num_pages` 0 sizes the KV pool: on the CPU for `max_running` full contexts and some shared
     prefixes, on a GPU by `kv_memory_fraction` of the memory that the model leaves free.
     `crops_per_launch` bounds how many crops of a picture are encoded at a time while others stream.
+    `max_waiting_per_tenant` bounds one tenant's share of `max_waiting`; those who name none share.
+    `priority_seconds` is how long a request waits to make up for one step of priority.
     `pipeline_depth` 1 is the blocking loop, 2 the pipelined one.
     `random_weights` serves the named architecture with seeded random weights, for benchmarks.
     `model` "null" is no model at all: answers are made up, a token every `null_step_ms` (0: at
@@ -27,6 +29,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_depth: int = 2
     max_running: int = 16
     max_waiting: int = 256
+    max_waiting_per_tenant: int = 0  # 0: no bound of its own
+    priority_seconds: float = 1.0
     page_size: int = 16
     num_pages: int = 0
     kv_memory_fraction: float = 0.6

@@ -164,6 +164,7 @@ class Request(Value, frozen=True):
     """One task on at most one image, as the service hands it to the engine.
 
     `deadline` is absolute `time.monotonic()` seconds (one clock for all processes of a host).
+    Of those who wait a higher `priority` goes first; `tenant` is whom the request counts for.
     Without `deltas` only the whole result is told, which repeats what they would have said.
     """
 
@@ -178,6 +179,8 @@ class Request(Value, frozen=True):
     return_tokens: bool = False
     top_logprobs: int = 0
     deltas: bool = True
+    priority: int = 0
+    tenant: str = ""
 
 
 # ---------------------------------------------------------------- what comes back

@@ -154,7 +154,8 @@ class EngineCore:
             raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
         if request.adapter:
             raise AdapterNotFound("no such adapter", resource=request.adapter)
-        self._scheduler.check_queue(preparing=len(self._jobs))
+        preparing = [job.request.tenant for job in self._jobs.values()]
+        self._scheduler.check_queue(request.tenant, preparing)
 
     def _prepare(self, request: Request, source: ImageSource, arrival: float) -> None:
         """Enqueue a request whose picture is known, have any other prepared on a thread.
@@ -218,9 +219,9 @@ class EngineCore:
             return
         waiting = [s for s in self._fresh if s.status is SequenceStatus.WAITING]
         self._fresh.clear()
-        last = self._scheduler.num_waiting - 1
-        for behind, sequence in enumerate(reversed(waiting)):
-            self._sink.queued(sequence, last - behind, self.estimated_wait())
+        for sequence in waiting:
+            position = self._scheduler.position(sequence)
+            self._sink.queued(sequence, position, self.estimated_wait())
 
 
 def make_sequence(

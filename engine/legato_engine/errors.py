@@ -12,10 +12,12 @@
     │   └── AdapterNotFound
     ├── TaskUnsupported           this model cannot do the task
     ├── Busy
-    │   └── QueueFull             retry after a while
+    │   ├── QueueFull             retry after a while
+    │   └── QuotaExceeded         the tenant's own share of the queue is used up
     ├── DeadlineExceeded          the deadline passed
     │   └── DeadlineUnreachable   predicted wait is longer than the time left
     ├── ClientTooSlow             the peer stopped reading its stream
+    ├── Preempted                 an operator stopped the request
     ├── Unavailable
     │   ├── EngineStarting
     │   ├── EngineLost            the engine process died with the request in flight
@@ -90,6 +92,10 @@ class QueueFull(Busy):
     """The waiting queue is full."""
 
 
+class QuotaExceeded(Busy):
+    """The caller's own share is used up; `metadata` names `quota`, `tenant`, `limit`, `actual`."""
+
+
 class DeadlineExceeded(LegatoError):
     """The request's deadline passed."""
 
@@ -100,6 +106,10 @@ class DeadlineUnreachable(DeadlineExceeded):
 
 class ClientTooSlow(LegatoError):
     """The peer stopped reading its stream."""
+
+
+class Preempted(LegatoError):
+    """An operator stopped the request."""
 
 
 class Unavailable(LegatoError):

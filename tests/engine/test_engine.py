@@ -409,6 +409,31 @@ def test_full_queue(gated):
         assert isinstance(done, Done)
 
 
+def test_a_tenants_share_counts_pictures_in_preparation(assembly):
+    """QuotaExceeded comes before the picture is touched, and only to the tenant it is about."""
+    frontend = GatedFrontend(assembly.frontend)
+    world = World(dataclasses.replace(assembly, frontend=frontend), max_waiting_per_tenant=1)
+    world.submit("a0", CaptionTask(), world.encoded(png()), tenant="a")
+    world.submit("a1", CaptionTask(), world.encoded(png()), tenant="a")
+    assert type(world.error("a1")).__name__ == "QuotaExceeded"
+    world.submit("b0", CaptionTask(), world.encoded(png()), tenant="b")
+    frontend.gate.set()
+    assert all(isinstance(done, Done) for done in world.run("a0", "b0"))
+    world.close()
+
+
+def test_queued_tells_the_place_that_the_priority_gives(world):
+    """A request of a higher priority is told of those before it only."""
+    for name in ("r0", "r1", "r2", "r3", "r4"):
+        world.submit(name, QueryTask(question="hello"))
+    world.core.step()
+    world.submit("low", QueryTask(question="hello"), priority=-1)
+    world.submit("high", QueryTask(question="hello"), priority=100)
+    world.run("low", "high")
+    assert world.of("high", Queued)[0].position == 0
+    assert world.of("low", Queued)[0].position > 0
+
+
 def test_deadline_while_preparing(gated):
     """A request whose deadline passes while its picture is prepared fails at that time."""
     world, frontend = gated

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Collection
 
-from legato_engine.errors import DeadlineUnreachable, PromptTooLong, QueueFull
+from legato_engine.errors import (
+    DeadlineUnreachable,
+    PromptTooLong,
+    QueueFull,
+    QuotaExceeded,
+)
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.clock import Clock
 from legato_engine.scheduler.wait_estimate import WaitEstimate
+from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence
 
 
@@ -15,51 +21,78 @@ class Admission:
     """Refuses early what could not be served: too long, too many, too late."""
 
     def __init__(
-        self, manager: KVCacheManager, clock: Clock, queue: Sized, *, max_waiting: int
+        self,
+        manager: KVCacheManager,
+        clock: Clock,
+        queue: WaitingQueue,
+        *,
+        max_waiting: int,
+        max_waiting_per_tenant: int,
     ) -> None:
+        """`max_waiting_per_tenant` 0 sets tenants no bounds of their own."""
         self._manager = manager
         self._clock = clock
         self._queue = queue
         self._max_waiting = max_waiting
+        self._max_per_tenant = max_waiting_per_tenant
         self._wait = WaitEstimate()
 
     def check(self, sequence: Sequence) -> None:
-        """Raise `PromptTooLong`, `QueueFull` or `DeadlineUnreachable` unless it may queue."""
+        """Raise what `Scheduler.submit` names unless it may queue."""
         if not self._manager.fits_ever(sequence):
             raise PromptTooLong(
                 "prompt and max_tokens do not fit the context",
                 limit=self._manager.max_length,
                 actual=sequence.max_length,
             )
-        self.check_queue(0)
+        self.check_queue(sequence.request.tenant, ())
         if sequence.request.deadline is not None:
-            self._check_deadline(sequence.request.deadline)
+            self._check_deadline(sequence, sequence.request.deadline)
 
-    def check_queue(self, preparing: int) -> None:
-        """Raise `QueueFull` when those who wait and `preparing` more leave no place for another."""
-        if len(self._queue) + preparing >= self._max_waiting:
+    def check_queue(self, tenant: str, preparing: Collection[str]) -> None:
+        """Raise `QueueFull` or `QuotaExceeded` when there is no place for another of `tenant`.
+
+        `preparing` are the tenants of those who are about to queue.
+        """
+        if len(self._queue) + len(preparing) >= self._max_waiting:
             raise QueueFull(
                 "the waiting queue is full",
                 limit=self._max_waiting,
-                retry_after_ms=max(1, round(self.estimated_wait() * 1000)),
+                retry_after_ms=self._retry_after_ms(),
             )
+        if self._max_per_tenant:
+            self._check_quota(tenant, self._queue.num_of(tenant) + list(preparing).count(tenant))
 
     def completed(self, sequence: Sequence) -> None:
         """A sequence has just been served."""
         self._wait.completed(self._clock.now() - sequence.prefill_start)
 
     def estimated_wait(self) -> float:
-        """Seconds a request arriving now would wait; 0 while nothing is known."""
-        return self._predict_wait() or 0.0
+        """Seconds a request arriving now would wait behind all others; 0 while that is unknown."""
+        return self._predict_wait(len(self._queue)) or 0.0
 
-    def _check_deadline(self, deadline: float) -> None:
-        wait = self._predict_wait()
+    def _check_quota(self, tenant: str, waiting: int) -> None:
+        if waiting >= self._max_per_tenant:
+            raise QuotaExceeded(
+                f"at most {self._max_per_tenant} requests of a tenant may wait",
+                quota="waiting_per_tenant",
+                tenant=tenant,
+                limit=self._max_per_tenant,
+                actual=waiting,
+                retry_after_ms=self._retry_after_ms(),
+            )
+
+    def _retry_after_ms(self) -> int:
+        return max(1, round(self.estimated_wait() * 1000))
+
+    def _check_deadline(self, sequence: Sequence, deadline: float) -> None:
+        wait = self._predict_wait(self._queue.num_ahead(sequence))
         if wait is not None and wait > deadline - self._clock.now():
             raise DeadlineUnreachable(
                 "the predicted wait is longer than the time left",
                 estimated_wait_ms=round(wait * 1000),
             )
 
-    def _predict_wait(self) -> float | None:
+    def _predict_wait(self, ahead: int) -> float | None:
         manager = self._manager
-        return self._wait.predict(len(self._queue), manager.rows_free, manager.num_rows)
+        return self._wait.predict(ahead, manager.rows_free, manager.num_rows)

@@ -1,21 +1,14 @@
-"""The waiting queue, who leaves it next, and whose picture is being encoded."""
+"""Who leaves the waiting queue next, and whose picture is being encoded."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from itertools import islice
 
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefix_work import PrefixWork
 from legato_engine.scheduler.launch import LaunchKind, Plan, Row
+from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Waiting:
-    sequence: Sequence
-    overtaken: int = 0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -27,22 +20,18 @@ class _Encoding:
 
 
 class PrefillPlanner:
-    """First come, first served, with bounded skip-ahead.
-
-    A sequence that does not fit right now may be overtaken by `max_overtakes` later ones; then it
-    blocks all behind it until it fits, so it cannot starve. Nor is the queue searched deeper.
+    """Admits those who wait, in the order of their `WaitingQueue`, as far as they fit.
 
     Once a part of a picture is encoded, its sequence is the only one planned until its prefill: the
     device has one feature buffer.
     """
 
     def __init__(
-        self, manager: KVCacheManager, *, max_prefill_rows: int = 1, max_overtakes: int = 16
+        self, manager: KVCacheManager, queue: WaitingQueue, *, max_prefill_rows: int = 1
     ) -> None:
         self._manager = manager
         self._max_rows = max_prefill_rows
-        self._max_overtakes = max_overtakes
-        self._queue: deque[_Waiting] = deque()
+        self._queue = queue
         self._encoding: _Encoding | None = None
 
     def __len__(self) -> int:
@@ -56,15 +45,14 @@ class PrefillPlanner:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; the caller knows that it fits an empty pool."""
-        self._queue.append(_Waiting(sequence))
+        self._queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence whose prefill is not planned yet; what it holds is the caller's."""
         if self._encoding is not None and self._encoding.sequence is sequence:
             self._encoding = None
             return
-        found = next(waiting for waiting in self._queue if waiting.sequence is sequence)
-        self._queue.remove(found)
+        self._queue.remove(sequence)
 
     def plan(self, max_crops: int = 0) -> Plan | None:
         """Admit what fits and plan its prefill; None when nothing fits or nothing waits.
@@ -78,16 +66,17 @@ class PrefillPlanner:
             return self._continue(self._encoding, max_crops)
         rows: list[Row] = []
         while len(rows) < self._max_rows and self._manager.rows_free > 0:
-            waiting = self._next()
-            if waiting is None:
+            sequence = self._queue.first(self._manager.can_admit)
+            if sequence is None:
                 break
-            large = 0 < max_crops < waiting.sequence.num_crops
+            large = 0 < max_crops < sequence.num_crops
             if large and rows:
                 break  # an encode is a launch of its own
-            work = self._admit(waiting)
+            self._queue.take(sequence)
+            work = self._manager.admit(sequence)
             if large and work.compute_pages:
-                return self._continue(_Encoding(waiting.sequence, work), max_crops)
-            rows.append(_prefill_row(waiting.sequence, work))
+                return self._continue(_Encoding(sequence, work), max_crops)
+            rows.append(_prefill_row(sequence, work))
         return Plan(LaunchKind.PREFILL, tuple(rows)) if rows else None
 
     def _continue(self, encoding: _Encoding, max_crops: int) -> Plan:
@@ -101,23 +90,6 @@ class PrefillPlanner:
         encoding.work = dataclasses.replace(work, first_crop=stop)
         part = dataclasses.replace(work, stop_crop=stop)
         return Plan(LaunchKind.ENCODE, (Row(sequence, sequence.prefix_length, 0, part),))
-
-    def _next(self) -> _Waiting | None:
-        """The first that fits, unless one before it was overtaken often enough."""
-        for waiting in islice(self._queue, self._max_overtakes + 1):
-            if self._manager.can_admit(waiting.sequence):
-                return waiting
-            if waiting.overtaken >= self._max_overtakes:
-                return None
-        return None
-
-    def _admit(self, admitted: _Waiting) -> PrefixWork:
-        for waiting in self._queue:
-            if waiting is admitted:
-                break
-            waiting.overtaken += 1
-        self._queue.remove(admitted)
-        return self._manager.admit(admitted.sequence)
 
 
 def _prefill_row(sequence: Sequence, work: PrefixWork) -> Row:

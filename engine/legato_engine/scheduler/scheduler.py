@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Collection
 
 from legato_engine.core import FinishReason, Request
 from legato_engine.errors import (
@@ -24,6 +25,7 @@ from legato_engine.scheduler.prefill import PrefillPlanner
 from legato_engine.scheduler.runner import Runner
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import Observer, StepRecord
+from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence, SequenceStatus
 from legato_engine.tasks import SampledToken
 
@@ -52,6 +54,8 @@ class Scheduler:
         sink: Sink,
         *,
         max_waiting: int = 256,
+        max_waiting_per_tenant: int = 0,
+        priority_seconds: float = 1.0,
         max_prefill_rows: int = 1,
         max_overtakes: int = 16,
         prefills_per_decode: int = 1,
@@ -65,15 +69,20 @@ class Scheduler:
         self._clock = clock
         self._sink = sink
         self._observer = observer
-        self._prefill = PrefillPlanner(
-            manager, max_prefill_rows=max_prefill_rows, max_overtakes=max_overtakes
-        )
+        self._queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=priority_seconds)
+        self._prefill = PrefillPlanner(manager, self._queue, max_prefill_rows=max_prefill_rows)
         self._planner = Planner(
             self._prefill,
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=crops_per_launch,
         )
-        self._admission = Admission(manager, clock, self._prefill, max_waiting=max_waiting)
+        self._admission = Admission(
+            manager,
+            clock,
+            self._queue,
+            max_waiting=max_waiting,
+            max_waiting_per_tenant=max_waiting_per_tenant,
+        )
         self._live: dict[str, Sequence] = {}  # by request id: all that are not finalized
         self._running: dict[Sequence, None] = {}  # of these, those that hold a row; in order
         self._records: deque[StepRecord] = deque()  # one per launch in flight, same order
@@ -85,8 +94,8 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence.
 
-        Raises `PromptTooLong` if it can never fit, `QueueFull` if too many wait, and
-        `DeadlineUnreachable` if the predicted wait is longer than the time left.
+        Raises `PromptTooLong` if it can never fit, `QueueFull` or `QuotaExceeded` if too many wait,
+        and `DeadlineUnreachable` if the predicted wait is longer than the time left.
         """
         request = sequence.request
         assert sequence.prompt, "a prefill needs a prompt token to take its logits from"
@@ -123,9 +132,12 @@ class Scheduler:
             self._finalize(sequence)
             self._sink.done(sequence, FinishReason.CANCELLED)
 
-    def check_queue(self, preparing: int = 0) -> None:
-        """Raise `QueueFull` when those who wait and `preparing` more leave no place for another."""
-        self._admission.check_queue(preparing)
+    def check_queue(self, tenant: str, preparing: Collection[str] = ()) -> None:
+        """Raise `QueueFull` or `QuotaExceeded` when there is no place for another of `tenant`.
+
+        `preparing` are the tenants of those who will queue before it.
+        """
+        self._admission.check_queue(tenant, preparing)
 
     # ------------------------------------------------------------ state out
 
@@ -139,8 +151,12 @@ class Scheduler:
         """Sequences that no launch has named yet."""
         return len(self._prefill)
 
+    def position(self, sequence: Sequence) -> int:
+        """How many go before a sequence that waits; 0 is next."""
+        return self._queue.position(sequence)
+
     def estimated_wait(self) -> float:
-        """Seconds a request arriving now would wait; 0 while nothing is known."""
+        """Seconds a request arriving now would wait behind all others; 0 while that is unknown."""
         return self._admission.estimated_wait()
 
     def load(self) -> Load:

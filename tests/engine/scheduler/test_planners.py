@@ -6,11 +6,20 @@ from legato_engine.scheduler.decode import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan, Row
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
+from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence
 
 from tests.fakes import FakeTask, make_sequence
 
 PAGE = 4
+
+
+def make_planner(
+    manager: KVCacheManager, *, max_overtakes: int = 16, max_prefill_rows: int = 1
+) -> PrefillPlanner:
+    """A planner with an empty queue."""
+    queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=1.0)
+    return PrefillPlanner(manager, queue, max_prefill_rows=max_prefill_rows)
 
 
 def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -> Sequence:
@@ -53,7 +62,7 @@ def test_decode_leaves_out_who_cannot_go_on() -> None:
 
 def test_a_prefill_row_says_where_the_prompt_starts() -> None:
     """The prompt starts behind the prefix and is prefilled whole."""
-    planner = PrefillPlanner(KVCacheManager(17, PAGE, 2))
+    planner = make_planner(KVCacheManager(17, PAGE, 2))
     sequence = make_sequence(0, FakeTask(num_prompt=3), prefix_key="k", prefix_length=9)
     planner.add(sequence)
     plan = planner.plan()
@@ -67,7 +76,7 @@ def test_a_prefill_row_says_where_the_prompt_starts() -> None:
 
 def test_prefills_are_first_come_first_served() -> None:
     """One sequence a launch by default, in the order of arrival."""
-    planner = PrefillPlanner(KVCacheManager(17, PAGE, 3))
+    planner = make_planner(KVCacheManager(17, PAGE, 3))
     for seq_id in range(3):
         planner.add(sized(seq_id, 4))
     assert [planned(planner.plan()) for _ in range(3)] == [[0], [1], [2]]
@@ -76,7 +85,7 @@ def test_prefills_are_first_come_first_served() -> None:
 def test_a_prefill_batch_has_bounded_rows() -> None:
     """More rows a launch on demand; a sharer of an unlaunched prefix waits for the next."""
     manager = KVCacheManager(17, PAGE, 4)
-    planner = PrefillPlanner(manager, max_prefill_rows=3)
+    planner = make_planner(manager, max_prefill_rows=3)
     sequences = [make_sequence(n, prefix_key=key, prefix_length=4) for n, key in enumerate("aab")]
     for sequence in sequences:
         planner.add(sequence)
@@ -90,7 +99,7 @@ def test_a_prefill_batch_has_bounded_rows() -> None:
 def test_a_large_request_is_overtaken_only_so_often() -> None:
     """Small ones pass a large one that does not fit, until it blocks them; then it is next."""
     manager = KVCacheManager(9, PAGE, 8)
-    planner = PrefillPlanner(manager, max_overtakes=2)
+    planner = make_planner(manager, max_overtakes=2)
     holder = sized(0, 16)
     manager.admit(holder)
     planner.add(sized(1, 32))
@@ -108,7 +117,7 @@ def test_a_large_request_is_overtaken_only_so_often() -> None:
 def test_a_blocking_request_goes_before_all_behind_it() -> None:
     """When the large one fits at last, it is taken first."""
     manager = KVCacheManager(9, PAGE, 8)
-    planner = PrefillPlanner(manager, max_overtakes=0)
+    planner = make_planner(manager, max_overtakes=0)
     holder = sized(0, 4)
     manager.admit(holder)
     planner.add(sized(1, 32))
@@ -121,7 +130,7 @@ def test_a_blocking_request_goes_before_all_behind_it() -> None:
 def test_the_queue_is_searched_no_deeper_than_it_may_be_overtaken() -> None:
     """A request beyond the look-ahead waits even if it fits."""
     manager = KVCacheManager(9, PAGE, 8)
-    planner = PrefillPlanner(manager, max_overtakes=1)
+    planner = make_planner(manager, max_overtakes=1)
     manager.admit(sized(0, 16))
     for seq_id, positions in ((1, 32), (2, 32), (3, 4)):
         planner.add(sized(seq_id, positions))
@@ -130,7 +139,7 @@ def test_the_queue_is_searched_no_deeper_than_it_may_be_overtaken() -> None:
 
 def test_a_removed_sequence_is_not_planned() -> None:
     """Who left the queue is not prefilled."""
-    planner = PrefillPlanner(KVCacheManager(17, PAGE, 2))
+    planner = make_planner(KVCacheManager(17, PAGE, 2))
     first, second = sized(0, 4), sized(1, 4)
     planner.add(first)
     planner.add(second)
@@ -140,7 +149,7 @@ def test_a_removed_sequence_is_not_planned() -> None:
 
 def test_an_encode_row_names_its_crops_and_feeds_no_token() -> None:
     """The parts of a picture carry the same pages, each its crops, and the prefill the rest."""
-    planner = PrefillPlanner(KVCacheManager(17, PAGE, 2))
+    planner = make_planner(KVCacheManager(17, PAGE, 2))
     sequence = make_sequence(0, prefix_key="k", prefix_length=8, num_crops=5)
     planner.add(sequence)
     plans = [planner.plan(max_crops=2), planner.plan(max_crops=2), planner.plan()]
@@ -157,7 +166,7 @@ def test_an_encode_row_names_its_crops_and_feeds_no_token() -> None:
 
 def test_a_sequence_given_up_between_its_parts_is_planned_no_more() -> None:
     """The next in the queue is, and nothing of the first is left in the planner."""
-    planner = PrefillPlanner(KVCacheManager(17, PAGE, 2))
+    planner = make_planner(KVCacheManager(17, PAGE, 2))
     large, text = make_sequence(0, num_crops=5), sized(1, 4)
     planner.add(large)
     planner.add(text)
@@ -170,7 +179,7 @@ def test_a_sequence_given_up_between_its_parts_is_planned_no_more() -> None:
 
 def test_both_sides_take_turns() -> None:
     """So many prefills, then a decode; either side alone goes on as long as it has work."""
-    prefill = PrefillPlanner(KVCacheManager(65, PAGE, 8))
+    prefill = make_planner(KVCacheManager(65, PAGE, 8))
     planner = Planner(prefill, prefills_per_decode=2, crops_per_launch=0)
     for seq_id in range(5):
         prefill.add(sized(seq_id, 4))

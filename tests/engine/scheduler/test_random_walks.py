@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from legato_engine.core import FinishReason
-from legato_engine.errors import DeadlineUnreachable, InternalError, PromptTooLong, QueueFull
+from legato_engine.errors import Busy, DeadlineUnreachable, InternalError, PromptTooLong
 from legato_engine.sequence import Sequence
 
 from tests.engine.scheduler.world import World
@@ -34,7 +34,8 @@ tasks = st.builds(
 )
 keys = st.sampled_from([None, *PREFIX_LENGTHS])
 crops = st.integers(0, 7)
-bursts = st.lists(st.tuples(tasks, keys, crops, st.integers(-30, 30)), min_size=1, max_size=6)
+who = st.tuples(st.integers(-3, 3), st.sampled_from(["", "a", "b"]))  # priority and tenant
+bursts = st.lists(st.tuples(tasks, keys, crops, st.integers(-30, 30), who), min_size=1, max_size=6)
 
 
 def prefix_length(key: str | None) -> int:
@@ -71,7 +72,7 @@ class Walk(RuleBasedStateMachine):
     )
     def start(self, quitters: frozenset[int], **settings: object) -> None:
         """Some sequences abort themselves, and some the one before, when they get a delta."""
-        self.world = World(depth=self.depth, max_waiting=8, **settings)  # type: ignore[arg-type]  # drawn by name
+        self.world = World(depth=self.depth, max_waiting=8, max_waiting_per_tenant=5, **settings)  # type: ignore[arg-type]  # drawn by name
 
         def on_delta(sequence: Sequence) -> None:
             if sequence.seq_id in quitters:
@@ -81,17 +82,19 @@ class Walk(RuleBasedStateMachine):
         self.world.sink.on_delta = on_delta
 
     @rule(burst=bursts)
-    def submit(self, burst: list[tuple[FakeTask, str | None, int, int]]) -> None:
+    def submit(self, burst: list[tuple[FakeTask, str | None, int, int, tuple[int, str]]]) -> None:
         """Some more requests, any of which may be refused; half of them have a deadline."""
-        for task, key, num_crops, seconds in burst:
+        for task, key, num_crops, seconds, (priority, tenant) in burst:
             deadline = self.world.clock.now() + seconds if seconds > 0 else None
-            with contextlib.suppress(PromptTooLong, QueueFull, DeadlineUnreachable):
+            with contextlib.suppress(PromptTooLong, Busy, DeadlineUnreachable):
                 self.world.submit(
                     task,
                     prefix_key=key,
                     prefix_length=prefix_length(key),
                     num_crops=num_crops,
                     deadline=deadline,
+                    priority=priority,
+                    tenant=tenant,
                 )
 
     @precondition(lambda self: self.world.sequences)

@@ -27,6 +27,7 @@ class World:
         num_rows: int = 4,
         not_finite: frozenset[tuple[int, int]] = frozenset(),
         max_waiting: int = 256,
+        max_waiting_per_tenant: int = 0,
         max_prefill_rows: int = 1,
         max_overtakes: int = 16,
         crops_per_launch: int = 5,
@@ -45,6 +46,7 @@ class World:
             self.clock,
             self.sink,
             max_waiting=max_waiting,
+            max_waiting_per_tenant=max_waiting_per_tenant,
             max_prefill_rows=max_prefill_rows,
             max_overtakes=max_overtakes,
             crops_per_launch=crops_per_launch,
@@ -67,6 +69,8 @@ class World:
         prefix_length: int = 1,
         num_crops: int = 0,
         deadline: float | None = None,
+        priority: int = 0,
+        tenant: str = "",
     ) -> Sequence:
         """Submit request `r<n>`, n counting from 0; raises what the scheduler raises."""
         sequence = make_sequence(
@@ -76,6 +80,9 @@ class World:
             prefix_length=prefix_length,
             num_crops=num_crops,
             deadline=deadline,
+            arrival=self.clock.now(),
+            priority=priority,
+            tenant=tenant,
         )
         self.sequences.append(sequence)
         try:
