@@ -74,6 +74,20 @@ def _parser() -> argparse.ArgumentParser:
         help="crops of a picture encoded at a time while somebody streams; 0 never splits",
     )
     add("--max-waiting", type=_positive, default=engine.max_waiting, help="tasks that wait")
+    add(
+        "--max-waiting-per-tenant",
+        type=_whole,
+        default=engine.max_waiting_per_tenant,
+        help="of these, one tenant's (metadata legato-tenant; those who name none are one), 0: any",
+    )
+    add(
+        "--priority-seconds",
+        metavar="SECONDS",
+        type=_seconds,
+        default=engine.priority_seconds,
+        help="how long to wait makes up for one step of priority (metadata legato-priority, "
+        "-100..100, higher goes first); 0 ignores priorities",
+    )
     add("--max-image-pixels", type=_positive, default=engine.max_image_pixels)
     add("--max-request-bytes", type=_positive, default=service.max_request_bytes)
     add(
@@ -120,6 +134,13 @@ def _whole(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError("must not be negative")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError("must be a number of seconds, not negative")
     return number
 
 

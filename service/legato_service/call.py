@@ -12,7 +12,8 @@ from contextvars import ContextVar
 from legato_engine import core
 from legato_engine.errors import InvalidField
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+ID_FORM = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+"""What callers may name requests and tenants."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -21,7 +22,11 @@ class Call:
 
     method: str
     request_id: str = dataclasses.field(default_factory=lambda: str(uuid.uuid4()))
+    tenant: str = ""  # whom the call counts for, as it says
+    priority: int = 0
+    client: str = ""  # the calling software
     trace_id: str = ""
+    previous_attempts: int = 0  # of gRPC's own retries
     started: float = dataclasses.field(default_factory=time.monotonic)
     deadline: float | None = None  # absolute time.monotonic() seconds
     usage: core.Usage | None = None
@@ -30,7 +35,7 @@ class Call:
     def adopt(self, request_id: str) -> str:
         """Take the caller's id when it gave one; raises `InvalidField` when it is malformed."""
         if request_id:
-            if _REQUEST_ID.fullmatch(request_id) is None:
+            if ID_FORM.fullmatch(request_id) is None:
                 raise InvalidField(
                     "request_id holds at most 64 of A-Z a-z 0-9 . _ : -", field="options.request_id"
                 )

@@ -54,7 +54,9 @@ class Dispatcher:
             wait = self._engine.estimated_wait
             if left <= 0:
                 raise DeadlineExceeded("the deadline passed before the request began")
-            if wait > left and self._engine.state is EngineState.READY:
+            # The guess is for the end of the queue: who may go before that asks the engine itself.
+            last = call.current().priority <= 0
+            if last and wait > left and self._engine.state is EngineState.READY:
                 raise DeadlineUnreachable(
                     f"a request arriving now would wait {wait:.3g} s",
                     estimated_wait_ms=round(wait * 1000),
@@ -94,9 +96,12 @@ class Dispatcher:
         come in between. Raises what `Engine.submit` raises. A picture that the engine cannot decode
         is told by the field it came in, which the engine does not know.
         """
+        rpc = call.current()
         image = self.pictures.stage(picture)
         stream = self._engine.submit(
-            msgspec.structs.replace(request, image=image, deadline=deadline)
+            msgspec.structs.replace(
+                request, image=image, deadline=deadline, priority=rpc.priority, tenant=rpc.tenant
+            )
         )
         # Also when the handler never gets to run its `finally`.
         context.add_done_callback(lambda _: stream.abort())  # type: ignore[arg-type]  # a nominal type in the stubs

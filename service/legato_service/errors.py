@@ -89,6 +89,14 @@ def _precondition(error: errors.LegatoError, reason: str) -> Message:
     return error_details_pb2.PreconditionFailure(violations=[violation])
 
 
+def _quota(error: errors.LegatoError, reason: str) -> Message:
+    tenant = error.metadata.get("tenant", "")
+    violation = error_details_pb2.QuotaFailure.Violation(
+        subject=_cut(f"tenant:{tenant}"), description=_cut(error.message)
+    )
+    return error_details_pb2.QuotaFailure(violations=[violation])
+
+
 def _subject(error: errors.LegatoError) -> str:
     return next((error.metadata[key] for key in ("task", "region") if key in error.metadata), "")
 
@@ -106,9 +114,11 @@ TABLE: dict[type[errors.LegatoError], Row] = {
     SharedMemoryRefused: Row(_C.FAILED_PRECONDITION, "SHM_REFUSED", _precondition),
     DuplicateRequest: Row(_C.ALREADY_EXISTS, "DUPLICATE_REQUEST", _resource),
     errors.Busy: Row(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
+    errors.QuotaExceeded: Row(_C.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED", _quota, retry_after=1.0),
     errors.DeadlineExceeded: Row(_C.DEADLINE_EXCEEDED, ""),
     errors.DeadlineUnreachable: Row(_C.DEADLINE_EXCEEDED, "DEADLINE_UNREACHABLE"),
     errors.ClientTooSlow: Row(_C.ABORTED, "CLIENT_TOO_SLOW"),
+    errors.Preempted: Row(_C.ABORTED, "PREEMPTED"),
     errors.EngineStarting: Row(_C.UNAVAILABLE, "ENGINE_STARTING", retry_after=1.0),
     errors.EngineLost: Row(_C.UNAVAILABLE, "ENGINE_LOST", retry_after=0.5),
     errors.Draining: Row(_C.UNAVAILABLE, "DRAINING", retry_after=0.2),

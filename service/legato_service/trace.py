@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-
-from legato_engine.errors import InvalidField
 
 KEY = "traceparent"
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
-def trace_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The trace id of the caller's `traceparent`, empty without one.
+def trace_id(traceparent: str) -> str:
+    """The trace id of a `traceparent`, empty when it is malformed.
 
-    Raises `InvalidField` naming the metadata key when it is malformed. Versions above 00 may carry
-    more parts; ff is not a version, and all-zero ids name nothing.
+    Versions above 00 may carry more parts; ff is not a version, and all-zero ids name nothing.
     """
-    values = [value for key, value in metadata or () if key == KEY]
-    if not values:
-        return ""
-    match = _FORM.fullmatch(values[0]) if isinstance(values[0], str) else None
-    if len(values) > 1 or match is None or not _names_something(match):
-        raise InvalidField(f"metadata {KEY} is not a W3C trace context", field=f"metadata.{KEY}")
-    return match[2]
+    match = _FORM.fullmatch(traceparent)
+    return match[2] if match is not None and _names_something(match) else ""
 
 
 def _names_something(match: re.Match[str]) -> bool:

@@ -29,6 +29,7 @@ DETAILS = {
         error_details_pb2.ResourceInfo,
         error_details_pb2.RetryInfo,
         error_details_pb2.PreconditionFailure,
+        error_details_pb2.QuotaFailure,
     )
 }
 

@@ -74,8 +74,7 @@ async def test_a_malformed_traceparent_is_refused_by_its_key(value):
 
 def test_a_later_version_of_traceparent_may_say_more():
     """What a version above 00 appends is skipped."""
-    assert trace.trace_id([("traceparent", f"cc{TRACE[2:]}-more")]) == TRACE[3:35]
-    assert trace.trace_id([("other", "x")]) == ""
+    assert trace.trace_id(f"cc{TRACE[2:]}-more") == TRACE[3:35]
 
 
 async def test_one_line_tells_an_rpc():
@@ -192,6 +191,9 @@ async def test_a_client_may_ping_as_often_as_allowed():
         (["--max-running", "0"], "at least 1"),
         (["--threads", "-1"], "negative"),
         (["--drain-grace", "-1"], "negative"),
+        (["--max-waiting-per-tenant", "-1"], "negative"),
+        (["--priority-seconds", "-1"], "negative"),
+        (["--priority-seconds", "inf"], "number of seconds"),
         (["--pipeline-depth", "3"], "invalid choice"),
     ],
 )
@@ -212,4 +214,6 @@ def test_arguments_reach_the_configuration():
     assert (engine.model, engine.threads, engine.max_running) == ("m", 2, 3)
     assert engine.random_weights
     assert engine.pipeline_depth == 1
+    shares = parse(["--max-waiting-per-tenant", "4", "--priority-seconds", "0.5"]).engine
+    assert (shares.max_waiting_per_tenant, shares.priority_seconds) == (4, 0.5)
     assert parse(["--listen", "0.0.0.0:1", "--insecure"]).insecure

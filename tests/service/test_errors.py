@@ -34,9 +34,15 @@ FROM_ENGINE = [
     (errors.AdapterNotFound("none", resource="a"), "NOT_FOUND", "ADAPTER_NOT_FOUND"),
     (errors.TaskUnsupported("no", task="segment"), "FAILED_PRECONDITION", "TASK_UNSUPPORTED"),
     (errors.QueueFull("full", retry_after_ms=200), "RESOURCE_EXHAUSTED", "QUEUE_FULL"),
+    (
+        errors.QuotaExceeded("share", quota="waiting_per_tenant", tenant="t", limit=1),
+        "RESOURCE_EXHAUSTED",
+        "QUOTA_EXCEEDED",
+    ),
     (errors.DeadlineExceeded("late"), "DEADLINE_EXCEEDED", ""),
     (errors.DeadlineUnreachable("no"), "DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE"),
     (errors.ClientTooSlow("slow"), "ABORTED", "CLIENT_TOO_SLOW"),
+    (errors.Preempted("stopped"), "ABORTED", "PREEMPTED"),
     (errors.EngineStarting("loading"), "UNAVAILABLE", "ENGINE_STARTING"),
     (errors.EngineLost("died"), "UNAVAILABLE", "ENGINE_LOST"),
     (errors.Draining("bye"), "UNAVAILABLE", "DRAINING"),
@@ -67,7 +73,11 @@ def check_shape(failed, code, reason, request_id):
     if reason:
         assert failed.details["ErrorInfo"].domain == "legato"
     extra = set(failed.details) - {"ErrorInfo", "RequestInfo"}
-    assert extra == ({DETAIL_OF[code]} if code in DETAIL_OF else set())
+    expected = {DETAIL_OF[code]} if code in DETAIL_OF else set()
+    if reason == "QUOTA_EXCEEDED":
+        expected.add("QuotaFailure")
+        assert failed.details["QuotaFailure"].violations[0].subject == "tenant:t"
+    assert extra == expected
     assert ("grpc-retry-pushback-ms" in failed.trailers) == ("RetryInfo" in extra)
 
 

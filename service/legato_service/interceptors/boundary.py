@@ -18,14 +18,14 @@ import structlog
 from google.protobuf.message import DecodeError
 from legato_engine.errors import ClientTooSlow, InternalError, InvalidRequest, LegatoError
 
-from legato_service import trace
+from legato_service import metadata
 from legato_service.call import CURRENT, Call
 from legato_service.dispatch import Context
 from legato_service.errors import Failure, failure
+from legato_service.metadata import REQUEST_ID
 
 log = structlog.get_logger("legato.rpc")
 
-REQUEST_ID = "x-request-id"
 QUIET = ("/grpc.health.", "/grpc.reflection.")  # logged at debug level
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # here every message is opaque
@@ -126,7 +126,7 @@ async def _edge(method: str, context: Context) -> AsyncIterator[Call]:
     CURRENT.set(call)
     outcome: Failure | None = None
     try:
-        call.trace_id = trace.trace_id(context.invocation_metadata())
+        metadata.read(call, context.invocation_metadata())
         yield call
     except asyncio.CancelledError:
         late = call.deadline is not None and time.monotonic() >= call.deadline
@@ -163,8 +163,10 @@ def _log_end(call: Call, code: str, reason: str = "") -> None:
     fields: dict[str, object] = {"request_id": call.request_id, "method": call.method, "code": code}
     if reason:
         fields["reason"] = reason
-    if call.trace_id:
-        fields["trace_id"] = call.trace_id
+    for name in ("tenant", "priority", "client", "trace_id", "previous_attempts"):
+        value = getattr(call, name)
+        if value:
+            fields[name] = value
     fields["total_ms"] = _ms(time.monotonic() - call.started)
     if call.timings is not None:
         fields["queue_ms"] = _ms(call.timings.queue)
