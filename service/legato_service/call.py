@@ -27,6 +27,8 @@ class Call:
     client: str = ""  # the calling software
     trace_id: str = ""
     previous_attempts: int = 0  # of gRPC's own retries
+    received: bytes = dataclasses.field(default=b"", repr=False)  # the request of a unary one
+    reply: str = ""  # `joined` or `kept`: another call's; see `replies`
     started: float = dataclasses.field(default_factory=time.monotonic)
     deadline: float | None = None  # absolute time.monotonic() seconds
     usage: core.Usage | None = None
@@ -41,6 +43,14 @@ class Call:
                 )
             self.request_id = request_id
         return self.request_id
+
+    def rename(self) -> None:
+        """Take an id of the server's own making."""
+        self.request_id = str(uuid.uuid4())
+
+    def scoped(self, request_id: str) -> str:
+        """An id as the engine and the gate know it: no two tenants' are the same."""
+        return f"{self.tenant}/{request_id}" if self.tenant else request_id
 
 
 CURRENT: ContextVar[Call] = ContextVar("legato_call")

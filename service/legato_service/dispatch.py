@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import msgspec
@@ -21,16 +21,32 @@ from legato_engine.errors import (
     InternalError,
     InvalidField,
     ModelNotFound,
+    Preempted,
 )
 from legato_engine.messages import Done, ModelInfo, Started
 from legato_engine.stream import StreamReport
 
 from legato_service import call
 from legato_service.engine import Engine, Stream
-from legato_service.gate import Gate
+from legato_service.gate import Admitted, Gate
 from legato_service.picture import InlinePicture, Picture, PictureIntake
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Caller(Protocol):
+    """Who waits for an answer: the context of an RPC, or several of them together."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds left to answer, None without a deadline."""
+        ...
+
+    def add_done_callback(self, callback: Any, /) -> None:
+        """Call back with one argument when nobody waits any more, for whatever reason.
+
+        Untyped: the typing of grpc has a nominal type here.
+        """
+        ...
 
 
 class Dispatcher:
@@ -41,30 +57,42 @@ class Dispatcher:
         self._engine = engine
         self._gate = gate
 
+    def name(self, given: str) -> str:
+        """The id of the current call's request: the caller's, else one that nobody in flight has.
+
+        What a proxy sends as `x-request-id` names a request, too, but it may send it with several.
+        Raises `InvalidField` when the caller's is malformed.
+        """
+        rpc = call.current()
+        if given:
+            return rpc.adopt(given)
+        if rpc.scoped(rpc.request_id) in self._gate:
+            rpc.rename()
+        return rpc.request_id
+
     @contextmanager
-    def admit(self, request_id: str, context: Context, default_deadline: float) -> Iterator[float]:
-        """Be in flight for the length of the block; yields the absolute monotonic deadline.
+    def admit(self, request_id: str, caller: Caller, default_deadline: float) -> Iterator[Admitted]:
+        """Be in flight for the length of the block.
 
         Raises `Draining`, `DuplicateRequest`, `DeadlineExceeded` or `DeadlineUnreachable`.
         """
-        with self._gate.hold(request_id):
-            # None without a deadline, whatever the typing of grpc says.
-            given: float | None = context.time_remaining()
+        rpc = call.current()
+        with self._gate.hold(rpc.scoped(request_id)) as admitted:
+            given = caller.time_remaining()
             left = default_deadline if given is None else given
             wait = self._engine.estimated_wait
             if left <= 0:
                 raise DeadlineExceeded("the deadline passed before the request began")
             # The guess is for the end of the queue: who may go before that asks the engine itself.
-            last = call.current().priority <= 0
+            last = rpc.priority <= 0
             if last and wait > left and self._engine.state is EngineState.READY:
                 raise DeadlineUnreachable(
                     f"a request arriving now would wait {wait:.3g} s",
                     estimated_wait_ms=round(wait * 1000),
                     time_left_ms=round(left * 1000),
                 )
-            deadline = time.monotonic() + left
-            call.current().deadline = deadline
-            yield deadline
+            admitted.deadline = rpc.deadline = time.monotonic() + left
+            yield admitted
 
     def check(self, request: core.Request, path: str = "") -> ModelInfo:
         """The model that will answer; `path` leads to the request's field `sampling`.
@@ -88,9 +116,9 @@ class Dispatcher:
 
     @contextmanager
     def submit(
-        self, request: core.Request, picture: Picture, deadline: float, context: Context
+        self, request: core.Request, picture: Picture, admitted: Admitted, caller: Caller
     ) -> Iterator[Stream]:
-        """The running request; however the block or the RPC ends, the engine forgets it.
+        """The running request; however the block or the caller ends, the engine forgets it.
 
         Nothing is awaited between staging, submitting and owning the stream, so no cancellation can
         come in between. Raises what `Engine.submit` raises. A picture that the engine cannot decode
@@ -100,11 +128,17 @@ class Dispatcher:
         image = self.pictures.stage(picture)
         stream = self._engine.submit(
             msgspec.structs.replace(
-                request, image=image, deadline=deadline, priority=rpc.priority, tenant=rpc.tenant
+                request,
+                request_id=rpc.scoped(request.request_id),
+                image=image,
+                deadline=admitted.deadline,
+                priority=rpc.priority,
+                tenant=rpc.tenant,
             )
         )
+        admitted.own(stream)
         # Also when the handler never gets to run its `finally`.
-        context.add_done_callback(lambda _: stream.abort())  # type: ignore[arg-type]  # a nominal type in the stubs
+        caller.add_done_callback(lambda _: stream.abort())
         try:
             yield stream
         except ImageUndecodable as error:
@@ -169,6 +203,14 @@ async def outcome(stream: Stream, deadline: float) -> Done:
     except TimeoutError:
         raise DeadlineExceeded("the deadline passed") from None
     _record(done)
+    return done
+
+
+async def answer(stream: Stream, deadline: float) -> Done:
+    """The `outcome` of a unary call's request; raises `Preempted` where an operator stopped it."""
+    done = await outcome(stream, deadline)
+    if done.finish_reason is core.FinishReason.CANCELLED:
+        raise Preempted("an operator stopped the request")
     return done
 
 

@@ -3,19 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import collections
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from legato_engine.errors import Draining
 
+from legato_service.engine import Stream
 from legato_service.errors import DuplicateRequest
+
+MAX_ENDED = 4096  # ended requests that are remembered
+
+
+class Admitted:
+    """A request in flight: its absolute monotonic `deadline`, and what of it the engine runs."""
+
+    __slots__ = ("_streams", "deadline", "stopped")
+
+    def __init__(self, deadline: float = math.inf) -> None:
+        self.deadline = deadline
+        self.stopped = False
+        self._streams: list[Stream] = []
+
+    def own(self, stream: Stream) -> None:
+        """`stream` is part of the request; of a request that was stopped it stops at once."""
+        self._streams.append(stream)
+        if self.stopped:
+            stream.stop()
+
+    def stop(self) -> bool:
+        """End it now with what it has; whether it was not stopped before."""
+        if self.stopped:
+            return False
+        self.stopped = True
+        for stream in self._streams:
+            stream.stop()
+        return True
+
+
+class Stopped(NamedTuple):
+    """What stopping came to."""
+
+    aborted: int
+    already_finished: int
 
 
 class Gate:
-    """Counts requests in, until it is closed for good."""
+    """Knows who is inside by name, until it is closed for good."""
 
     def __init__(self) -> None:
-        self._inside: set[str] = set()
+        self._inside: dict[str, Admitted] = {}
+        self._ended: collections.deque[str] = collections.deque(maxlen=MAX_ENDED)
         self._open = True
         self._empty = asyncio.Event()
         self._empty.set()
@@ -24,26 +64,36 @@ class Gate:
         """Requests in flight."""
         return len(self._inside)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a request of this name is in flight."""
+        return name in self._inside
+
     @property
     def closed(self) -> bool:
         """Whether new requests are refused."""
         return not self._open
 
     @contextmanager
-    def hold(self, request_id: str) -> Iterator[None]:
+    def hold(self, name: str) -> Iterator[Admitted]:
         """Be inside for the length of the block. Raises `Draining` or `DuplicateRequest`."""
         if not self._open:
             raise Draining("the server is shutting down")
-        if request_id in self._inside:
-            raise DuplicateRequest("a request of this id is in flight", resource=request_id)
-        self._inside.add(request_id)
+        if name in self._inside:
+            raise duplicate(name)
+        admitted = self._inside[name] = Admitted()
         self._empty.clear()
         try:
-            yield
+            yield admitted
         finally:
-            self._inside.remove(request_id)
+            del self._inside[name]
+            self._ended.append(name)
             if not self._inside:
                 self._empty.set()
+
+    def stop(self, is_meant: Callable[[str], bool]) -> Stopped:
+        """Stop all whose names are meant; also tells how many of those meant had ended."""
+        aborted = sum(each.stop() for name, each in self._inside.items() if is_meant(name))
+        return Stopped(aborted, sum(map(is_meant, self._ended)))
 
     def close(self) -> None:
         """Refuse everybody from now on; those inside stay."""
@@ -52,3 +102,8 @@ class Gate:
     async def wait_empty(self) -> None:
         """Until the last one inside has left."""
         await self._empty.wait()
+
+
+def duplicate(name: str) -> DuplicateRequest:
+    """The refusal of a name that is taken; the caller knows it without its tenant."""
+    return DuplicateRequest("a request of this id is known", resource=name.rpartition("/")[2])

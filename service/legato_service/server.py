@@ -29,6 +29,7 @@ from legato_service.interceptors.boundary import Boundary
 from legato_service.options import server_options
 from legato_service.picture import PictureIntake
 from legato_service.reflection import Descriptors, Reflection
+from legato_service.replies import Replies
 from legato_service.servicer import unimplemented
 from legato_service.servicer.admin import AdminServicer
 from legato_service.servicer.inference import InferenceServicer
@@ -55,6 +56,7 @@ class Server:
         self._config = config
         self._engine = engine
         self._gate = Gate()
+        self.replies = Replies()
         progress = Progress(
             engine, stuck_after=config.stuck_after, silent_after=config.silent_after
         )
@@ -74,6 +76,7 @@ class Server:
         )
         inference = InferenceServicer(
             Dispatcher(self._engine, pictures, self._gate),
+            self.replies,
             unary_deadline=self._config.unary_deadline,
             stream_deadline=self._config.stream_deadline,
         )

@@ -213,21 +213,18 @@ async def test_an_engine_that_loads_is_unavailable():
 
 
 async def test_an_id_in_flight_is_not_taken_twice():
-    """ALREADY_EXISTS names the id; once the first request has ended the id is free again."""
-    asked = inference_pb2.QueryRequest(
-        question="?", options=inference_pb2.RequestOptions(request_id="mine")
-    )
+    """ALREADY_EXISTS names the id, as a resource too."""
+    options = inference_pb2.RequestOptions(request_id="mine")
     engine = FakeEngine(hold)
     async with running(engine) as server:
-        first = server.inference.Query(asked)
+        first = server.inference.Query(inference_pb2.QueryRequest(question="?", options=options))
         await until(lambda: bool(engine.streams))
-        failed = await refusal(server.inference.Query(asked))
+        other = inference_pb2.QueryRequest(question="!", options=options)
+        failed = await refusal(server.inference.Query(other))
         check_shape(failed, "ALREADY_EXISTS", "DUPLICATE_REQUEST", "mine")
         assert failed.details["ResourceInfo"].resource_name == "mine"
         answer(engine, engine.streams["mine"])
-        await first
-        engine.script = answer
-        assert (await server.inference.Query(asked)).answer
+        assert (await first).answer
 
 
 async def test_a_client_retries_by_its_own_policy():

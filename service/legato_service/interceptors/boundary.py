@@ -52,7 +52,10 @@ class Boundary(grpc.aio.ServerInterceptor):
 
         async def one(received: Any, context: Context) -> Any:
             async with _edge(method, context) as call:
-                response = await inner(_request(handler, received), context)
+                request = _request(handler, received)
+                if not handler.request_streaming:
+                    call.received = received
+                response = await inner(request, context)
                 await context.send_initial_metadata(((REQUEST_ID, call.request_id),))
                 return response
 
@@ -163,7 +166,7 @@ def _log_end(call: Call, code: str, reason: str = "") -> None:
     fields: dict[str, object] = {"request_id": call.request_id, "method": call.method, "code": code}
     if reason:
         fields["reason"] = reason
-    for name in ("tenant", "priority", "client", "trace_id", "previous_attempts"):
+    for name in ("tenant", "priority", "client", "trace_id", "previous_attempts", "reply"):
         value = getattr(call, name)
         if value:
             fields[name] = value

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
-from typing import TypeVar
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, nullcontext
+from typing import Any, TypeVar
 
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc, media_pb2
@@ -13,7 +14,8 @@ from legato_engine.errors import InternalError
 from legato_engine.messages import Done
 
 from legato_service import call, convert_request, convert_response
-from legato_service.dispatch import Context, Dispatcher, follow, outcome
+from legato_service.dispatch import Caller, Context, Dispatcher, answer, follow
+from legato_service.replies import Replies, Reply, fingerprint
 from legato_service.servicer.event_stream import EventStream
 from legato_service.servicer.task_run import TaskRun
 
@@ -25,6 +27,15 @@ Skill = TypeVar(
     pb.PointRequest,
     pb.SegmentRequest,
 )
+Ask = TypeVar(
+    "Ask",
+    pb.QueryRequest,
+    pb.CaptionRequest,
+    pb.DetectRequest,
+    pb.PointRequest,
+    pb.SegmentRequest,
+    pb.RunTasksRequest,
+)
 Result = TypeVar("Result", bound=core.Value)
 
 
@@ -32,89 +43,145 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Questions about one picture. Deadlines are seconds, for calls that bring none."""
 
     def __init__(
-        self, dispatcher: Dispatcher, *, unary_deadline: float, stream_deadline: float
+        self,
+        dispatcher: Dispatcher,
+        replies: Replies,
+        *,
+        unary_deadline: float,
+        stream_deadline: float,
     ) -> None:
         self._dispatcher = dispatcher
+        self._replies = replies
         self._unary_deadline = unary_deadline
         self._stream_deadline = stream_deadline
 
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
         """Answer a question."""
-        done, info = await self._answer(request, convert_request.query, context)
-        result = convert_response.query(_expect(done, core.QueryResult))
-        reasoning = result.reasoning if result.HasField("reasoning") else None
-        return pb.QueryResponse(answer=result.answer, reasoning=reasoning, info=info)
+        return await self._once(self._query, request, context)
 
     async def Caption(self, request: pb.CaptionRequest, context: Context) -> pb.CaptionResponse:
         """Describe the picture."""
-        done, info = await self._answer(request, convert_request.caption, context)
-        return pb.CaptionResponse(caption=_expect(done, core.CaptionResult).caption, info=info)
+        return await self._once(self._caption, request, context)
 
     async def Detect(self, request: pb.DetectRequest, context: Context) -> pb.DetectResponse:
         """Box every instance."""
-        done, info = await self._answer(request, convert_request.detect, context)
-        result = convert_response.detect(_expect(done, core.DetectResult))
-        return pb.DetectResponse(objects=result.objects, info=info)
+        return await self._once(self._detect, request, context)
 
     async def Point(self, request: pb.PointRequest, context: Context) -> pb.PointResponse:
         """Point at every instance."""
-        done, info = await self._answer(request, convert_request.point, context)
-        result = convert_response.point(_expect(done, core.PointResult))
-        return pb.PointResponse(points=result.points, info=info)
+        return await self._once(self._point, request, context)
 
     async def Segment(self, request: pb.SegmentRequest, context: Context) -> pb.SegmentResponse:
         """Outline an instance."""
-        done, info = await self._answer(request, convert_request.segment, context)
-        result = convert_response.segment(_expect(done, core.SegmentResult))
-        return pb.SegmentResponse(segments=result.segments, info=info)
+        return await self._once(self._segment, request, context)
 
     async def RunTasks(self, request: pb.RunTasksRequest, context: Context) -> pb.RunTasksResponse:
         """Several tasks, one picture."""
-        request_id = call.current().adopt(request.options.request_id)
-        convert_request.options(request.options)
-        run = TaskRun(self._dispatcher, request, request_id)
-        with self._dispatcher.admit(request_id, context, self._unary_deadline) as deadline:
-            model = run.check()
-            picture = await self._dispatcher.pictures.check(request.image)
-            outcomes = await run.execute(picture, deadline, context)
-        return run.response(outcomes, model, _stamp(request))
+        return await self._once(self._run_tasks, request, context)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         """One task, streamed."""
-        request_id = call.current().adopt(request.options.request_id)
+        given = request.options.request_id
+        request_id = self._dispatcher.name(given)
         convert_request.options(request.options)
         spec = convert_request.task(request.task, "task")
         convert_request.image(request.image, spec, "task.query.")
         sampling = convert_request.sampling(request.task.sampling, "task.")
         asked = convert_request.request(request_id, spec, sampling, request.options)
         silence = convert_request.heartbeat(request.options)
-        with self._dispatcher.admit(request_id, context, self._stream_deadline) as deadline:
+        alone = self._replies.exclusive(call.current().scoped(given)) if given else nullcontext()
+        with alone, self._dispatcher.admit(request_id, context, self._stream_deadline) as admitted:
             self._dispatcher.check(asked, "task.")
             events = EventStream(request_id, request.task.task_id, _stamp(request))
             picture = await self._dispatcher.pictures.check(request.image)
-            with self._dispatcher.submit(asked, picture, deadline, context) as stream:
-                async with aclosing(follow(stream, deadline, silence)) as reports:
+            with self._dispatcher.submit(asked, picture, admitted, context) as stream:
+                async with aclosing(follow(stream, admitted.deadline, silence)) as reports:
                     async for report in reports:
                         for event in events.of(report):
                             yield event
 
+    async def _once(
+        self,
+        work: Callable[[Ask, str, Caller], Coroutine[Any, Any, Reply]],
+        request: Ask,
+        context: Context,
+    ) -> Reply:
+        """What `work` answers; calls that their callers gave one id share it."""
+        given = request.options.request_id
+        name = self._dispatcher.name(given)
+        if not given:
+            return await work(request, name, context)
+        rpc = call.current()
+        asked = await fingerprint(rpc.method, rpc.received)
+        shared = functools.partial(work, request, name)
+        return await self._replies.once(rpc.scoped(name), asked, shared, context)
+
+    async def _query(
+        self, request: pb.QueryRequest, request_id: str, caller: Caller
+    ) -> pb.QueryResponse:
+        done, info = await self._answer(request, request_id, convert_request.query, caller)
+        result = convert_response.query(_expect(done, core.QueryResult))
+        reasoning = result.reasoning if result.HasField("reasoning") else None
+        return pb.QueryResponse(answer=result.answer, reasoning=reasoning, info=info)
+
+    async def _caption(
+        self, request: pb.CaptionRequest, request_id: str, caller: Caller
+    ) -> pb.CaptionResponse:
+        done, info = await self._answer(request, request_id, convert_request.caption, caller)
+        return pb.CaptionResponse(caption=_expect(done, core.CaptionResult).caption, info=info)
+
+    async def _detect(
+        self, request: pb.DetectRequest, request_id: str, caller: Caller
+    ) -> pb.DetectResponse:
+        done, info = await self._answer(request, request_id, convert_request.detect, caller)
+        result = convert_response.detect(_expect(done, core.DetectResult))
+        return pb.DetectResponse(objects=result.objects, info=info)
+
+    async def _point(
+        self, request: pb.PointRequest, request_id: str, caller: Caller
+    ) -> pb.PointResponse:
+        done, info = await self._answer(request, request_id, convert_request.point, caller)
+        result = convert_response.point(_expect(done, core.PointResult))
+        return pb.PointResponse(points=result.points, info=info)
+
+    async def _segment(
+        self, request: pb.SegmentRequest, request_id: str, caller: Caller
+    ) -> pb.SegmentResponse:
+        done, info = await self._answer(request, request_id, convert_request.segment, caller)
+        result = convert_response.segment(_expect(done, core.SegmentResult))
+        return pb.SegmentResponse(segments=result.segments, info=info)
+
+    async def _run_tasks(
+        self, request: pb.RunTasksRequest, request_id: str, caller: Caller
+    ) -> pb.RunTasksResponse:
+        convert_request.options(request.options)
+        run = TaskRun(self._dispatcher, request, request_id)
+        with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
+            model = run.check()
+            picture = await self._dispatcher.pictures.check(request.image)
+            outcomes = await run.execute(picture, admitted, caller)
+        return run.response(outcomes, model, _stamp(request))
+
     async def _answer(
-        self, request: Skill, convert: Callable[[Skill], core.TaskSpec], context: Context
+        self,
+        request: Skill,
+        request_id: str,
+        convert: Callable[[Skill], core.TaskSpec],
+        caller: Caller,
     ) -> tuple[Done, pb.ResponseInfo]:
         """One unary task: its result, and what is told beside it."""
-        request_id = call.current().adopt(request.options.request_id)
         convert_request.options(request.options)
         spec = convert(request)
         convert_request.image(request.image, spec)
         sampling = convert_request.sampling(request.sampling)
         asked = convert_request.request(request_id, spec, sampling, request.options, deltas=False)
-        with self._dispatcher.admit(request_id, context, self._unary_deadline) as deadline:
+        with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
             model = self._dispatcher.check(asked)
             picture = await self._dispatcher.pictures.check(request.image)
-            with self._dispatcher.submit(asked, picture, deadline, context) as stream:
-                done = await outcome(stream, deadline)
+            with self._dispatcher.submit(asked, picture, admitted, caller) as stream:
+                done = await answer(stream, admitted.deadline)
         return done, convert_response.info(request_id, model.name, done, _stamp(request))
 
 

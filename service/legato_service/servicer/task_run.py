@@ -18,14 +18,16 @@ from legato_engine.errors import (
     ImageUndecodable,
     InternalError,
     LegatoError,
+    Preempted,
     Unavailable,
 )
 from legato_engine.messages import Done, ModelInfo
 
 from legato_service import call, convert_request, convert_response
-from legato_service.dispatch import Context, Dispatcher, outcome, started
+from legato_service.dispatch import Caller, Dispatcher, answer, started
 from legato_service.engine import Stream
 from legato_service.errors import failure
+from legato_service.gate import Admitted
 from legato_service.picture import InlinePicture, Picture
 
 log = structlog.get_logger("legato.rpc")
@@ -36,9 +38,10 @@ SHARED_FAILURES = (
     ImageNotFound,
     ImageTooLarge,
     ImageUndecodable,
+    Preempted,
     Unavailable,
 )
-"""What is wrong with the server or the picture fails the call; anything else only its task."""
+"""What is about the server, the picture or all tasks fails the call; the rest only its task."""
 
 
 class TaskRun:
@@ -79,7 +82,7 @@ class TaskRun:
         return models[0]
 
     async def execute(
-        self, picture: Picture, deadline: float, context: Context
+        self, picture: Picture, admitted: Admitted, caller: Caller
     ) -> list[Done | LegatoError]:
         """How each task ended, in order; raises what fails them all.
 
@@ -92,17 +95,17 @@ class TaskRun:
                 try:
                     self._check_picture(index, asked)
                     stream = running.enter_context(
-                        self._dispatcher.submit(asked, picture, deadline, context)
+                        self._dispatcher.submit(asked, picture, admitted, caller)
                     )
                     if isinstance(picture, InlinePicture) and index + 1 < len(self._asked):
-                        picture = await _held(stream, deadline) or picture
+                        picture = await _held(stream, admitted.deadline) or picture
                 except SHARED_FAILURES:
                     raise
                 except LegatoError as error:
                     begun.append(error)
                 else:
                     begun.append(stream)
-            return [await _ended(each, deadline) for each in begun]
+            return [await _ended(each, admitted.deadline) for each in begun]
 
     def response(
         self,
@@ -153,7 +156,7 @@ async def _ended(begun: Stream | LegatoError, deadline: float) -> Done | LegatoE
     if isinstance(begun, LegatoError):
         return begun
     try:
-        return await outcome(begun, deadline)
+        return await answer(begun, deadline)
     except SHARED_FAILURES:
         raise
     except LegatoError as error:
