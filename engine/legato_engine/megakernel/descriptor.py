@@ -1,0 +1,95 @@
+"""One request as the kernel holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from legato_engine.megakernel.float32 import f32
+
+NO_GRAFT = -1
+"""`graft_source_id` of a request that borrows nothing."""
+
+OPTIMISTIC = f32(0.8)
+"""The acceptance rate that a request is believed to have before its first verify."""
+
+
+class State(enum.IntEnum):
+    """Where a request stands. DONE is final; a preempted request goes back to WAITING."""
+
+    WAITING = 0
+    PREFILL_READY = 1
+    DECODE_READY = 2
+    VERIFY_READY = 3
+    COMMIT_READY = 4
+    DONE = 5
+
+
+class Flag(enum.IntFlag):
+    """What else is true of a request."""
+
+    NONE = 0
+    KV_PRESSURE = 1  # the pool is nearly full: propose little
+    GRAFTED = 2  # it borrowed pages of another request
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RequestDescriptor:
+    """A request: what it asks (never changed), and how far it has come.
+
+    `tokens` holds the prompt and what was committed behind it. KV is valid for the first
+    `num_cached` of them; the newest token is fed with the next verify and has none yet.
+    `page_ids[p // page_size]` holds position p. `draft` and `sampled` live from one stage to the
+    next: what was proposed, and what the target gave for each fed position.
+    """
+
+    request_id: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int = 0
+    priority: int = 0
+    arrival: float = 0.0  # virtual seconds
+    graft_source_id: int = NO_GRAFT
+
+    state: State = State.WAITING
+    flags: Flag = Flag.NONE
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    num_cached: int = 0
+    page_ids: list[int] = dataclasses.field(default_factory=list)
+    draft: tuple[int, ...] = ()
+    sampled: tuple[int, ...] = ()
+    accepted_prefix_len: int = 0
+
+    ema_acceptance_rate: float = OPTIMISTIC  # float32, as on the device
+    current_block_size: int = 0
+    block_size_history: list[int] = dataclasses.field(default_factory=list)
+    last_used: int = -1  # iteration of its latest verify
+
+    def __post_init__(self) -> None:
+        assert self.prompt, "a prefill needs a token to take its logits from"
+        assert self.max_tokens > 0, "a request generates at least one token"
+        self.tokens = list(self.prompt)
+
+    @property
+    def num_generated(self) -> int:
+        """Committed tokens behind the prompt."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens it may still generate."""
+        return self.max_tokens - self.num_generated
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it holds a place in the batch."""
+        return self.state not in (State.WAITING, State.DONE)
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether the pool was nearly full when it was last looked at."""
+        return Flag.KV_PRESSURE in self.flags
+
+    def set_flag(self, flag: Flag, *, on: bool) -> None:
+        """Raise or lower one flag."""
+        self.flags = self.flags | flag if on else self.flags & ~flag

@@ -1,0 +1,41 @@
+"""Everything that the stages work on: the kernel's arguments and its shared state."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from legato_engine.megakernel.acceptance import AcceptancePolicy
+from legato_engine.megakernel.block_policy import BlockPolicy
+from legato_engine.megakernel.descriptor import RequestDescriptor, State
+from legato_engine.megakernel.models import Proposer
+from legato_engine.megakernel.pages import PageTable
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Machine:
+    """One launch. `num_fed` and `num_prefilled` count the positions of this iteration's forward."""
+
+    requests: list[RequestDescriptor]
+    pages: PageTable
+    proposer: Proposer
+    block_policy: BlockPolicy
+    acceptance: AcceptancePolicy = dataclasses.field(default_factory=AcceptancePolicy)
+    max_running: int = 8
+    iteration: int = 0
+    now: float = 0.0  # virtual seconds
+    num_fed: int = 0
+    num_prefilled: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every request is."""
+        return all(request.state is State.DONE for request in self.requests)
+
+    def running(self) -> list[RequestDescriptor]:
+        """Those that hold a place, in the order of their ids."""
+        return [request for request in self.requests if request.is_running]
+
+    def find(self, request_id: int) -> RequestDescriptor | None:
+        """The request of this id."""
+        return next((each for each in self.requests if each.request_id == request_id), None)

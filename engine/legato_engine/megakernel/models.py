@@ -1,0 +1,74 @@
+"""What the simulated target and draft say, as pure functions of what they read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from legato_engine.megakernel.descriptor import RequestDescriptor
+
+VOCABULARY = 50_000
+STOP_TOKEN = 0
+CONTEXT = 4
+"""Tokens before a position that its next token depends on, so that a wrong page shows."""
+
+
+def _draw(*numbers: int) -> int:
+    return zlib.crc32(repr(numbers).encode())
+
+
+def next_token(seed: int, position: int, context: Sequence[int]) -> int:
+    """What the target samples for `position` behind `context`; keyed by seed and position alone."""
+    return 1 + _draw(seed, position, *context[-CONTEXT:]) % (VOCABULARY - 1)
+
+
+class Proposer(Protocol):
+    """Guesses what comes next."""
+
+    def propose(self, request: RequestDescriptor, count: int) -> tuple[int, ...]:
+        """At most `count` tokens behind what is committed; fewer, or none, if it has no guess."""
+        ...
+
+
+AcceptanceProfile = Callable[[RequestDescriptor, int], float]
+"""Probability that the token at a position is proposed right."""
+
+
+class SyntheticProposer:
+    """A draft that knows the target's token and says it with the profile's probability.
+
+    Whether it does is drawn from request and position, so it does not depend on the block.
+    """
+
+    def __init__(self, profile: AcceptanceProfile) -> None:
+        self._profile = profile
+
+    def propose(self, request: RequestDescriptor, count: int) -> tuple[int, ...]:
+        """Exactly `count` tokens, the first wrong one followed by more of the same."""
+        tokens = list(request.tokens[-CONTEXT:])
+        proposed: list[int] = []
+        first = len(request.tokens)
+        for position in range(first, first + count):
+            right = next_token(request.seed, position, tokens)
+            luck = _draw(request.seed, position, request.request_id, -1) / 2**32
+            token = right if luck < self._profile(request, position) else right + 1
+            proposed.append(token)
+            tokens.append(token)
+        return tuple(proposed)
+
+
+class LookupProposer:
+    """Prompt lookup: what followed the latest earlier occurrence of the last `order` tokens."""
+
+    def __init__(self, order: int = 2) -> None:
+        self._order = order
+
+    def propose(self, request: RequestDescriptor, count: int) -> tuple[int, ...]:
+        """The tokens behind that occurrence; none without one."""
+        tokens, order = request.tokens, self._order
+        tail = tokens[-order:]
+        for start in range(len(tokens) - order - 1, -1, -1):
+            if tokens[start : start + order] == tail:
+                return tuple(tokens[start + order : start + order + count])
+        return ()

@@ -1,0 +1,141 @@
+"""The device loop, in virtual time."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+from legato_engine.megakernel.descriptor import State
+from legato_engine.megakernel.machine import Machine
+from legato_engine.megakernel.pages import ResidencyReport
+from legato_engine.megakernel.stages import STAGES, stage_kv, stage_scheduler
+
+MAX_IDLE = 8
+"""Iterations without a token, beyond one for each request, before the machine is declared stuck."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CostTable:
+    """Virtual seconds of one iteration, by the positions that its forward is fed.
+
+    `steps` are (positions, seconds) measured on a device, linear between them and beyond the last
+    two. `prefill` is the cost of one prompt position, `propose` that of one proposed token.
+    """
+
+    steps: tuple[tuple[int, float], ...]
+    prefill: float
+    propose: float = 0.0
+
+    def step(self, positions: int) -> float:
+        """Seconds of a forward over so many positions; 0 for none."""
+        if positions == 0:
+            return 0.0
+        counts = [count for count, _ in self.steps]
+        right = min(max(bisect.bisect_left(counts, positions), 1), len(counts) - 1)
+        (x0, y0), (x1, y1) = self.steps[right - 1], self.steps[right]
+        if positions <= counts[0]:
+            return self.steps[0][1]
+        return y0 + (y1 - y0) * (positions - x0) / (x1 - x0)
+
+
+H200_MOONDREAM2 = CostTable(
+    steps=((8, 0.842e-3), (32, 1.05e-3), (64, 1.6e-3), (256, 4.0e-3)), prefill=6e-6
+)
+"""Positions in one forward of Moondream 2's decoder at a context of 850.
+
+Up to 8 positions cost what one does (measured, benchmarks/results/h200); what lies beyond is an
+estimate until verification of several tokens a row has been measured.
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Iteration:
+    """What one turn of the loop did, for those who draw it. Times are virtual seconds."""
+
+    start: float
+    end: float
+    block_sizes: dict[int, int]  # by request id, of those that verified
+    ema: dict[int, float]
+    committed: dict[int, int]
+    residency: ResidencyReport
+
+
+class Stuck(RuntimeError):
+    """The loop turns and nothing happens: a defect of the specification."""
+
+
+class Simulator:
+    """Runs a machine to its end, iteration by iteration."""
+
+    def __init__(self, machine: Machine, costs: CostTable = H200_MOONDREAM2) -> None:
+        self.machine = machine
+        self.costs = costs
+        self.iterations: list[Iteration] = []
+        self._idle = 0
+
+    def run(self) -> None:
+        """Iterate until every request is done. Raises `Stuck`."""
+        while not self.machine.done:
+            self.step()
+
+    def step(self) -> None:
+        """One iteration: both batch stages, then the four of every request, then the clock."""
+        machine = self.machine
+        machine.num_fed = machine.num_prefilled = 0
+        lengths = {each.request_id: len(each.tokens) for each in machine.requests}
+        start = machine.now
+        stage_scheduler(machine)
+        stage_kv(machine)
+        for request in machine.requests:
+            for stage in STAGES:
+                stage(machine, request)
+        machine.now += self._seconds()
+        self._record(start, lengths)
+        machine.iteration += 1
+        self._watch()
+
+    def _seconds(self) -> float:
+        machine = self.machine
+        proposed = machine.num_fed - sum(
+            each.last_used == machine.iteration for each in machine.requests
+        )
+        return (
+            self.costs.step(machine.num_fed)
+            + self.costs.prefill * machine.num_prefilled
+            + self.costs.propose * max(proposed, 0)
+        )
+
+    def _record(self, start: float, lengths: dict[int, int]) -> None:
+        machine = self.machine
+        committed = {
+            each.request_id: len(each.tokens) - lengths[each.request_id]
+            for each in machine.requests
+            if len(each.tokens) > lengths[each.request_id]
+        }
+        verified = [each for each in machine.requests if each.request_id in committed]
+        self.iterations.append(
+            Iteration(
+                start=start,
+                end=machine.now,
+                block_sizes={each.request_id: each.block_size_history[-1] for each in verified},
+                ema={each.request_id: each.ema_acceptance_rate for each in verified},
+                committed=committed,
+                residency=machine.pages.report(),
+            )
+        )
+
+    def _watch(self) -> None:
+        """With nobody running, time passes up to the next arrival; complain when that helps nobody.
+
+        A prefill or a preemption is no progress by itself: both could repeat for ever, tokens not.
+        """
+        machine = self.machine
+        if self.iterations[-1].committed:
+            self._idle = 0
+            return
+        self._idle += 1
+        if self._idle > MAX_IDLE + len(machine.requests):
+            raise Stuck(f"nothing moves at iteration {machine.iteration}")
+        arrivals = [each.arrival for each in machine.requests if each.state is State.WAITING]
+        if arrivals and not machine.running():
+            machine.now = max(machine.now, min(arrivals))

@@ -1,0 +1,160 @@
+"""How requests get and lose pages: reservation, grafts, preemption, retirement."""
+
+from __future__ import annotations
+
+from legato_engine.megakernel.descriptor import NO_GRAFT, Flag, RequestDescriptor, State
+from legato_engine.megakernel.eviction import EvictionCandidate, eviction_order
+from legato_engine.megakernel.machine import Machine
+from legato_engine.megakernel.pages import PageState
+
+# ---------------------------------------------------------------- room
+
+
+def has_room(machine: Machine, request: RequestDescriptor) -> bool:
+    """Whether a request may have a place: its tokens fit beside those who run, without preempting.
+
+    Alone it always may, so that the first in the queue gets on whatever is kept.
+    """
+    running = [each for each in machine.running() if each is not request]
+    kept = sum(len(each.page_ids) for each in running)
+    needed = machine.pages.pages_for(len(request.tokens) + 1)
+    return not running or kept + needed <= machine.pages.num_pages
+
+
+def reserve(
+    machine: Machine, request: RequestDescriptor, num_positions: int, *, committed: bool
+) -> bool:
+    """Own pages for so many positions, writable from the first uncached one on.
+
+    Where the pool has none left, others give theirs up, who is done before who runs; False when
+    the request itself is the next in that order: it has then been preempted.
+    """
+    state = PageState.COMMITTED if committed else PageState.DRAFT
+    while not _extend(machine, request, num_positions, state):
+        victim = _next_victim(machine, request)
+        if victim is request:
+            preempt(machine, request)
+            return False
+        if victim.state is State.DONE:
+            _drop(machine, victim)
+        else:
+            preempt(machine, victim)
+    return True
+
+
+def reserve_free(machine: Machine, request: RequestDescriptor, num_positions: int) -> bool:
+    """The same from what is free; for what is only proposed nobody gives anything up."""
+    return _extend(machine, request, num_positions, PageState.DRAFT)
+
+
+def _extend(
+    machine: Machine, request: RequestDescriptor, num_positions: int, state: PageState
+) -> bool:
+    pages, page_ids = machine.pages, request.page_ids
+    missing = pages.pages_for(num_positions) - len(page_ids)
+    index = request.num_cached // pages.page_size  # of the first page that will be written
+    shared = index < len(page_ids) and not pages.claim(request.request_id, page_ids[index])
+    if pages.num_free < max(missing, 0) + shared:
+        return False
+    if shared:
+        page_ids[index] = pages.copy(request.request_id, page_ids[index])
+    page_ids.extend(pages.allocate(request.request_id, state) for _ in range(missing))
+    return True
+
+
+def settle(machine: Machine, request: RequestDescriptor) -> None:
+    """After a commit: pages with committed positions stand, the rest of the draft's go back."""
+    kept = machine.pages.pages_for(request.num_cached)
+    for page in request.page_ids[:kept]:
+        machine.pages.commit(page)
+    for page in request.page_ids[kept:]:
+        machine.pages.release(request.request_id, page)
+    del request.page_ids[kept:]
+
+
+# ---------------------------------------------------------------- giving up
+
+
+def _next_victim(machine: Machine, request: RequestDescriptor) -> RequestDescriptor:
+    """The next in `eviction_order`: of those done while one of them frees a page, else of those who
+    run, `request` among them.
+    """
+    holding = [each for each in machine.requests if each.page_ids or each is request]
+    useful = [each for each in holding if each is request or _frees_a_page(machine, each)]
+    retired = [each for each in useful if each.state is State.DONE]
+    first = eviction_order(
+        EvictionCandidate(each.request_id, each.priority, each.ema_acceptance_rate, each.last_used)
+        for each in retired or useful
+    )[0]
+    return next(each for each in useful if each.request_id == first.request_id)
+
+
+def _frees_a_page(machine: Machine, request: RequestDescriptor) -> bool:
+    """Whether it holds a page alone; a borrowed page outlives its source."""
+    return any(len(machine.pages.holders(page)) == 1 for page in request.page_ids)
+
+
+def preempt(machine: Machine, request: RequestDescriptor) -> None:
+    """Take a request's pages and place; its tokens stay, their KV will be computed again."""
+    _drop(machine, request)
+    request.draft = request.sampled = ()
+    request.state = State.WAITING
+    machine.num_preemptions += 1
+
+
+def retire(machine: Machine, request: RequestDescriptor) -> None:
+    """A request is done: the KV of its prompt stays for grafts until its pages are needed."""
+    kept = machine.pages.pages_for(len(request.prompt))
+    for page in request.page_ids[kept:]:
+        machine.pages.release(request.request_id, page)
+    del request.page_ids[kept:]
+    request.num_cached = min(request.num_cached, len(request.prompt))
+
+
+def _drop(machine: Machine, request: RequestDescriptor) -> None:
+    for page in request.page_ids:
+        machine.pages.release(request.request_id, page)
+    request.page_ids.clear()
+    request.num_cached = 0
+    request.set_flag(Flag.GRAFTED, on=False)
+
+
+# ---------------------------------------------------------------- grafts
+
+
+def source_is_coming(machine: Machine, request: RequestDescriptor) -> bool:
+    """Whether the graft source is about to compute the prefix that this request would borrow.
+
+    Only who came earlier is waited for, so nobody waits in a circle.
+    """
+    source = machine.find(request.graft_source_id)
+    return (
+        source is not None
+        and source.request_id < request.request_id
+        and source.state is State.PREFILL_READY
+        and shared_length(source, request) > 0
+    )
+
+
+def shared_length(source: RequestDescriptor, request: RequestDescriptor) -> int:
+    """Positions whose KV both need: equal tokens from the front, less the one still to be fed."""
+    count = 0
+    for ours, theirs in zip(request.tokens[:-1], source.prompt, strict=False):
+        if ours != theirs:
+            break
+        count += 1
+    return count
+
+
+def graft(machine: Machine, request: RequestDescriptor) -> None:
+    """Borrow the source's pages as far as both prompts agree and the source's KV is valid."""
+    source = machine.find(request.graft_source_id)
+    if request.graft_source_id == NO_GRAFT or source is None or source is request:
+        return
+    length = min(shared_length(source, request), source.num_cached)
+    for page in source.page_ids[: machine.pages.pages_for(length)]:
+        machine.pages.borrow(request.request_id, page)
+        request.page_ids.append(page)
+    request.num_cached = length
+    machine.pages.num_found += length
+    request.set_flag(Flag.GRAFTED, on=length > 0)
