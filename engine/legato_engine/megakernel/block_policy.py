@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 from legato_engine.megakernel.descriptor import RequestDescriptor
@@ -20,6 +21,10 @@ class BlockPolicy(Protocol):
         """It proposed `proposed` tokens, of which the first `accepted` were right."""
         ...
 
+    def allot(self, requests: Sequence[RequestDescriptor]) -> None:
+        """These are about to propose; a policy may weigh them against each other."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FixedBlockPolicy:
@@ -33,6 +38,9 @@ class FixedBlockPolicy:
 
     def update(self, request: RequestDescriptor, accepted: int, proposed: int) -> None:
         """Nothing is learnt."""
+
+    def allot(self, requests: Sequence[RequestDescriptor]) -> None:
+        """Nothing is weighed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +68,9 @@ class AdaptiveBlockPolicy:
     def update(self, request: RequestDescriptor, accepted: int, proposed: int) -> None:
         """As `update_block_size`."""
         update_block_size(self, request, accepted, proposed)
+
+    def allot(self, requests: Sequence[RequestDescriptor]) -> None:
+        """Each request decides for itself."""
 
     def size(self, request: RequestDescriptor) -> int:
         """The block for the request's average and flags as they are."""

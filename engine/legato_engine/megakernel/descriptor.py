@@ -61,6 +61,8 @@ class RequestDescriptor:
     accepted_prefix_len: int = 0
 
     ema_acceptance_rate: float = OPTIMISTIC  # float32, as on the device
+    accepted_weight: float = 0.0  # tokens accepted and tried, older ones counting less
+    tried_weight: float = 0.0
     current_block_size: int = 0
     block_size_history: list[int] = dataclasses.field(default_factory=list)
     last_used: int = -1  # iteration of its latest verify

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -14,8 +13,18 @@ CONTEXT = 4
 """Tokens before a position that its next token depends on, so that a wrong page shows."""
 
 
+_MASK = 2**64 - 1
+
+
 def _draw(*numbers: int) -> int:
-    return zlib.crc32(repr(numbers).encode())
+    """32 bits that look random, the same for the same numbers (SplitMix64, folded)."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+        mixed ^= mixed >> 31
+    return mixed >> 32
 
 
 def next_token(seed: int, position: int, context: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """The six stages, in the order in which one iteration of the device loop runs them.
 
     stage_scheduler   who gets a place
-    stage_kv          pressure flags
+    stage_kv          pressure flags; block sizes where requests are weighed against each other
     stage_prefill     PREFILL_READY -> DECODE_READY: KV of the prompt, borrowed or computed
     stage_decode      DECODE_READY  -> VERIFY_READY: propose a block, take draft pages for it
     stage_spec_verify VERIFY_READY  -> COMMIT_READY: one forward over the block, accept a prefix
@@ -33,10 +33,13 @@ def stage_scheduler(machine: Machine) -> None:
 
 
 def stage_kv(machine: Machine) -> None:
-    """Tell every request whether the pool is under pressure."""
+    """Tell every request whether the pool is under pressure, and let the policy weigh them."""
     pressed = machine.pages.is_under_pressure
     for request in machine.requests:
         request.set_flag(Flag.KV_PRESSURE, on=pressed)
+    decoding = [each for each in machine.requests if each.state is State.DECODE_READY]
+    if decoding:
+        machine.block_policy.allot(decoding)
 
 
 def stage_prefill(machine: Machine, request: RequestDescriptor) -> None:

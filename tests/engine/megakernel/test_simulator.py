@@ -4,6 +4,8 @@ import random
 
 import pytest
 from legato_engine.megakernel.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
+from legato_engine.megakernel.budget_policy import TokenBudgetPolicy
+from legato_engine.megakernel.costs import H200_MOONDREAM2
 from legato_engine.megakernel.descriptor import RequestDescriptor, State
 from legato_engine.megakernel.models import LookupProposer
 
@@ -16,6 +18,7 @@ POLICIES = (
     FixedBlockPolicy(4),
     FixedBlockPolicy(8),
     AdaptiveBlockPolicy(),
+    TokenBudgetPolicy(H200_MOONDREAM2),
 )
 
 

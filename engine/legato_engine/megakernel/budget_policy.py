@@ -1,0 +1,83 @@
+"""Block sizes beyond the seed: by what a token more is worth to the whole batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from legato_engine.megakernel.costs import CostTable
+from legato_engine.megakernel.descriptor import RequestDescriptor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenBudgetPolicy:
+    """Proposes as long as a proposed token brings the batch more than it costs.
+
+    What a request is believed to accept is estimated per token: a verify that accepted `n` and then
+    met a wrong one tried `n + 1` tokens, whatever the block was, and older verifies count `decay`
+    times less with each new one. The i-th token of a block with rate `a` stands with `a ** i`.
+    Tokens are given out, the likeliest first, up to where tokens committed a second are most.
+
+    Who gets none is in tier 0: it decodes plainly, and proposes one token after `probe_every` steps
+    to see whether that has changed.
+    """
+
+    costs: CostTable
+    max_block: int = 8
+    pressure_block: int = 2
+    decay: float = 0.97
+    prior_rate: float = 0.8
+    prior_weight: float = 8.0  # tokens
+    probe_every: int = 32  # steps
+
+    def begin(self, request: RequestDescriptor) -> None:
+        """Believe the prior, unless it has been here before."""
+        if request.tried_weight == 0.0:
+            request.tried_weight = self.prior_weight
+            request.accepted_weight = self.prior_rate * self.prior_weight
+
+    def update(self, request: RequestDescriptor, accepted: int, proposed: int) -> None:
+        """Learn from the tokens that were tried: those accepted, and the first wrong one."""
+        if proposed == 0:
+            return
+        tried = accepted + (accepted < proposed)
+        request.accepted_weight = self.decay * request.accepted_weight + accepted
+        request.tried_weight = self.decay * request.tried_weight + tried
+        request.ema_acceptance_rate = request.accepted_weight / request.tried_weight
+
+    def allot(self, requests: Sequence[RequestDescriptor]) -> None:
+        """Give every request its block for the coming verify."""
+        gains = sorted(
+            (-(_rate(request) ** depth), depth, index)
+            for index, request in enumerate(requests)
+            for depth in range(1, self._limit(request) + 1)
+        )
+        blocks = [0] * len(requests)
+        for _, _, index in gains[: self._best_count(len(requests), [-gain for gain, *_ in gains])]:
+            blocks[index] += 1
+        for request, block in zip(requests, blocks, strict=True):
+            request.current_block_size = block or self._probe(request)
+
+    def _best_count(self, num_rows: int, gains: Sequence[float]) -> int:
+        """How many of these tokens, the likeliest first, make tokens a second the most."""
+        committed, best, best_count = float(num_rows), 0.0, 0
+        for count in range(len(gains) + 1):
+            if count:
+                committed += gains[count - 1]
+            seconds = self.costs.step(num_rows + count) + self.costs.propose * count
+            if committed / seconds > best:
+                best, best_count = committed / seconds, count
+        return best_count
+
+    def _limit(self, request: RequestDescriptor) -> int:
+        most = self.pressure_block if request.under_pressure else self.max_block
+        return max(0, min(most, request.num_left - 1))
+
+    def _probe(self, request: RequestDescriptor) -> int:
+        """One token for who has not proposed for long."""
+        recent = request.block_size_history[-self.probe_every :]
+        return int(len(recent) == self.probe_every and not any(recent))
+
+
+def _rate(request: RequestDescriptor) -> float:
+    return request.accepted_weight / request.tried_weight
