@@ -46,6 +46,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="listen beyond loopback although there is no TLS and no authentication",
     )
+    add(
+        "--admin-listen",
+        metavar="ADDRESS",
+        default=service.admin_listen,
+        help="HOST:PORT or unix:PATH for AdminService, which is then on no other; without it "
+        "AdminService is on --listen, or off where other machines reach that (--insecure)",
+    )
     add("--model", default=engine.model, help="architecture to serve; null: made-up answers")
     add("--weights", default=engine.weights, help="folder or .safetensors file")
     add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 import msgspec
 from legato_engine.config import EngineConfig
+
+from legato_service import listener
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the service process is told at its start. Times are seconds, sizes bytes."""
 
     listen: str = "127.0.0.1:50051"  # host:port; port 0 takes any free one
+    admin_listen: str = ""  # host:port or unix:path for AdminService alone; empty: see `admin_on`
     insecure: bool = False  # allow a listener beyond loopback although nothing protects it
     engine: EngineConfig = EngineConfig()
     max_request_bytes: int = 16 * 1024 * 1024
@@ -28,32 +29,21 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
     @property
-    def host(self) -> str:
-        """The host part of `listen`, an IPv6 address without its brackets."""
-        return self.listen.rpartition(":")[0].strip("[]")
+    def admin_on(self) -> str:
+        """The address that AdminService is on; empty: on none.
+
+        Its own, else the main one, unless other machines reach that: nothing protects it there.
+        """
+        return self.admin_listen or (self.listen if listener.is_local(self.listen) else "")
 
 
 def check(config: ServiceConfig) -> None:
     """Raises `ValueError` for settings that no server should start with."""
-    host, _, port = config.listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"--listen takes HOST:PORT, not {config.listen!r}")
-    if not (config.insecure or _is_loopback(config.host)):
-        raise ValueError(
-            f"{config.host} is reachable from other machines and this server has no TLS and no "
-            "authentication; put it behind a proxy that has, or allow it with --insecure"
-        )
+    listener.check("--listen", config.listen, insecure=config.insecure, unix=False)
+    if config.admin_listen:
+        listener.check("--admin-listen", config.admin_listen, insecure=config.insecure, unix=True)
     for name in ("unary_deadline", "stream_deadline", "stall_timeout", "max_request_bytes"):
         if getattr(config, name) <= 0:
             raise ValueError(f"{name} must be positive")
     if config.drain_grace < 0:
         raise ValueError("drain_grace must not be negative")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

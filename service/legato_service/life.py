@@ -40,7 +40,9 @@ class Signals:
 async def serve(
     config: ServiceConfig, announcer: Announcer, make_engine: Callable[[], EngineClient]
 ) -> int:
-    """Serve until a signal says otherwise; the exit code. The engine is made within the loop.
+    """Serve until a signal or an operator's Drain says otherwise; the exit code.
+
+    The engine is made within the loop.
 
     0 after a drain, also one whose grace ran out; 1 when serving never began; 128 plus the signal's
     number when a second signal cut the drain short.
@@ -54,14 +56,17 @@ async def serve(
         log.error("cannot_listen", listen=config.listen, error=str(error))
         return EXIT_FAILED
     address = f"{config.listen.rpartition(':')[0]}:{port}"
+    _tell_admin(server)
+    obeying = asyncio.create_task(_drain_on(signals, server, config.drain_grace))
     try:
         await engine.start()
-        if not await _first_of(signals.first.wait(), _come_up(engine, address, announcer)):
+        if not await _first_of(server.drain_begun(), _come_up(engine, address, announcer)):
             log.error("engine_never_ready", attempts=START_ATTEMPTS)
             return EXIT_FAILED
         announcer.close()
-        return await _leave(server, signals, config.drain_grace)
+        return await _leave(server, signals)
     finally:
+        obeying.cancel()
         announcer.close()
         await server.stop()
         await engine.close()
@@ -80,9 +85,21 @@ async def _come_up(engine: EngineClient, address: str, announcer: Announcer) -> 
     return await asyncio.Event().wait()
 
 
-async def _leave(server: Server, signals: Signals, grace: float) -> int:
-    log.info("draining", in_flight=server.num_in_flight, grace=grace)
-    await _first_of(signals.second.wait(), server.drain(grace))
+def _tell_admin(server: Server) -> None:
+    if not server.admin_address:
+        log.warning("admin_off", reason="other machines reach --listen; name an --admin-listen")
+    else:
+        log.info("admin", address=server.admin_address)
+
+
+async def _drain_on(signals: Signals, server: Server, grace: float) -> None:
+    """The first signal begins to drain; where an operator's Drain did, it shortens the grace."""
+    await signals.first.wait()
+    server.begin_drain(grace)
+
+
+async def _leave(server: Server, signals: Signals) -> int:
+    await _first_of(signals.second.wait(), server.drained())
     if signals.second.is_set():
         log.warning("cut", in_flight=server.num_in_flight)
         return 128 + signals.number

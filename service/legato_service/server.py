@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from contextlib import suppress
+from collections.abc import Sequence
 
 import grpc
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from legato.v1 import (
     admin_pb2,
@@ -20,8 +20,10 @@ from legato.v1 import (
 )
 from legato_engine.blobs import BlobStore
 
+from legato_service import listener
 from legato_service.config import ServiceConfig
 from legato_service.dispatch import Dispatcher
+from legato_service.drain import Drain
 from legato_service.engine import Engine
 from legato_service.gate import Gate
 from legato_service.health import HealthServicer, Progress
@@ -31,9 +33,11 @@ from legato_service.picture import PictureIntake
 from legato_service.reflection import Descriptors, Reflection
 from legato_service.replies import Replies
 from legato_service.servicer import unimplemented
-from legato_service.servicer.admin import AdminServicer
+from legato_service.servicer.admin import AdminServicer, NoSessions, Sessions
 from legato_service.servicer.inference import InferenceServicer
 from legato_service.servicer.server import ServerServicer
+
+log = structlog.get_logger("legato.service")
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 _SERVER = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
@@ -50,49 +54,86 @@ _LAST_WRITES = 5.0  # seconds that answers already made get to leave, beyond the
 
 
 class Server:
-    """One listener in front of one engine. Made and used within the running event loop."""
+    """One engine's listeners: the main one, and where the settings say so one for the operator.
 
-    def __init__(self, config: ServiceConfig, engine: Engine, blobs: BlobStore) -> None:
+    Made and used within the running event loop.
+    """
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        engine: Engine,
+        blobs: BlobStore,
+        sessions: Sessions | None = None,
+    ) -> None:
         self._config = config
         self._engine = engine
         self._gate = Gate()
+        self._drain = Drain(self._gate)
         self.replies = Replies()
+        self.pictures = PictureIntake(
+            blobs,
+            max_bytes=config.max_request_bytes,
+            max_pixels=config.engine.max_image_pixels,
+        )
         progress = Progress(
             engine, stuck_after=config.stuck_after, silent_after=config.silent_after
         )
         self._health = HealthServicer(BUILT, progress)
         self._health_task: asyncio.Task[None] | None = None
-        self._grpc = grpc.aio.server(
-            interceptors=[Boundary(config.stall_timeout)], options=server_options(config)
+        self._grpc = self._listener()
+        self._admin_grpc = self._listener() if config.admin_listen else None
+        self.admin_address = ""  # where AdminService is, once started; empty: nowhere
+        admin = AdminServicer(
+            engine,
+            progress,
+            self._gate,
+            sessions or NoSessions(),
+            drain=self.begin_drain,
+            default_grace=config.drain_grace,
         )
-        self._add_services(blobs, progress)
+        self._add_services(admin)
         engine.subscribe(lambda _: self._health.update())
 
-    def _add_services(self, blobs: BlobStore, progress: Progress) -> None:
-        pictures = PictureIntake(
-            blobs,
-            max_bytes=self._config.max_request_bytes,
-            max_pixels=self._config.engine.max_image_pixels,
+    def _listener(self) -> grpc.aio.Server:
+        return grpc.aio.server(
+            interceptors=[Boundary(self._config.stall_timeout)],
+            options=server_options(self._config),
         )
+
+    def _add_services(self, admin: AdminServicer) -> None:
         inference = InferenceServicer(
-            Dispatcher(self._engine, pictures, self._gate),
+            Dispatcher(self._engine, self.pictures, self._gate),
             self.replies,
             unary_deadline=self._config.unary_deadline,
             stream_deadline=self._config.stream_deadline,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
+        admin_here = bool(self._config.admin_on) and self._admin_grpc is None
+        capabilities = ("admin",) if admin_here else ()
         server_pb2_grpc.add_ServerServiceServicer_to_server(
-            ServerServicer(self._config, self._engine), self._grpc
+            ServerServicer(self._config, self._engine, capabilities), self._grpc
         )
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminServicer(self._engine, progress), self._grpc
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        listed = (*BUILT, _ADMIN.full_name, _HEALTH.full_name)
-        reflection = Reflection(listed, Descriptors.of_contract())
         self._grpc.add_generic_rpc_handlers(
-            (*reflection.handlers(), *(unimplemented.handler(service) for service in _UNBUILT))
+            tuple(unimplemented.handler(service) for service in _UNBUILT)
         )
+        if admin_here:
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._grpc)
+        self._add_common((*BUILT, _ADMIN.full_name) if admin_here else BUILT, self._grpc)
+        if self._admin_grpc is not None:
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._admin_grpc)
+            self._add_common((_ADMIN.full_name,), self._admin_grpc)
+
+    def _add_common(self, services: Sequence[str], server: grpc.aio.Server) -> None:
+        """Health, and a reflection that lists what this listener has."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection = Reflection((*services, _HEALTH.full_name), Descriptors.of_contract())
+        server.add_generic_rpc_handlers(tuple(reflection.handlers()))
+
+    @property
+    def grace_left(self) -> float:
+        """Seconds until a drain cuts what still runs; infinite before one began."""
+        return self._drain.time_left
 
     @property
     def num_in_flight(self) -> int:
@@ -100,34 +141,50 @@ class Server:
         return len(self._gate)
 
     async def start(self) -> int:
-        """Listen; returns the port. Raises `OSError` when the address cannot be had."""
-        try:
-            port = self._grpc.add_insecure_port(self._config.listen)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {self._config.listen}") from error
+        """Listen; returns the main port. Raises `OSError` when an address cannot be had."""
+        address = listener.bind(self._grpc, self._config.listen)
+        if self._admin_grpc is not None:
+            self.admin_address = listener.bind(self._admin_grpc, self._config.admin_listen)
+            await self._admin_grpc.start()
+        elif self._config.admin_on:
+            self.admin_address = address
         await self._grpc.start()
         self._health.update()
         self._health_task = asyncio.create_task(
             self._health.keep_updated(self._config.health_interval), name="health"
         )
-        return port
+        return int(address.rpartition(":")[2])
+
+    def begin_drain(self, grace: float) -> None:
+        """Withdraw, refuse new work, and let what runs go on for `grace` seconds; returns at once.
+
+        Doing so again only shortens the grace.
+        """
+        self._health.withdraw()
+        self._engine.drain()
+        self._drain.begin(grace)
+        log.info("draining", in_flight=len(self._gate), grace=round(self._drain.time_left, 3))
+
+    async def drain_begun(self) -> bool:
+        """Wait until somebody begins to drain; true."""
+        return await self._drain.begun.wait()
+
+    async def drained(self) -> bool:
+        """Wait for the end of a drain; whether all that ran ended in time."""
+        return await self._drain.wait()
 
     async def drain(self, grace: float) -> bool:
-        """Withdraw, refuse new work, and wait for what runs; whether all of it ended in time."""
-        until = time.monotonic() + grace
-        self._health.withdraw()
-        self._gate.close()
-        self._engine.drain()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(until - time.monotonic(), 0)):
-                await self._gate.wait_empty()
-        return len(self._gate) == 0
+        """Begin to drain and wait for the end of it, as `drained`."""
+        self.begin_drain(grace)
+        return await self.drained()
 
     async def stop(self) -> None:
-        """Close the listener; answers already made still go out, all else is cut. Idempotent."""
+        """Close the listeners; answers already made still go out, all else is cut. Idempotent."""
         self._health.withdraw()
         self._health.close()
         if self._health_task is not None:
             self._health_task.cancel()
         drained = len(self._gate) == 0
-        await self._grpc.stop(_LAST_WRITES if drained else 0)
+        grace = _LAST_WRITES if drained else 0
+        servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
+        await asyncio.gather(*(server.stop(grace) for server in servers))

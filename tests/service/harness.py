@@ -16,6 +16,7 @@ from legato.v1 import admin_pb2_grpc, inference_pb2_grpc, media_pb2, server_pb2_
 from legato_engine.config import EngineConfig
 from legato_service.config import ServiceConfig
 from legato_service.server import Server
+from legato_service.servicer.admin import Sessions
 from PIL import Image
 
 from tests.service.fakes import FakeEngine
@@ -81,6 +82,7 @@ async def running(
     engine: FakeEngine | None = None,
     channel_options: Sequence[tuple[str, int | str]] = (),
     engine_settings: dict[str, Any] | None = None,
+    sessions: Sessions | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """Serve for the length of the block; settings are fields of the two configurations."""
@@ -89,7 +91,7 @@ async def running(
         engine=EngineConfig(**(engine_settings or {})),
         **{"listen": "127.0.0.1:0", "health_interval": 0.01, **settings},
     )
-    server = Server(config, engine, engine.blobs)
+    server = Server(config, engine, engine.blobs, sessions)
     port = await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options) as channel:

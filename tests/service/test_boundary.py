@@ -135,7 +135,6 @@ async def test_what_is_not_built_says_so():
                 iter([stream])
             ).read(),
             server.channel.stream_unary("/legato.v1.ImageService/PutImage")(unary),
-            server.channel.unary_unary("/legato.v1.AdminService/Abort")(b""),
         ]
         for call in calls:
             failed = await refusal(call)
@@ -188,6 +187,10 @@ async def test_a_client_may_ping_as_often_as_allowed():
         (["--listen", "example.org:1"], "--insecure"),
         (["--listen", "50051"], "HOST:PORT"),
         (["--listen", "127.0.0.1:70000"], "HOST:PORT"),
+        (["--admin-listen", "0.0.0.0:1"], "--insecure"),
+        (["--admin-listen", "50052"], "--admin-listen takes HOST:PORT"),
+        (["--admin-listen", "unix:"], "unix:PATH"),
+        (["--listen", "unix:/tmp/x"], "--listen takes HOST:PORT"),
         (["--max-running", "0"], "at least 1"),
         (["--threads", "-1"], "negative"),
         (["--drain-grace", "-1"], "negative"),

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from legato.v1 import inference_pb2, inference_pb2_grpc, task_pb2
+from google.protobuf import duration_pb2
+from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, task_pb2
 
 from tests.service.harness import refusal
 
@@ -114,6 +115,56 @@ async def test_an_engine_that_never_comes_up_is_given_up():
     async with service(engine=STILLBORN) as running:
         await running.line("engine_never_ready")
         assert await running.code() == 1
+
+
+def admin(channel):
+    """The admin service behind a channel."""
+    return admin_pb2_grpc.AdminServiceStub(channel)
+
+
+def drain_in(seconds):
+    """A Drain with that grace."""
+    return admin_pb2.DrainRequest(grace=duration_pb2.Duration(seconds=seconds))
+
+
+async def test_an_operators_drain_ends_the_process():
+    """Drain begins what SIGTERM begins: the process exits 0 once nothing runs."""
+    async with service() as running:
+        address = (await running.line("ready"))["address"]
+        async with grpc.aio.insecure_channel(address) as channel:
+            waiting = stub(channel).Generate(STREAM)
+            assert (await waiting.read()).HasField("started")
+            await admin(channel).Drain(drain_in(600))
+            assert (await running.line("draining"))["grace"] == 600
+            assert (await refusal(stub(channel).Query(question("hello")))).reason == "DRAINING"
+            waiting.cancel()
+            assert await running.code() == 0
+
+
+async def test_a_signal_shortens_an_operators_drain():
+    """The first signal is a drain of the server's own grace, and not yet the cut."""
+    async with service("--drain-grace", "0.2") as running:
+        address = (await running.line("ready"))["address"]
+        async with grpc.aio.insecure_channel(address) as channel:
+            waiting = stub(channel).Generate(STREAM)
+            assert (await waiting.read()).HasField("started")
+            await admin(channel).Drain(drain_in(600))
+            await running.line("draining")
+            running.process.send_signal(signal.SIGTERM)
+            assert (await running.line("draining"))["grace"] <= 0.2
+            assert await running.code() == 0
+
+
+async def test_an_open_listener_without_admin_says_so():
+    """A warning tells that AdminService is off, and how to have it."""
+    async with service("--listen", "0.0.0.0:0", "--insecure") as running:
+        assert "--admin-listen" in (await running.line("admin_off"))["reason"]
+
+
+async def test_the_admin_address_is_told(tmp_path):
+    """A line names where AdminService is."""
+    async with service("--admin-listen", f"unix:{tmp_path}/admin.sock") as running:
+        assert (await running.line("admin"))["address"] == f"unix:{tmp_path}/admin.sock"
 
 
 async def test_a_taken_port_fails_the_start():

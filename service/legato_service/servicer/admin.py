@@ -1,18 +1,21 @@
-"""AdminService: what the engine holds, for the operator."""
+"""AdminService: what the engine holds, what to stop, and when to leave; for the operator."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 from legato.v1 import admin_pb2 as pb
 from legato.v1 import admin_pb2_grpc
 from legato_engine.client import EngineState
+from legato_engine.errors import InvalidField
 
-from legato_service import convert_response
+from legato_service import call, convert_response
 from legato_service.dispatch import Context
 from legato_service.engine import Engine
+from legato_service.gate import Gate
 from legato_service.health import Progress
-from legato_service.servicer.unimplemented import refuse
 
 _STATES = {
     EngineState.STARTING: "starting",
@@ -22,12 +25,59 @@ _STATES = {
 }
 
 
-class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Tells what the last heartbeat said; never asks the engine, so it answers under any load."""
+class Sessions(Protocol):
+    """The sessions that are open."""
 
-    def __init__(self, engine: Engine, progress: Progress) -> None:
+    def __len__(self) -> int:
+        """How many."""
+        ...
+
+    def abort(self, session_id: str) -> bool:
+        """End the session of this id with all its work; whether there was one."""
+        ...
+
+    def abort_all(self) -> int:
+        """End all; how many there were."""
+        ...
+
+
+class NoSessions:
+    """None are ever open."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def abort(self, session_id: str) -> bool:
+        """There is none."""
+        return False
+
+    def abort_all(self) -> int:
+        """There are none."""
+        return 0
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Answers from what this process knows and never waits for the engine: under any load.
+
+    `drain` begins a drain with its grace in seconds, `default_grace` when the operator names none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        progress: Progress,
+        gate: Gate,
+        sessions: Sessions,
+        *,
+        drain: Callable[[float], None],
+        default_grace: float,
+    ) -> None:
         self._engine = engine
         self._progress = progress
+        self._gate = gate
+        self._sessions = sessions
+        self._drain = drain
+        self._default_grace = default_grace
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
         """Counts as of the last heartbeat; all zero while there is no engine."""
@@ -35,6 +85,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         response = pb.GetLoadResponse(
             running=load.running,
             waiting=load.waiting,
+            sessions=len(self._sessions),
             kv_used_ratio=load.pages_used / load.pages_total if load.pages_total else 0.0,
             engine_state=self._state(),
             engine_step=self._engine.step,
@@ -47,15 +98,58 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Not built."""
-        return await refuse("legato.v1.AdminService.Abort", context)
+        """Stop one request, one session, or all; calls that share a request count as one.
+
+        Ids are a tenant's own: an operator that names a tenant in its metadata means that one's,
+        any other means the id whosever it is.
+        """
+        target = request.WhichOneof("target")
+        if target == "session_id":
+            known = self._sessions.abort(_named(request, target))
+            return pb.AbortResponse(aborted=int(known))
+        if target == "request_id":
+            aborted, ended = self._gate.stop(_meaning(_named(request, target)))
+            return pb.AbortResponse(aborted=aborted, already_finished=ended)
+        if target == "all" and request.all:
+            aborted, _ = self._gate.stop(lambda _: True)
+            return pb.AbortResponse(aborted=aborted + self._sessions.abort_all())
+        if target == "all":
+            raise InvalidField("must be true", field="all")
+        raise InvalidField(
+            "one of request_id, session_id and all says what to stop", field="target"
+        )
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Not built; SIGTERM does it."""
-        return await refuse("legato.v1.AdminService.Drain", context)
+        """Begin to leave, as SIGTERM does; the counts are those of the last heartbeat."""
+        grace = self._default_grace
+        if request.HasField("grace"):
+            grace = request.grace.ToNanoseconds() / 1e9
+            if grace < 0:
+                raise InvalidField("must not be negative", field="grace")
+        self._drain(grace)
+        load = self._engine.load
+        return pb.DrainResponse(
+            running=load.running, waiting=load.waiting, sessions=len(self._sessions)
+        )
 
     def _state(self) -> str:
         """The contract's word for where the engine stands."""
         if self._engine.state is not EngineState.READY:
             return _STATES[self._engine.state]
         return "serving" if self._progress.is_ready(time.monotonic()) else "stuck"
+
+
+def _named(request: pb.AbortRequest, field: str) -> str:
+    name: str = getattr(request, field)
+    if not name:
+        raise InvalidField("must not be empty", field=field)
+    return name
+
+
+def _meaning(request_id: str) -> Callable[[str], bool]:
+    """Whether a scoped name is this request's."""
+    rpc = call.current()
+    if rpc.tenant:
+        scoped = rpc.scoped(request_id)
+        return lambda name: name == scoped
+    return lambda name: name.rpartition("/")[2] == request_id

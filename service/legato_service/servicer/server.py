@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import uuid
+from collections.abc import Sequence
 
 from legato.v1 import server_pb2 as pb
 from legato.v1 import server_pb2_grpc
@@ -17,15 +18,21 @@ from legato_service.engine import Engine
 
 CONTRACT_REVISION = 1  # grows by one with each released addition to the contract
 MINIMUM_CLIENT_REVISION = 1
-CAPABILITIES: tuple[str, ...] = ()  # words of `GetServerInfoResponse.capabilities`
+CAPABILITIES: tuple[str, ...] = ()  # what every such server has
 PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
 
 
 class ServerServicer(server_pb2_grpc.ServerServiceServicer):
-    """Answers about the server itself; needs no room in the engine."""
+    """Answers about the server itself; needs no room in the engine.
 
-    def __init__(self, config: ServiceConfig, engine: Engine) -> None:
+    `capabilities` are words of `GetServerInfoResponse.capabilities`, beside `CAPABILITIES`.
+    """
+
+    def __init__(
+        self, config: ServiceConfig, engine: Engine, capabilities: Sequence[str] = ()
+    ) -> None:
         self._config = config
+        self._capabilities = (*CAPABILITIES, *capabilities)
         self._engine = engine
         self._instance_id = str(uuid.uuid4())
 
@@ -40,7 +47,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             contract_revision=CONTRACT_REVISION,
             minimum_client_revision=MINIMUM_CLIENT_REVISION,
             limits=self._limits(self._engine.model),
-            capabilities=CAPABILITIES,
+            capabilities=self._capabilities,
         )
 
     async def ListModels(
