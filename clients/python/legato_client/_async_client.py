@@ -242,7 +242,7 @@ class AsyncClient:
 
     def _open(self) -> grpc.aio.Channel:
         if self._channel is None:
-            options = _channel.channel_options(self._max_message_bytes)
+            options = _channel.channel_options(self._max_message_bytes, self._target)
             if self._credentials is None:
                 self._channel = grpc.aio.insecure_channel(self._target, options=options)
             else:

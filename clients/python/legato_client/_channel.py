@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from typing import Any
 
 from google.protobuf.message import Message
 
+from legato_client import _service_config
 from legato_client._errors import Busy, InvalidArgument, LegatoError
 from legato_client._version import version
 from legato_client._wire import to_bytes
@@ -17,30 +17,10 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT = 60.0  # seconds, unary
 DEFAULT_STREAM_TIMEOUT = 600.0  # seconds, Generate from start to end
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = _service_config.max_attempts()
 
 Metadata = tuple[tuple[str, str], ...]
 ChannelOptions = tuple[tuple[str, Any], ...]
-
-# gRPC retries a stream only while no response has begun, so one policy serves every method.
-SERVICE_CONFIG = {
-    "methodConfig": [
-        {
-            "name": [
-                {"service": "legato.v1.InferenceService"},
-                {"service": "legato.v1.ServerService"},
-            ],
-            "retryPolicy": {
-                "maxAttempts": MAX_ATTEMPTS,
-                "initialBackoff": "0.05s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ],
-    "retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1},
-}
 
 
 def default_target() -> str:
@@ -48,10 +28,10 @@ def default_target() -> str:
     return os.environ.get("LEGATO_SERVER") or DEFAULT_TARGET
 
 
-def channel_options(max_message_bytes: int) -> ChannelOptions:
-    """GRPC channel arguments."""
+def channel_options(max_message_bytes: int, target: str = "") -> ChannelOptions:
+    """GRPC channel arguments for a channel to `target`."""
     return (
-        ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+        ("grpc.service_config", _service_config.of_target(target)),
         ("grpc.enable_retries", 1),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),

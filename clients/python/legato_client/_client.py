@@ -49,7 +49,7 @@ class Client:
         self._stream_timeout = stream_timeout
         self._metadata = _channel.call_metadata(token, metadata)
         self._max_message_bytes = max_message_bytes
-        channel_options = _channel.channel_options(max_message_bytes)
+        channel_options = _channel.channel_options(max_message_bytes, target)
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=channel_options)
         else:
