@@ -6,6 +6,8 @@ import contextvars
 import grpc
 import pytest
 import structlog
+from hypothesis import given
+from hypothesis import strategies as st
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine import errors
 from legato_service import call
@@ -349,3 +351,85 @@ async def test_a_fingerprint_is_of_method_and_bytes():
         assert await fingerprint("/a", data) == await fingerprint("/a", bytes(size))
         assert await fingerprint("/a", data) != await fingerprint("/b", data)
         assert await fingerprint("/a", data) != await fingerprint("/a", data + b"1")
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["ask", "ask", "leave", "end", "fail"]), st.integers(0, 5)),
+    max_size=30,
+)
+
+
+class Walk:
+    """Callers that come and go at random, and what became of the work they share."""
+
+    def __init__(self):
+        self.replies = Replies()
+        self.live: dict[str, asyncio.Future[inference_pb2.QueryResponse]] = {}
+        self.callers: list[tuple[str, asyncio.Task[inference_pb2.QueryResponse]]] = []
+
+    def ask(self, number):
+        """One of two names, asked one of two things."""
+        name, content = "ab"[number % 2], b"!?"[number // 3 :][:1]
+
+        async def work(caller):
+            assert name not in self.live, "two runs of one name"
+            self.live[name] = asyncio.get_running_loop().create_future()
+            try:
+                await self.live[name]
+            finally:
+                del self.live[name]
+            return inference_pb2.QueryResponse(answer=f"{name}{content.decode()}")
+
+        asked = self.replies.once(name, content, work, Waiter())
+        self.callers.append((f"{name}{content.decode()}", asyncio.create_task(asked)))
+
+    def leave(self, number):
+        """A caller goes."""
+        if self.callers:
+            self.callers[number % len(self.callers)][1].cancel()
+
+    def end(self, number, error=None):
+        """A run ends."""
+        future = self.live.get("ab"[number % 2])
+        if future is None or future.done():
+            return
+        if error is None:
+            future.set_result(reply())
+        else:
+            future.set_exception(error)
+
+    async def settle(self):
+        """Let everybody take notice; work lives only while somebody waits for it."""
+        for _ in range(6):
+            await asyncio.sleep(0)
+        waiting = sum(not task.done() for _, task in self.callers)
+        assert self.replies.num_waiting == waiting
+        assert bool(self.live) == bool(waiting)
+
+
+async def walk(drawn):
+    """Take the steps, then end what runs."""
+    call.CURRENT.set(call.Call("test"))
+    world = Walk()
+    for what, number in drawn:
+        if what == "fail":
+            world.end(number, errors.EngineLost("died"))
+        else:
+            getattr(world, what)(number)
+        await world.settle()
+    world.end(0)
+    world.end(1)
+    await world.settle()
+    assert not world.live
+    for expected, task in world.callers:
+        assert task.done()
+        if not task.cancelled() and task.exception() is None:
+            assert task.result().answer == expected
+        elif not task.cancelled():
+            assert isinstance(task.exception(), (DuplicateRequest, errors.EngineLost))
+
+
+@given(drawn=steps)
+def test_any_walk_gives_everybody_the_answer_to_its_own_question(drawn):
+    """Whoever comes, goes, ends and fails: one run a name, none without a caller, no mix-up."""
+    asyncio.run(walk(drawn))
