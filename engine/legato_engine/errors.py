@@ -3,6 +3,7 @@
     LegatoError
     ├── InvalidRequest            the caller must change the request
     │   ├── InvalidField          a field is missing, out of range, or contradicts another
+    │   ├── SessionProtocol       a session message came out of order
     │   ├── ImageUndecodable      not an image, truncated, mislabelled, zero-sized
     │   ├── ImageTooLarge         over the pixel or byte limit, known from its header
     │   └── PromptTooLong         prompt and max_tokens do not fit the context or the KV pool
@@ -50,6 +51,10 @@ class InvalidRequest(LegatoError):
 
 class InvalidField(InvalidRequest):
     """A field is missing, out of range, or contradicts another."""
+
+
+class SessionProtocol(InvalidRequest):
+    """A session message came out of order."""
 
 
 class ImageUndecodable(InvalidRequest):

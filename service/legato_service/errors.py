@@ -31,6 +31,10 @@ class DuplicateRequest(errors.LegatoError):
     """A request with this id is in flight; only the service raises this."""
 
 
+class SessionsFull(errors.Busy):
+    """As many sessions are open as may be; only the service raises this."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """One line of the table.
@@ -104,6 +108,7 @@ def _subject(error: errors.LegatoError) -> str:
 _C = grpc.StatusCode
 TABLE: dict[type[errors.LegatoError], Row] = {
     errors.InvalidRequest: Row(_C.INVALID_ARGUMENT, "INVALID_FIELD", _bad_request),
+    errors.SessionProtocol: Row(_C.INVALID_ARGUMENT, "SESSION_PROTOCOL", _bad_request),
     errors.ImageUndecodable: Row(_C.INVALID_ARGUMENT, "IMAGE_UNDECODABLE", _bad_request),
     errors.ImageTooLarge: Row(_C.INVALID_ARGUMENT, "IMAGE_TOO_LARGE", _bad_request),
     errors.PromptTooLong: Row(_C.INVALID_ARGUMENT, "PROMPT_TOO_LONG", _bad_request),
