@@ -97,6 +97,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--max-image-pixels", type=_positive, default=engine.max_image_pixels)
     add("--max-request-bytes", type=_positive, default=service.max_request_bytes)
+    add("--max-sessions", type=_positive, default=service.max_sessions, help="open at a time")
+    add(
+        "--max-session-age",
+        metavar="SECONDS",
+        type=float,
+        default=service.max_session_age,
+        help="after which a session is told to go away",
+    )
     add(
         "--drain-grace",
         metavar="SECONDS",

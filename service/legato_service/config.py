@@ -19,6 +19,9 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     unary_deadline: float = 60.0  # for calls that bring none
     stream_deadline: float = 600.0
     stall_timeout: float = 30.0  # how long a peer may take no message of its stream
+    max_sessions: int = 1000
+    max_session_age: float = 3600.0  # then it is told to go away
+    session_open_timeout: float = 10.0  # how long a session may be silent before it opens
     stuck_after: float = 30.0  # pending work without a step for so long: not serving
     silent_after: float = 5.0  # no heartbeat for so long: not serving
     health_interval: float = 0.25
@@ -42,7 +45,14 @@ def check(config: ServiceConfig) -> None:
     listener.check("--listen", config.listen, insecure=config.insecure, unix=False)
     if config.admin_listen:
         listener.check("--admin-listen", config.admin_listen, insecure=config.insecure, unix=True)
-    for name in ("unary_deadline", "stream_deadline", "stall_timeout", "max_request_bytes"):
+    for name in (
+        "unary_deadline",
+        "stream_deadline",
+        "stall_timeout",
+        "max_request_bytes",
+        "max_sessions",
+        "max_session_age",
+    ):
         if getattr(config, name) <= 0:
             raise ValueError(f"{name} must be positive")
     if config.drain_grace < 0:

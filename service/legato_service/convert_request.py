@@ -154,18 +154,20 @@ def task(message: task_pb2.Task, path: str) -> core.TaskSpec:
     return _KINDS[kind](getattr(message, kind), f"{path}.{kind}.")
 
 
-def tasks(messages: Sequence[task_pb2.Task]) -> list[core.TaskSpec]:
-    """The tasks of RunTasks: 1 to 32, their ids distinct."""
-    if not 1 <= len(messages) <= MAX_TASKS:
+def tasks(
+    messages: Sequence[task_pb2.Task], field: str = "tasks", *, least: int = 1
+) -> list[core.TaskSpec]:
+    """The tasks of one request: `least` to 32, their ids distinct."""
+    if not least <= len(messages) <= MAX_TASKS:
         raise InvalidField(
-            f"1 to {MAX_TASKS} tasks", field="tasks", limit=MAX_TASKS, actual=len(messages)
+            f"{least} to {MAX_TASKS} tasks", field=field, limit=MAX_TASKS, actual=len(messages)
         )
     seen: set[str] = set()
     for index, message in enumerate(messages):
         if message.task_id and message.task_id in seen:
-            raise InvalidField("task ids must differ", field=f"tasks[{index}].task_id")
+            raise InvalidField("task ids must differ", field=f"{field}[{index}].task_id")
         seen.add(message.task_id)
-    return [task(message, f"tasks[{index}]") for index, message in enumerate(messages)]
+    return [task(message, f"{field}[{index}]") for index, message in enumerate(messages)]
 
 
 def sampling(message: task_pb2.Sampling, path: str = "") -> core.SamplingParams:

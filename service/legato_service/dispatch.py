@@ -94,16 +94,24 @@ class Dispatcher:
             admitted.deadline = rpc.deadline = time.monotonic() + left
             yield admitted
 
+    def model(self, name: str) -> ModelInfo:
+        """The model of this name, empty for the default one.
+
+        Raises `EngineStarting` or `ModelNotFound`.
+        """
+        model = self._engine.model
+        if model is None:
+            raise EngineStarting("the model is loading")
+        if name not in ("", model.name):
+            raise ModelNotFound(f"this server serves {model.name}", resource=name)
+        return model
+
     def check(self, request: core.Request, path: str = "") -> ModelInfo:
         """The model that will answer; `path` leads to the request's field `sampling`.
 
         Raises `EngineStarting`, `ModelNotFound` or `InvalidField`.
         """
-        model = self._engine.model
-        if model is None:
-            raise EngineStarting("the model is loading")
-        if request.model not in ("", model.name):
-            raise ModelNotFound(f"this server serves {model.name}", resource=request.model)
+        model = self.model(request.model)
         asked = request.sampling.max_tokens
         if asked is not None and asked > model.max_output_tokens:
             raise InvalidField(

@@ -6,14 +6,18 @@ import asyncio
 import math
 from contextlib import suppress
 
+from legato_engine.errors import Draining
+
 from legato_service.gate import Gate
+from legato_service.session.registry import SessionRegistry
 
 
 class Drain:
     """Begun once; to begin again only shortens the grace. Belongs to one event loop."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, sessions: SessionRegistry) -> None:
         self._gate = gate
+        self._sessions = sessions
         self._end = math.inf  # of the grace, on the loop's clock
         self._timeout: asyncio.Timeout | None = None  # of the wait under way
         self.begun = asyncio.Event()
@@ -27,6 +31,7 @@ class Drain:
         """Let nobody in any more; those inside have `grace` seconds, or what is left of them."""
         self._end = min(self._end, asyncio.get_running_loop().time() + grace)
         self._gate.close()
+        self._sessions.go_away(self.time_left, Draining("the server is shutting down"))
         self.begun.set()
         if self._timeout is not None:
             self._timeout.reschedule(self._end)
@@ -37,7 +42,8 @@ class Drain:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(self._end) as self._timeout:
+                    await self._sessions.wait_empty()
                     await self._gate.wait_empty()
         finally:
             self._timeout = None
-        return len(self._gate) == 0
+        return len(self._gate) + len(self._sessions) == 0

@@ -17,6 +17,7 @@ from legato.v1 import (
     server_pb2,
     server_pb2_grpc,
     session_pb2,
+    session_pb2_grpc,
 )
 from legato_engine.blobs import BlobStore
 
@@ -33,9 +34,12 @@ from legato_service.picture import PictureIntake
 from legato_service.reflection import Descriptors, Reflection
 from legato_service.replies import Replies
 from legato_service.servicer import unimplemented
-from legato_service.servicer.admin import AdminServicer, NoSessions, Sessions
+from legato_service.servicer.admin import AdminServicer, Sessions
 from legato_service.servicer.inference import InferenceServicer
 from legato_service.servicer.server import ServerServicer
+from legato_service.servicer.session import SessionServicer
+from legato_service.session.registry import SessionRegistry
+from legato_service.session.session import SessionLimits
 
 log = structlog.get_logger("legato.service")
 
@@ -43,11 +47,9 @@ _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 _SERVER = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
-_UNBUILT = (
-    session_pb2.DESCRIPTOR.services_by_name["SessionService"],
-    image_pb2.DESCRIPTOR.services_by_name["ImageService"],
-)
-BUILT = (_INFERENCE.full_name, _SERVER.full_name)
+_SESSION = session_pb2.DESCRIPTOR.services_by_name["SessionService"]
+_UNBUILT = (image_pb2.DESCRIPTOR.services_by_name["ImageService"],)
+BUILT = (_INFERENCE.full_name, _SESSION.full_name, _SERVER.full_name)
 """Services that have a readiness of their own."""
 
 _LAST_WRITES = 5.0  # seconds that answers already made get to leave, beyond the drain's grace
@@ -69,7 +71,9 @@ class Server:
         self._config = config
         self._engine = engine
         self._gate = Gate()
-        self._drain = Drain(self._gate)
+        self.sessions = SessionRegistry(config.max_sessions)
+        self._drain = Drain(self._gate, self.sessions)
+        self._engine_drain: asyncio.Task[None] | None = None
         self.replies = Replies()
         self.pictures = PictureIntake(
             blobs,
@@ -88,7 +92,7 @@ class Server:
             engine,
             progress,
             self._gate,
-            sessions or NoSessions(),
+            self.sessions if sessions is None else sessions,
             drain=self.begin_drain,
             default_grace=config.drain_grace,
         )
@@ -102,13 +106,17 @@ class Server:
         )
 
     def _add_services(self, admin: AdminServicer) -> None:
+        dispatcher = Dispatcher(self._engine, self.pictures, self._gate)
         inference = InferenceServicer(
-            Dispatcher(self._engine, self.pictures, self._gate),
+            dispatcher,
             self.replies,
             unary_deadline=self._config.unary_deadline,
             stream_deadline=self._config.stream_deadline,
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(
+            SessionServicer(dispatcher, self.sessions, self._session_limits()), self._grpc
+        )
         admin_here = bool(self._config.admin_on) and self._admin_grpc is None
         capabilities = ("admin",) if admin_here else ()
         server_pb2_grpc.add_ServerServiceServicer_to_server(
@@ -134,6 +142,14 @@ class Server:
     def grace_left(self) -> float:
         """Seconds until a drain cuts what still runs; infinite before one began."""
         return self._drain.time_left
+
+    def _session_limits(self) -> SessionLimits:
+        return SessionLimits(
+            open_timeout=self._config.session_open_timeout,
+            patience=self._config.stall_timeout,
+            frame_deadline=self._config.unary_deadline,
+            max_age=self._config.max_session_age,
+        )
 
     @property
     def num_in_flight(self) -> int:
@@ -161,9 +177,15 @@ class Server:
         Doing so again only shortens the grace.
         """
         self._health.withdraw()
-        self._engine.drain()
         self._drain.begin(grace)
+        if self._engine_drain is None:
+            self._engine_drain = asyncio.create_task(self._drain_engine(), name="engine drain")
         log.info("draining", in_flight=len(self._gate), grace=round(self._drain.time_left, 3))
+
+    async def _drain_engine(self) -> None:
+        """Frames that sessions took are the engine's to answer until the sessions have gone."""
+        await self.sessions.wait_empty()
+        self._engine.drain()
 
     async def drain_begun(self) -> bool:
         """Wait until somebody begins to drain; true."""
@@ -184,7 +206,9 @@ class Server:
         self._health.close()
         if self._health_task is not None:
             self._health_task.cancel()
-        drained = len(self._gate) == 0
+        if self._engine_drain is not None:
+            self._engine_drain.cancel()
+        drained = len(self._gate) + len(self.sessions) == 0
         grace = _LAST_WRITES if drained else 0
         servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
         await asyncio.gather(*(server.stop(grace) for server in servers))

@@ -12,7 +12,13 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2_grpc
-from legato.v1 import admin_pb2_grpc, inference_pb2_grpc, media_pb2, server_pb2_grpc
+from legato.v1 import (
+    admin_pb2_grpc,
+    inference_pb2_grpc,
+    media_pb2,
+    server_pb2_grpc,
+    session_pb2_grpc,
+)
 from legato_engine.config import EngineConfig
 from legato_service.config import ServiceConfig
 from legato_service.server import Server
@@ -60,6 +66,11 @@ class Running:
     def inference(self) -> Any:
         """A stub of InferenceService."""
         return inference_pb2_grpc.InferenceServiceStub(self.channel)
+
+    @property
+    def sessions(self) -> Any:
+        """A stub of SessionService."""
+        return session_pb2_grpc.SessionServiceStub(self.channel)
 
     @property
     def info(self) -> Any:

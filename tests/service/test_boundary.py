@@ -128,12 +128,9 @@ async def test_a_bug_is_told_to_the_log_only():
 
 async def test_what_is_not_built_says_so():
     """RPCs of the contract that this server lacks are UNIMPLEMENTED with a plain status."""
-    stream, unary = b"", iter([b""])
+    unary = iter([b""])
     async with running() as server:
         calls = [
-            server.channel.stream_stream("/legato.v1.SessionService/Session")(
-                iter([stream])
-            ).read(),
             server.channel.stream_unary("/legato.v1.ImageService/PutImage")(unary),
         ]
         for call in calls:

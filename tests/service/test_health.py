@@ -36,7 +36,7 @@ async def test_readiness_follows_the_engine(service):
 async def test_a_service_that_is_not_here_is_not_found():
     """Check says NOT_FOUND, Watch says SERVICE_UNKNOWN."""
     async with running() as server:
-        assert (await refusal(check(server, "legato.v1.SessionService"))).code is (
+        assert (await refusal(check(server, "legato.v1.NobodyService"))).code is (
             grpc.StatusCode.NOT_FOUND
         )
         call = server.health.Watch(health_pb2.HealthCheckRequest(service="nobody"))

@@ -39,6 +39,7 @@ async def test_services_are_listed(name):
         "legato.v1.AdminService",
         "legato.v1.InferenceService",
         "legato.v1.ServerService",
+        "legato.v1.SessionService",
     ]
 
 

@@ -12,7 +12,7 @@ async def test_limits_are_those_that_hold():
     """What is advertised is what the server was started with and what the model says."""
     settings = {"max_image_pixels": 1234, "max_running": 3, "max_waiting": 5}
     async with running(
-        engine_settings=settings, max_request_bytes=4321, unary_deadline=7.5
+        engine_settings=settings, max_request_bytes=4321, unary_deadline=7.5, max_sessions=9
     ) as server:
         info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
     limits = info.limits
@@ -20,6 +20,8 @@ async def test_limits_are_those_that_hold():
     assert (limits.max_running, limits.max_waiting) == (3, 5)
     assert (limits.max_context_tokens, limits.max_output_tokens) == (2048, 512)
     assert limits.default_deadline.ToMilliseconds() == 7500
+    assert limits.max_sessions == 9
+    assert "sessions" in info.capabilities
     assert info.name == "legato"
     assert info.version
     assert info.instance_id

@@ -41,21 +41,6 @@ class Sessions(Protocol):
         ...
 
 
-class NoSessions:
-    """None are ever open."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def abort(self, session_id: str) -> bool:
-        """There is none."""
-        return False
-
-    def abort_all(self) -> int:
-        """There are none."""
-        return 0
-
-
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Answers from what this process knows and never waits for the engine: under any load.
 
@@ -134,6 +119,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     def _state(self) -> str:
         """The contract's word for where the engine stands."""
+        if self._gate.closed:
+            return "draining"
         if self._engine.state is not EngineState.READY:
             return _STATES[self._engine.state]
         return "serving" if self._progress.is_ready(time.monotonic()) else "stuck"

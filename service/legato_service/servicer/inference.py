@@ -15,8 +15,8 @@ from legato_engine.messages import Done
 
 from legato_service import call, convert_request, convert_response
 from legato_service.dispatch import Caller, Context, Dispatcher, answer, follow
+from legato_service.event_stream import EventStream
 from legato_service.replies import Replies, Reply, fingerprint
-from legato_service.servicer.event_stream import EventStream
 from legato_service.servicer.task_run import TaskRun
 
 Skill = TypeVar(

@@ -18,7 +18,7 @@ from legato_service.engine import Engine
 
 CONTRACT_REVISION = 1  # grows by one with each released addition to the contract
 MINIMUM_CLIENT_REVISION = 1
-CAPABILITIES: tuple[str, ...] = ()  # what every such server has
+CAPABILITIES: tuple[str, ...] = ("sessions",)  # what every such server has
 PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
 
 
@@ -83,6 +83,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             max_output_tokens=model.max_output_tokens if model else 0,
             max_running=self._config.engine.max_running,
             max_waiting=self._config.engine.max_waiting,
+            max_sessions=self._config.max_sessions,
             default_deadline=convert_response.duration(self._config.unary_deadline),
         )
 

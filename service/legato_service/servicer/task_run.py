@@ -6,42 +6,18 @@ import time
 from contextlib import ExitStack
 
 import msgspec
-import structlog
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import media_pb2, task_pb2
 from legato_engine import core
-from legato_engine.errors import (
-    Busy,
-    DeadlineExceeded,
-    ImageNotFound,
-    ImageTooLarge,
-    ImageUndecodable,
-    InternalError,
-    LegatoError,
-    Preempted,
-    Unavailable,
-)
+from legato_engine.errors import LegatoError
 from legato_engine.messages import Done, ModelInfo
 
 from legato_service import call, convert_request, convert_response
 from legato_service.dispatch import Caller, Dispatcher, answer, started
 from legato_service.engine import Stream
-from legato_service.errors import failure
 from legato_service.gate import Admitted
+from legato_service.one_picture import SHARED_FAILURES, held_name, task_result
 from legato_service.picture import InlinePicture, Picture
-
-log = structlog.get_logger("legato.rpc")
-
-SHARED_FAILURES = (
-    Busy,
-    DeadlineExceeded,
-    ImageNotFound,
-    ImageTooLarge,
-    ImageUndecodable,
-    Preempted,
-    Unavailable,
-)
-"""What is about the server, the picture or all tasks fails the call; the rest only its task."""
 
 
 class TaskRun:
@@ -129,17 +105,10 @@ class TaskRun:
             stamp=stamp,
         )
         results = [
-            self._result(task_id, each)
+            task_result(task_id, each, self._request_id)
             for task_id, each in zip(self._task_ids, outcomes, strict=True)
         ]
         return pb.RunTasksResponse(results=results, info=info)
-
-    def _result(self, task_id: str, ended: Done | LegatoError) -> task_pb2.TaskResult:
-        if isinstance(ended, Done):
-            return convert_response.task_result(task_id, ended)
-        if isinstance(ended, InternalError):
-            log.error("internal_error", request_id=self._request_id, exc_info=ended)
-        return convert_response.task_error(task_id, failure(ended, self._request_id).status)
 
     def _check_picture(self, index: int, asked: core.Request) -> None:
         """Without a picture, tasks that need one fail by themselves."""
@@ -148,8 +117,7 @@ class TaskRun:
 
 async def _held(stream: Stream, deadline: float) -> core.CachedImage | None:
     """The name of the picture that `stream` brought into the engine; None when it is not held."""
-    image = (await started(stream, deadline)).image
-    return core.CachedImage(image_id=image.image_id) if image and image.image_id else None
+    return held_name(await started(stream, deadline))
 
 
 async def _ended(begun: Stream | LegatoError, deadline: float) -> Done | LegatoError:

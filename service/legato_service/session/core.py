@@ -30,21 +30,21 @@ from legato_service.session.terms import Cause, Policy, Terms
 
 MAX_UNREAD = 4096  # notices: more are due only to a client that sends and does not read
 
-Worked = TypeVar("Worked", bound=Frame, contravariant=True)
+Worked_contra = TypeVar("Worked_contra", bound=Frame, contravariant=True)
 
 
-class Workers(Protocol[Worked]):
+class Workers(Protocol[Worked_contra]):
     """Who runs frames. Answers through `SessionCore.taken`, `report` and `ended`, never at once."""
 
-    def start(self, frame: Worked) -> None:
+    def start(self, frame: Worked_contra) -> None:
         """Take the frame's picture in, and run its tasks."""
         ...
 
-    def stop(self, frame: Worked, index: int) -> None:
+    def stop(self, frame: Worked_contra, index: int) -> None:
         """Have this task end now, with what it has."""
         ...
 
-    def abort(self, frame: Worked) -> None:
+    def abort(self, frame: Worked_contra) -> None:
         """Forget the frame; what is still said of it is not heard."""
         ...
 
@@ -70,6 +70,7 @@ class SessionCore(Generic[F]):
         self._half_closed = False
         self._starved_since: float | None = None
         self.num_frames = 0
+        self.num_must_run = 0
         self.dropped: collections.Counter[Cause] = collections.Counter()
 
     # ------------------------------------------------------------ what can be asked
@@ -113,6 +114,7 @@ class SessionCore(Generic[F]):
             raise ClientTooSlow(f"{MAX_UNREAD} messages are unread", limit=MAX_UNREAD)
         self._last_sequence = frame.sequence
         self.num_frames += 1
+        self.num_must_run += frame.must_run
         self._open[frame.sequence] = frame
         if self._going:
             self._drop(frame, Cause.GOING_AWAY)

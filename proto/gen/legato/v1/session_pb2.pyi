@@ -72,6 +72,8 @@ class _DropReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DropReason
     """It came beyond the credits, or its results were not read in time."""
     DROP_REASON_CANCELLED: _DropReason.ValueType  # 4
     """The client cancelled it."""
+    DROP_REASON_GOING_AWAY: _DropReason.ValueType  # 5
+    """It came after `go_away`, or still waited when the time was over."""
 
 class DropReason(_DropReason, metaclass=_DropReasonEnumTypeWrapper):
     """Why a frame got no results. More values may be added."""
@@ -86,6 +88,8 @@ DROP_REASON_OVERLOADED: DropReason.ValueType  # 3
 """It came beyond the credits, or its results were not read in time."""
 DROP_REASON_CANCELLED: DropReason.ValueType  # 4
 """The client cancelled it."""
+DROP_REASON_GOING_AWAY: DropReason.ValueType  # 5
+"""It came after `go_away`, or still waited when the time was over."""
 Global___DropReason: _TypeAlias = DropReason  # noqa: Y015
 
 @_typing.final
@@ -126,8 +130,11 @@ class SessionOpen(_message.Message):
 
     @_builtins.property
     def max_frame_age(self) -> _duration_pb2.Duration:
-        """Older frames are dropped (TOO_OLD) instead of answered late. Measured from `FrameStamp.capture_time`, or from
-        arrival where that is absent. Absent or zero: no bound.
+        """Older frames are dropped (TOO_OLD) instead of answered late, be it before they run, while they run, or
+        while their results wait; a frame that has a result told goes on. Measured from `FrameStamp.capture_time`,
+        or from arrival where that is absent. The caller's clock is trusted as long as the quickest frame so far
+        seems to have taken at least no time, and less than this; otherwise ages count from that frame's delay.
+        Absent or zero: no bound.
         """
 
     @_builtins.property
@@ -170,7 +177,9 @@ class Frame(_message.Message):
     skip_standing_tasks: _builtins.bool
     """True: run only `extra_tasks`."""
     must_run: _builtins.bool
-    """True: never drop this frame, whatever the policy and its age."""
+    """True: never drop this frame, whatever the policy and its age, and do not stop it for a newer one. Holds for
+    frames within the credits.
+    """
     @_builtins.property
     def stamp(self) -> _media_pb2.FrameStamp:
         """Echoed in the results. Its `sequence` names the frame and must be greater than that of every frame before it, else
@@ -213,7 +222,9 @@ class CancelFrame(_message.Message):
     sequence: _builtins.int
     """The frame of this `FrameStamp.sequence`: it ends `dropped`, CANCELLED, or with partial results if it runs."""
     task_id: _builtins.str
-    """All running tasks of this id: their results come partial, with FINISH_REASON_CANCELLED."""
+    """All running tasks of this id: their results come partial, with FINISH_REASON_CANCELLED. Empty names
+    none.
+    """
     def __init__(
         self,
         *,
@@ -343,7 +354,7 @@ class SessionOpened(_message.Message):
     model: _builtins.str
     """The model that answers, by its name."""
     frame_credits: _builtins.int
-    """Frames the client may send now."""
+    """Frames that may be neither accepted nor dropped; see `accepted`."""
     max_in_flight: _builtins.int
     """Frames worked on at a time."""
     contract_revision: _builtins.int
@@ -381,7 +392,7 @@ class FrameAccepted(_message.Message):
     sequence: _builtins.int
     """The frame."""
     frame_credits: _builtins.int
-    """Frames the client may send now: the new total, not an increment."""
+    """Frames that may be neither accepted nor dropped: the new total, not an increment."""
     def __init__(
         self,
         *,
@@ -411,7 +422,7 @@ class FrameDropped(_message.Message):
     reason: Global___DropReason.ValueType
     """Why."""
     frame_credits: _builtins.int
-    """Frames the client may send now: the new total, not an increment."""
+    """Frames that may be neither accepted nor dropped: the new total, not an increment."""
     dropped_total: _builtins.int
     """Frames dropped since the session opened, this one included."""
     def __init__(

@@ -1,0 +1,65 @@
+"""SessionService: admit, open, and let the session speak."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from legato.v1 import session_pb2 as pb
+from legato.v1 import session_pb2_grpc
+from legato_engine.errors import SessionProtocol
+
+from legato_service import call
+from legato_service.dispatch import Context, Dispatcher
+from legato_service.servicer.server import CONTRACT_REVISION
+from legato_service.session.registry import SessionRegistry
+from legato_service.session.session import Session, SessionLimits
+
+
+class SessionServicer(session_pb2_grpc.SessionServiceServicer):
+    """Long conversations about frames."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, registry: SessionRegistry, limits: SessionLimits
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._registry = registry
+        self._limits = limits
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> AsyncIterator[pb.SessionResponse]:
+        """Frames in, results out. Only a deadline of the client's bounds the whole of it."""
+        rpc = call.current()
+        if rpc.request_id in self._registry:
+            rpc.rename()
+        session_id = rpc.request_id
+        # None without a deadline, whatever the typing of grpc says.
+        left: float | None = context.time_remaining()
+        deadline = rpc.deadline = math.inf if left is None else time.monotonic() + left
+        with self._registry.place(session_id):
+            opening = await self._opening(request_iterator)
+            session = Session(
+                session_id, opening, self._dispatcher, deadline, self._limits, CONTRACT_REVISION
+            )
+            # Also when the handler never gets to run its `finally`.
+            context.add_done_callback(lambda _: session.release())  # type: ignore[arg-type]  # a nominal type in the stubs
+            self._registry.opened(session_id, session)
+            async with aclosing(session.messages(request_iterator)) as messages:
+                async for message in messages:
+                    yield message
+
+    async def _opening(self, requests: AsyncIterator[pb.SessionRequest]) -> pb.SessionOpen:
+        """The first message. Raises `SessionProtocol` when it is another, or does not come."""
+        timeout = self._limits.open_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                first = await anext(requests, None)
+        except TimeoutError:
+            raise SessionProtocol(f"no `open` within {timeout:g} s", field="open") from None
+        if first is None or first.WhichOneof("message") != "open":
+            raise SessionProtocol("the first message is `open`", field="open")
+        return first.open

@@ -1,0 +1,160 @@
+"""A client of one session over the wire, which holds the server to one outcome for each frame."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from legato.v1 import media_pb2, session_pb2, task_pb2
+
+from tests.grammar import Grammar
+from tests.service.harness import Running, picture, refusal
+
+DETECT = task_pb2.Task(task_id="cups", detect=task_pb2.DetectTask(object="cup"))
+QUERY = task_pb2.Task(task_id="count", query=task_pb2.QueryTask(question="How many?"))
+PICTURE = picture()
+
+
+def opening(**fields: Any) -> session_pb2.SessionOpen:
+    """A valid opening with one standing task, and these fields."""
+    return session_pb2.SessionOpen(**{"standing_tasks": [DETECT], **fields})
+
+
+class SessionClient:
+    """Reads all the time, in a task of its own; what it read is in the lists below."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.opened: session_pb2.SessionOpened | None = None
+        self.messages: list[session_pb2.SessionResponse] = []
+        self.sent: dict[int, media_pb2.FrameStamp] = {}
+        self.accepted: list[int] = []
+        self.results: dict[int, list[task_pb2.TaskResult]] = collections.defaultdict(list)
+        self.whole: set[int] = set()
+        self.dropped: dict[int, session_pb2.FrameDropped] = {}
+        self.deltas: dict[tuple[int, str], Grammar] = collections.defaultdict(Grammar)
+        self._news = asyncio.Event()
+        self._reading = asyncio.Event()
+        self._reading.set()
+        self._reader = asyncio.create_task(self._read())
+
+    # ------------------------------------------------------------ saying
+
+    async def say(self, **fields: Any) -> None:
+        """Send a message."""
+        await self.call.write(session_pb2.SessionRequest(**fields))
+
+    async def frame(self, sequence: int, **fields: Any) -> None:
+        """Send a frame with a small picture."""
+        stamp = fields.pop("stamp", media_pb2.FrameStamp(frame_id="cam", sequence=sequence))
+        self.sent[sequence] = stamp
+        await self.say(frame=session_pb2.Frame(stamp=stamp, **{"image": PICTURE, **fields}))
+
+    async def done(self) -> None:
+        """Half-close."""
+        await self.call.done_writing()
+
+    def pause(self) -> None:
+        """Read nothing for now."""
+        self._reading.clear()
+
+    def resume(self) -> None:
+        """Read on."""
+        self._reading.set()
+
+    # ------------------------------------------------------------ hearing
+
+    async def hear(self, condition: Callable[[], object]) -> None:
+        """Return once `condition` holds; AssertionError when the session ends before."""
+        while not condition():
+            assert not self._reader.done(), f"it ended with {await self.code()}"
+            self._news.clear()
+            waiting = asyncio.ensure_future(self._news.wait())
+            await asyncio.wait({waiting, self._reader}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+
+    async def outcome(self, *sequences: int) -> None:
+        """Return once these frames have theirs."""
+        await self.hear(lambda: set(sequences) <= self.whole | set(self.dropped))
+
+    def kinds(self) -> list[str | None]:
+        """What came, in order."""
+        return [message.WhichOneof("message") for message in self.messages]
+
+    async def end(self) -> None:
+        """Wait for the end, which must be OK, with one outcome for each frame."""
+        await self._reader
+        assert await self.call.code() is grpc.StatusCode.OK
+        self.balance()
+
+    def balance(self) -> None:
+        """Each frame that was sent has one outcome."""
+        assert self.whole | set(self.dropped) == set(self.sent)
+
+    async def failure(self) -> Any:
+        """Wait for the end, which must be a failure."""
+        return await refusal(self._reader)
+
+    async def code(self) -> Any:
+        """Its status."""
+        return await self.call.code()
+
+    # ------------------------------------------------------------ the reader
+
+    async def _read(self) -> None:
+        while True:
+            await self._reading.wait()
+            message = await self.call.read()
+            if message is grpc.aio.EOF:
+                if await self.call.code() is not grpc.StatusCode.OK:
+                    await self.call  # raises
+                return
+            self._check(message)
+            self._news.set()
+
+    def _check(self, message: session_pb2.SessionResponse) -> None:
+        assert message.index == len(self.messages)
+        self.messages.append(message)
+        kind = message.WhichOneof("message")
+        assert (kind == "opened") == (message.index == 0)
+        if kind == "opened":
+            self.opened = message.opened
+        elif kind == "accepted":
+            assert message.accepted.sequence not in self.whole | set(self.dropped)
+            self.accepted.append(message.accepted.sequence)
+        elif kind == "dropped":
+            sequence = message.dropped.sequence
+            assert sequence not in set(self.results) | set(self.dropped)
+            self.dropped[sequence] = message.dropped
+            assert message.dropped.dropped_total == len(self.dropped)
+        elif kind == "delta":
+            grammar = self.deltas[message.delta.sequence, message.delta.task_id]
+            grammar.feed(message.delta.event)
+        elif kind == "result":
+            self._check_result(message.result)
+
+    def _check_result(self, message: session_pb2.FrameResult) -> None:
+        sequence = message.stamp.sequence
+        assert message.stamp == self.sent[sequence]
+        assert sequence not in self.whole | set(self.dropped)
+        self.results[sequence].append(message.result)
+        if message.last_for_frame:
+            self.whole.add(sequence)
+
+
+@asynccontextmanager
+async def session(server: Running, **fields: Any) -> AsyncIterator[SessionClient]:
+    """An open session; what is left of it at the end is cancelled."""
+    client = SessionClient(server.sessions.Session())
+    await client.say(open=opening(**fields))
+    await client.hear(lambda: client.opened is not None)
+    try:
+        yield client
+    finally:
+        client.call.cancel()
+        client._reader.cancel()
+        await asyncio.wait({client._reader})
