@@ -9,10 +9,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2
 from legato.v1 import media_pb2, session_pb2, task_pb2
 
 from tests.grammar import Grammar
-from tests.service.harness import Running, picture, refusal
+from tests.service.fakes import FakeEngine, answer
+from tests.service.harness import Running, picture, refusal, until
 
 DETECT = task_pb2.Task(task_id="cups", detect=task_pb2.DetectTask(object="cup"))
 QUERY = task_pb2.Task(task_id="count", query=task_pb2.QueryTask(question="How many?"))
@@ -29,7 +32,7 @@ class SessionClient:
 
     def __init__(self, call: Any) -> None:
         self.call = call
-        self.opened: session_pb2.SessionOpened | None = None
+        self.opened = session_pb2.SessionOpened()
         self.messages: list[session_pb2.SessionResponse] = []
         self.sent: dict[int, media_pb2.FrameStamp] = {}
         self.accepted: list[int] = []
@@ -151,10 +154,42 @@ async def session(server: Running, **fields: Any) -> AsyncIterator[SessionClient
     """An open session; what is left of it at the end is cancelled."""
     client = SessionClient(server.sessions.Session())
     await client.say(open=opening(**fields))
-    await client.hear(lambda: client.opened is not None)
+    await client.hear(lambda: client.messages)
     try:
         yield client
     finally:
         client.call.cancel()
         client._reader.cancel()
         await asyncio.wait({client._reader})
+
+
+def seconds(value: float) -> duration_pb2.Duration:
+    """A duration."""
+    message = duration_pb2.Duration()
+    message.FromMilliseconds(round(value * 1000))
+    return message
+
+
+def reason_of(result: task_pb2.TaskResult) -> str:
+    """The reason of a failed task."""
+    info = error_details_pb2.ErrorInfo()
+    assert any(detail.Unpack(info) for detail in result.error.details)
+    return info.reason
+
+
+async def settled(server: Running) -> None:
+    """Nothing is held any more: no session, no request, no picture."""
+    await until(lambda: server.server.num_in_flight == 0 and len(server.server.sessions) == 0)
+    assert not server.engine.streams
+    assert len(server.engine.blobs) == 0
+
+
+async def begun(server: Running, count: int = 1) -> None:
+    """So many requests have reached the engine."""
+    await until(lambda: len(server.engine.requests) >= count)
+
+
+def answer_all(engine: FakeEngine) -> None:
+    """What the engine holds, it answers."""
+    for stream in list(engine.streams.values()):
+        answer(engine, stream)

@@ -118,7 +118,7 @@ class Drive:
 
     def read(self) -> list[object]:
         """All that the client may be told now."""
-        messages = []
+        messages: list[object] = []
         while (message := self.core.next(self.now)) is not None:
             self.ledger.check(message, self.now)
             messages.append(message)
