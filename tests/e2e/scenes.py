@@ -6,7 +6,7 @@ import dataclasses
 import io
 from typing import Any
 
-from legato.v1 import inference_pb2, media_pb2, task_pb2
+from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
 from legato_client import Box
 from PIL import Image, ImageDraw
 
@@ -84,6 +84,17 @@ def long_stream(
     task = task_pb2.Task(query=task_pb2.QueryTask(question="hello"), sampling=LONG_ANSWER)
     task.sampling.max_tokens = max_tokens
     return inference_pb2.GenerateRequest(task=task, **fields)
+
+
+def session_of(asked: inference_pb2.GenerateRequest) -> list[session_pb2.SessionRequest]:
+    """The same as the one frame of a session."""
+    frame = session_pb2.Frame(
+        stamp=media_pb2.FrameStamp(sequence=1), image=asked.image, extra_tasks=[asked.task]
+    )
+    return [
+        session_pb2.SessionRequest(open=session_pb2.SessionOpen(stream_deltas=True)),
+        session_pb2.SessionRequest(frame=frame),
+    ]
 
 
 def _area(box: Box) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, session_pb2_grpc
 from legato_engine.blobs import blob_folder
 
 from tests.service.harness import Refusal, read_refusal
@@ -58,6 +58,7 @@ class Server:
         # No retry policy: the tests see the first answer of the server, whatever it is.
         self.channel = grpc.insecure_channel(self.address)
         self.inference: Any = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.sessions: Any = session_pb2_grpc.SessionServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)
         until(self.is_serving)
@@ -128,7 +129,7 @@ class Server:
 
     @staticmethod
     def _is_idle(load: admin_pb2.GetLoadResponse) -> bool:
-        return load.running + load.waiting == 0 and load.kv_used_ratio == 0
+        return load.running + load.waiting + load.sessions == 0 and load.kv_used_ratio == 0
 
     # ------------------------------------------------------------ what it is made of
 

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,12 +12,13 @@ import grpc
 import pytest
 from legato.v1 import inference_pb2, media_pb2
 
-from tests.e2e.scenes import huge, long_query, long_stream, two_shapes
+from tests.e2e.scenes import huge, long_query, long_stream, session_of, two_shapes
 from tests.e2e.server import ENVIRONMENT, Server, until
 
 DEADLINE = 1.0  # seconds; every state below lasts longer, and is reached sooner
 SCENE = two_shapes()
 VICTIM = two_shapes(offset=20)  # never kept, so that it has to be decoded each time
+OFFSETS = itertools.cycle(range(21, 60))  # a session keeps its pictures, so each has its own
 PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
 BLOCKERS = 8  # pictures that keep the two preprocess threads busy beyond the deadline
 
@@ -68,10 +70,14 @@ class Caller:
 
     def __init__(self, server, rpc, *, deadline):
         self._deadline = deadline
-        self._is_stream = rpc == "Generate"
+        self._is_stream = rpc != "Query"
+        timeout = DEADLINE if deadline else None
+        if rpc == "Session":
+            self._call = server.sessions.Session(iter(session_of(request(rpc))), timeout=timeout)
+            return
         method = getattr(server.inference, rpc)
         start = method if self._is_stream else method.future
-        self._call = start(request(rpc), timeout=DEADLINE if deadline else None)
+        self._call = start(request(rpc), timeout=timeout)
 
     def is_gone(self):
         """Whether it ended."""
@@ -120,14 +126,15 @@ CALLERS: dict[str, Callable[[Server, str], Caller | Process]] = {
 def request(rpc):
     """A long answer about a picture."""
     ask = long_query if rpc == "Query" else long_stream
-    asked = ask(image=VICTIM.message())
+    scene = two_shapes(offset=next(OFFSETS)) if rpc == "Session" else VICTIM
+    asked = ask(image=scene.message())
     asked.options.cache_image = False
     return asked
 
 
 @pytest.mark.parametrize("way", CALLERS)
 @pytest.mark.parametrize("scene", [idle, occupied, decoding_pictures])
-@pytest.mark.parametrize("rpc", ["Query", "Generate"])
+@pytest.mark.parametrize("rpc", ["Query", "Generate", "Session"])
 def test_nothing_is_left_behind(narrow, slow_picture, rpc, scene, way):
     """The engine drops the request, keeps the others, holds nothing at the end, and serves on."""
     with scene(narrow, slow_picture) as (reached, afterwards):

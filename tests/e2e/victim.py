@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import grpc
-from legato.v1 import inference_pb2, inference_pb2_grpc
+from legato.v1 import inference_pb2, inference_pb2_grpc, session_pb2_grpc
+
+from tests.e2e.scenes import session_of
 
 
 def main() -> None:
@@ -16,9 +19,15 @@ def main() -> None:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         if rpc == "Query":
             stub.Query(inference_pb2.QueryRequest.FromString(data))
+            return
+        asked = inference_pb2.GenerateRequest.FromString(data)
+        stream: Iterable[object]
+        if rpc == "Generate":
+            stream = stub.Generate(asked)
         else:
-            for _ in stub.Generate(inference_pb2.GenerateRequest.FromString(data)):
-                pass
+            stream = session_pb2_grpc.SessionServiceStub(channel).Session(iter(session_of(asked)))
+        for _ in stream:
+            pass
 
 
 if __name__ == "__main__":
