@@ -9,8 +9,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from legato_client import _service_config
-from legato_client._errors import Busy, InvalidArgument, LegatoError
-from legato_client._version import version
+from legato_client._errors import Busy, InvalidArgument
+from legato_client._version import CONTRACT_REVISION, version
 from legato_client._wire import to_bytes
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -18,6 +18,7 @@ DEFAULT_TIMEOUT = 60.0  # seconds, unary
 DEFAULT_STREAM_TIMEOUT = 600.0  # seconds, Generate from start to end
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_ATTEMPTS = _service_config.max_attempts()
+COMMON_REQUEST_BYTES = 4 * 1024 * 1024  # what any gRPC server takes unless it was told otherwise
 
 Metadata = tuple[tuple[str, str], ...]
 ChannelOptions = tuple[tuple[str, Any], ...]
@@ -28,7 +29,7 @@ def default_target() -> str:
     return os.environ.get("LEGATO_SERVER") or DEFAULT_TARGET
 
 
-def channel_options(max_message_bytes: int, target: str = "") -> ChannelOptions:
+def channel_options(max_message_bytes: int, target: str) -> ChannelOptions:
     """GRPC channel arguments for a channel to `target`."""
     return (
         ("grpc.service_config", _service_config.of_target(target)),
@@ -45,11 +46,17 @@ def channel_options(max_message_bytes: int, target: str = "") -> ChannelOptions:
     )
 
 
-def call_metadata(token: str | None, extra: Metadata) -> Metadata:
+def call_metadata(
+    token: str | None, priority: int | None, tenant: str | None, extra: Metadata
+) -> Metadata:
     """Headers of every call; keys in lower case as gRPC demands."""
-    own: Metadata = (("legato-client", f"python/{version()}"),)
+    own: Metadata = (("legato-client", f"python/{version()}/{CONTRACT_REVISION}"),)
     if token:
         own += (("authorization", f"Bearer {token}"),)
+    if priority is not None:
+        own += (("legato-priority", str(priority)),)
+    if tenant is not None:
+        own += (("legato-tenant", tenant),)
     return own + extra
 
 
@@ -60,13 +67,18 @@ def serialize(request: Message, limit: int) -> bytes:
     RESOURCE_EXHAUSTED without details, which looks like load.
     """
     data = to_bytes(request)
-    if len(data) > limit:
-        raise InvalidArgument(
-            f"the request has {len(data)} bytes, the limit is {limit}",
-            reason="IMAGE_TOO_LARGE",
-            metadata={"limit": str(limit), "actual": str(len(data))},
-        )
+    check_size(len(data), limit)
     return data
+
+
+def check_size(num_bytes: int, limit: int) -> None:
+    """Raise InvalidArgument for a request of more than `limit` bytes."""
+    if num_bytes > limit:
+        raise InvalidArgument(
+            f"the request has {num_bytes} bytes, the limit is {limit}",
+            reason="IMAGE_TOO_LARGE",
+            metadata={"limit": str(limit), "actual": str(num_bytes)},
+        )
 
 
 class Deadline:
@@ -80,12 +92,12 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
-def busy_delay(error: LegatoError, attempt: int, time_left: float) -> float | None:
+def busy_delay(error: Busy, attempt: int, time_left: float) -> float | None:
     """Seconds to wait before attempt `attempt` + 1, or None when the error must be raised.
 
     gRPC itself retries UNAVAILABLE; a busy server is asked again only when it says when.
     """
-    if not isinstance(error, Busy) or error.retry_after is None:
+    if error.retry_after is None:
         return None
     if attempt >= MAX_ATTEMPTS or error.retry_after >= time_left:
         return None

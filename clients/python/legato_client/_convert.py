@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 
 from google.protobuf import duration_pb2
-from legato.v1 import geometry_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
+from legato.v1 import geometry_pb2, image_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
 
 from legato_client import _errors, _events, _server, _types
 from legato_client._errors import LegatoError
+from legato_client._images import HeldImage
 
 TaskOutcome = _types.Result | LegatoError
 
@@ -98,12 +100,25 @@ def server_info(response: server_pb2.GetServerInfoResponse) -> _server.ServerInf
             default_deadline=_seconds(limits.default_deadline),
         ),
         capabilities=tuple(response.capabilities),
+        shm_namespace=response.shm_namespace,
     )
 
 
 def models(response: server_pb2.ListModelsResponse) -> tuple[tuple[_server.ModelInfo, ...], str]:
     """One page of served models and the token of the next page, empty at the end."""
     return tuple(map(_model, response.models)), response.next_page_token
+
+
+def held_image(response: image_pb2.PutImageResponse) -> HeldImage:
+    """The value of a PutImage answer."""
+    image, expires = response.image, None
+    if response.HasField("expire_time"):
+        expires = response.expire_time.ToDatetime(datetime.UTC)
+    return HeldImage(image.image_id, image.width, image.height, expires)
+
+
+def nothing(response: image_pb2.DeleteImageResponse) -> None:
+    """The value of an answer that says nothing but OK."""
 
 
 def _model(message: server_pb2.Model) -> _server.ModelInfo:

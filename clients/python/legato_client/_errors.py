@@ -1,21 +1,28 @@
 """Every failure a call can end in.
 
     LegatoError
-    ├── InvalidArgument        change the request; `field_violations` says where
-    ├── NotFound               model, adapter or image unknown here
-    ├── AlreadyExists          the request id names another request
-    ├── FailedPrecondition     this server cannot do the task
-    ├── ResourceExhausted      a limit of the transport or of a proxy
-    │   └── Busy               queue full or quota used up; `retry_after` says when to come back
-    ├── DeadlineExceeded       the deadline passed, or could not be met
+    ├── InvalidArgument          change the request; `field_violations` says where
+    │   └── SessionProtocol      a session message came out of order
+    ├── NotFound                 model or adapter unknown here
+    │   └── ImageNotFound        the picture is not held (any more): send it again
+    ├── AlreadyExists
+    │   └── DuplicateRequest     the request id names another request
+    ├── FailedPrecondition       this server cannot do the task
+    │   ├── ClientTooOld         it no longer serves clients of this version
+    │   └── SharedMemoryRefused  it cannot read this shared memory: send the bytes
+    ├── ResourceExhausted        a limit of the transport or of a proxy
+    │   └── Busy                 queue full; `retry_after` says when to come back
+    │       └── QuotaExceeded    the caller's own share is used up
+    ├── DeadlineExceeded         the deadline passed, or could not be met
     ├── Cancelled
-    ├── Aborted                this client read too slowly, or the work was preempted
-    ├── Unavailable            starting, draining, engine lost, or nobody listens
-    │   └── IncompleteStream   a stream ended without its `Finished`
-    ├── Unimplemented          this server was not built with that call
+    ├── Aborted                  this client read too slowly, or a shared frame was overwritten
+    │   └── Preempted            an operator stopped it
+    ├── Unavailable              starting, draining, engine lost, or nobody listens
+    │   └── IncompleteStream     a stream ended before it was complete
+    ├── Unimplemented            this server was not built with that call
     ├── Unauthenticated
     ├── PermissionDenied
-    └── InternalError          a bug of the server
+    └── InternalError            a bug of the server
 
 `reason` is finer than the class and stable: "QUEUE_FULL", "IMAGE_TOO_LARGE", "ENGINE_LOST", ...
 """
@@ -84,22 +91,42 @@ class InvalidArgument(LegatoError):
     code = "INVALID_ARGUMENT"
 
 
+class SessionProtocol(InvalidArgument):
+    """A session message came out of order, or a frame's sequence did not grow."""
+
+
 class NotFound(LegatoError):
     """A named model, adapter or image does not exist on this server."""
 
     code = "NOT_FOUND"
 
 
+class ImageNotFound(NotFound):
+    """The picture is not held, or not any more: send it again."""
+
+
 class AlreadyExists(LegatoError):
-    """The request id names another request."""
+    """What was named exists already."""
 
     code = "ALREADY_EXISTS"
+
+
+class DuplicateRequest(AlreadyExists):
+    """The request id names a request of other content, or a stream."""
 
 
 class FailedPrecondition(LegatoError):
     """This server cannot do that, whatever the arguments."""
 
     code = "FAILED_PRECONDITION"
+
+
+class ClientTooOld(FailedPrecondition):
+    """The server serves newer clients only; `metadata` holds both contract revisions."""
+
+
+class SharedMemoryRefused(FailedPrecondition):
+    """The server cannot read this shared memory: send the bytes."""
 
 
 class ResourceExhausted(LegatoError):
@@ -110,6 +137,10 @@ class ResourceExhausted(LegatoError):
 
 class Busy(ResourceExhausted):
     """The server is full or a quota is used up: come back later."""
+
+
+class QuotaExceeded(Busy):
+    """The caller's own share is used up."""
 
 
 class DeadlineExceeded(LegatoError):
@@ -125,9 +156,13 @@ class Cancelled(LegatoError):
 
 
 class Aborted(LegatoError):
-    """The server gave the call up: the client read too slowly, or the work was preempted."""
+    """The server gave the call up: the client read too slowly, or a shared frame was torn."""
 
     code = "ABORTED"
+
+
+class Preempted(Aborted):
+    """An operator stopped the request."""
 
 
 class Unavailable(LegatoError):
@@ -137,7 +172,7 @@ class Unavailable(LegatoError):
 
 
 class IncompleteStream(Unavailable):
-    """A stream ended, or skipped an event, without its `Finished`."""
+    """A stream ended, or skipped a message, before it was complete."""
 
 
 class Unimplemented(LegatoError):
@@ -167,7 +202,15 @@ class InternalError(LegatoError):
 _BY_CODE: dict[str, type[LegatoError]] = {cls.code: cls for cls in LegatoError.__subclasses__()}
 _BY_CODE |= {"OUT_OF_RANGE": InvalidArgument, "UNKNOWN": InternalError, "DATA_LOSS": InternalError}
 _CODE_NAMES = {int(code.value[0]): code.name for code in grpc.StatusCode}
-_BUSY_REASONS = frozenset({"QUEUE_FULL", "QUOTA_EXCEEDED"})
+_BY_REASON: dict[str, type[LegatoError]] = {
+    "DUPLICATE_REQUEST": DuplicateRequest,
+    "IMAGE_NOT_FOUND": ImageNotFound,
+    "PREEMPTED": Preempted,
+    "QUEUE_FULL": Busy,
+    "QUOTA_EXCEEDED": QuotaExceeded,
+    "SESSION_PROTOCOL": SessionProtocol,
+    "SHM_REFUSED": SharedMemoryRefused,
+}
 
 
 class _Failure(Protocol):
@@ -202,10 +245,7 @@ def from_status(status: status_pb2.Status, request_id: str = "") -> LegatoError:
         for message in (info, request, bad_request):
             detail.Unpack(message)  # leaves the message alone when the type differs
     code = _CODE_NAMES.get(status.code, "UNKNOWN")
-    cls = _BY_CODE.get(code, LegatoError)
-    if cls is ResourceExhausted and (info.reason in _BUSY_REASONS or retry_after is not None):
-        cls = Busy
-    return cls(
+    return _class_of(code, info.reason, retry_after is not None)(
         status.message or code,
         code=code,
         reason=info.reason,
@@ -216,6 +256,15 @@ def from_status(status: status_pb2.Status, request_id: str = "") -> LegatoError:
         ),
         retry_after=retry_after,
     )
+
+
+def _class_of(code: str, reason: str, says_when: bool) -> type[LegatoError]:
+    """The code decides, and a reason that belongs to it is finer."""
+    by_code = _BY_CODE.get(code, LegatoError)
+    by_reason = _BY_REASON.get(reason, by_code)
+    if issubclass(by_reason, by_code) and by_reason is not by_code:
+        return by_reason
+    return Busy if by_code is ResourceExhausted and says_when else by_code
 
 
 def _unpacked(packed: str | bytes | None) -> status_pb2.Status:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
-from legato.v1 import inference_pb2, server_pb2
+from legato.v1 import image_pb2, inference_pb2, server_pb2
 
 from legato_client import _convert, _events
 from legato_client._errors import IncompleteStream
@@ -26,6 +26,7 @@ class Method(Generic[ResponseT, ValueT]):
 
 
 _INFERENCE = "/legato.v1.InferenceService/"
+_IMAGE = "/legato.v1.ImageService/"
 _SERVER = "/legato.v1.ServerService/"
 
 QUERY = Method(_INFERENCE + "Query", inference_pb2.QueryResponse, _convert.query)
@@ -35,6 +36,8 @@ POINT = Method(_INFERENCE + "Point", inference_pb2.PointResponse, _convert.point
 SEGMENT = Method(_INFERENCE + "Segment", inference_pb2.SegmentResponse, _convert.segment)
 RUN_TASKS = Method(_INFERENCE + "RunTasks", inference_pb2.RunTasksResponse, _convert.run_tasks)
 GENERATE = Method(_INFERENCE + "Generate", inference_pb2.GenerateResponse, _convert.event)
+PUT_IMAGE = Method(_IMAGE + "PutImage", image_pb2.PutImageResponse, _convert.held_image)
+DELETE_IMAGE = Method(_IMAGE + "DeleteImage", image_pb2.DeleteImageResponse, _convert.nothing)
 GET_SERVER_INFO = Method(
     _SERVER + "GetServerInfo", server_pb2.GetServerInfoResponse, _convert.server_info
 )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from legato_client._errors import ClientTooOld, SharedMemoryRefused
+from legato_client._version import CONTRACT_REVISION
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -21,7 +24,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Identity, contract revision and limits of a server."""
+    """Identity, contract revision and limits of a server.
+
+    `shm_namespace` names its host's shared memory; empty where it reads none.
+    """
 
     name: str
     version: str
@@ -30,6 +36,7 @@ class ServerInfo:
     minimum_client_revision: int
     limits: Limits
     capabilities: tuple[str, ...]
+    shm_namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +48,31 @@ class ModelInfo:
     tasks: tuple[str, ...]
     streaming_regions: bool
     max_context_tokens: int
+
+
+UNKNOWN = ServerInfo("", "", "", 0, 0, Limits(0, 0, 0, 0, 0, 0, 0, 0.0), ())
+"""A server that does not speak of itself."""
+
+
+def check_client(info: ServerInfo) -> None:
+    """Raise ClientTooOld where the server has left this client's contract behind."""
+    if info.minimum_client_revision > CONTRACT_REVISION:
+        raise ClientTooOld(
+            f"the server needs clients of contract revision {info.minimum_client_revision} or "
+            f"newer, this one knows {CONTRACT_REVISION}: upgrade the package legato",
+            metadata={
+                "limit": str(info.minimum_client_revision),
+                "actual": str(CONTRACT_REVISION),
+            },
+        )
+
+
+def check_shared_memory(info: ServerInfo, own_namespace: str) -> None:
+    """Raise SharedMemoryRefused where the server cannot read this host's shared memory."""
+    if info.shm_namespace == own_namespace:
+        return
+    if info.shm_namespace:
+        why = f"the server's shared memory is {info.shm_namespace}, this host's is {own_namespace}"
+    else:
+        why = "the server reads no shared memory"
+    raise SharedMemoryRefused(f"{why}: send the bytes", reason="SHM_REFUSED")

@@ -1,6 +1,8 @@
-"""The version of the installed distribution."""
+"""The version of the installed distribution, and of the contract it knows."""
 
 from importlib import metadata
+
+CONTRACT_REVISION = 1  # as the service's own constant; a test compares them
 
 
 def version() -> str:

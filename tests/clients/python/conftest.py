@@ -1,9 +1,10 @@
-"""A running fake server for each test that asks for one."""
+"""A running fake server for each test that asks for one, and both faces of the client."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.clients.python.face import Face
 from tests.clients.python.fake_server import FakeServer
 
 
@@ -12,3 +13,9 @@ def server():
     """A scripted server."""
     with FakeServer() as fake:
         yield fake
+
+
+@pytest.fixture(params=["sync", "async"])
+def client(request, server):
+    """Either face, connected to the scripted server."""
+    return Face(request.param, server.target, 20.0)

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
 from concurrent import futures
 from typing import Any
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
 from legato.v1 import (
     geometry_pb2,
+    image_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
     media_pb2,
@@ -22,6 +21,9 @@ from legato.v1 import (
     server_pb2_grpc,
     task_pb2,
 )
+
+from tests.clients.python.failures import Failure, failure
+from tests.clients.python.fake_images import FakeImages
 
 INFO = inference_pb2.ResponseInfo(
     request_id="r-1",
@@ -35,45 +37,6 @@ BOX = geometry_pb2.Box(x_min=0.25, y_min=0.5, x_max=0.75, y_max=1.0)
 CAT = geometry_pb2.DetectedObject(box=BOX, label="cat")
 NOSE = geometry_pb2.PointedObject(point=geometry_pb2.Point(x=0.5, y=0.25), label="nose")
 OUTLINE = geometry_pb2.Outline(path="M 0 0 L 1 0 L 1 1 z", box=BOX, label="cat", coarse=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """A status to end a call with; `trailers` go beside the packed details."""
-
-    code: grpc.StatusCode
-    message: str = "no"
-    details: tuple[Message, ...] = ()
-    trailers: tuple[tuple[str, str | bytes], ...] = ()
-
-    def status(self) -> status_pb2.Status:
-        """The google.rpc.Status of this failure."""
-        status = status_pb2.Status(code=self.code.value[0], message=self.message)
-        for detail in self.details:
-            packed = any_pb2.Any()
-            packed.Pack(detail)
-            status.details.append(packed)
-        return status
-
-    def abort(self, context: grpc.ServicerContext) -> None:
-        """End the call."""
-        trailers = self.trailers
-        if self.details:
-            trailers += (("grpc-status-details-bin", self.status().SerializeToString()),)
-        context.set_trailing_metadata(trailers)
-        context.abort(self.code, self.message)
-
-
-def failure(code: grpc.StatusCode, reason: str, *more: Message, **metadata: str) -> Failure:
-    """A failure as Legato sends it: ErrorInfo, RequestInfo and more details."""
-    info = error_details_pb2.ErrorInfo(reason=reason, domain="legato", metadata=metadata)
-    return Failure(code, details=(info, error_details_pb2.RequestInfo(request_id="r-9"), *more))
-
-
-def retry_info(seconds: float) -> error_details_pb2.RetryInfo:
-    """When to come back."""
-    delay = duration_pb2.Duration(nanos=int(seconds * 1e9))
-    return error_details_pb2.RetryInfo(retry_delay=delay)
 
 
 def events(
@@ -143,7 +106,8 @@ class FakeServer(
 
     A scripted reply is a message, a list of stream messages, or a `Failure`. `requests` holds
     (method, request, metadata) of every call, `num_completed` counts streams sent to their end,
-    `stream_ended` is set when one ended in any way. In RunTasks the task "broken" fails.
+    `stream_ended` is set when one ended in any way. In RunTasks the task "broken" fails. `images`
+    holds what was uploaded.
     """
 
     def __init__(self) -> None:
@@ -151,9 +115,14 @@ class FakeServer(
         self.requests: list[tuple[str, Message, dict[str, str | bytes]]] = []
         self.stream_ended = threading.Event()
         self.num_completed = 0
-        self._server = grpc.server(futures.ThreadPoolExecutor(4))
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(4),
+            options=(("grpc.max_receive_message_length", 8 * 1024 * 1024),),
+        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
         server_pb2_grpc.add_ServerServiceServicer_to_server(self, self._server)
+        self.images = FakeImages()
+        image_pb2_grpc.add_ImageServiceServicer_to_server(self.images, self._server)
         self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     def __enter__(self) -> FakeServer:

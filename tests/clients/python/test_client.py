@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import grpc
 import pytest
@@ -36,41 +33,12 @@ from legato_client import (
     TextDelta,
     Unavailable,
 )
+from legato_client._version import CONTRACT_REVISION
 
-from tests.clients.python.fake_server import STREAMS, Failure, failure, retry_info
+from tests.clients.python.failures import Failure, failure, retry_info
+from tests.clients.python.fake_server import STREAMS
 
 IMAGE = b"picture"
-
-
-class Face:
-    """Calls either client in the same words, so that every rule is tested on both."""
-
-    def __init__(self, kind: str, target: str, timeout: float) -> None:
-        self._blocking = kind == "sync"
-        self._target, self._timeout = target, timeout
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._blocking:
-                with Client(self._target, timeout=self._timeout) as client:
-                    answer = getattr(client, name)(*args, **kwargs)
-                    return list(answer) if inspect.isgenerator(answer) else answer
-            return asyncio.run(self._call(name, args, kwargs))
-
-        return call
-
-    async def _call(self, name: str, args: Any, kwargs: Any) -> Any:
-        async with AsyncClient(self._target, timeout=self._timeout) as client:
-            answer = getattr(client, name)(*args, **kwargs)
-            if inspect.isasyncgen(answer):
-                return [event async for event in answer]
-            return await answer
-
-
-@pytest.fixture(params=["sync", "async"])
-def client(request, server):
-    """Either face, connected to the scripted server."""
-    return Face(request.param, server.target, 20.0)
 
 
 def test_spatial_answers(client, server):
@@ -124,13 +92,25 @@ def test_options_reach_the_server(client, server):
 
 
 def test_metadata(server):
-    """Every call names its client, and brings the token and the caller's own headers."""
-    with Client(server.target, token="secret", metadata=(("x-robot", "7"),)) as client:
+    """Every call names its client, and brings token, priority, tenant and the caller's own."""
+    with Client(
+        server.target, token="secret", priority=-3, tenant="lab", metadata=(("x-robot", "7"),)
+    ) as client:
         client.detect(IMAGE, "cat")
-    headers = server.requests[0][2]
-    assert headers["authorization"] == "Bearer secret"
-    assert headers["x-robot"] == "7"
-    assert headers["legato-client"].startswith("python/")
+        client.put_image(IMAGE)
+    for headers in (server.requests[0][2], server.images.metadata[0]):
+        assert headers["authorization"] == "Bearer secret"
+        assert (headers["legato-priority"], headers["legato-tenant"]) == ("-3", "lab")
+        assert headers["x-robot"] == "7"
+        sdk, _, revision = headers["legato-client"].split("/")
+        assert (sdk, revision) == ("python", str(CONTRACT_REVISION))
+
+
+def test_plain_metadata(server):
+    """Without a priority and a tenant none is sent."""
+    with Client(server.target) as client:
+        client.detect(IMAGE, "cat")
+    assert not {"legato-priority", "legato-tenant", "authorization"} & set(server.requests[0][2])
 
 
 def test_generate(client):

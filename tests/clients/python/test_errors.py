@@ -11,21 +11,27 @@ from legato_client import (
     Busy,
     Client,
     DeadlineExceeded,
+    DuplicateRequest,
     FailedPrecondition,
     FieldViolation,
+    ImageNotFound,
     InternalError,
     InvalidArgument,
     LegatoError,
     NotFound,
     PermissionDenied,
+    Preempted,
+    QuotaExceeded,
     ResourceExhausted,
+    SessionProtocol,
+    SharedMemoryRefused,
     Unauthenticated,
     Unavailable,
     Unimplemented,
 )
 from legato_client._errors import from_status
 
-from tests.clients.python.fake_server import Failure, failure, retry_info
+from tests.clients.python.failures import Failure, failure, retry_info
 
 Code = grpc.StatusCode
 
@@ -35,15 +41,20 @@ Code = grpc.StatusCode
     [
         (Code.INVALID_ARGUMENT, "INVALID_FIELD", InvalidArgument),
         (Code.INVALID_ARGUMENT, "IMAGE_UNDECODABLE", InvalidArgument),
-        (Code.NOT_FOUND, "IMAGE_NOT_FOUND", NotFound),
+        (Code.NOT_FOUND, "MODEL_NOT_FOUND", NotFound),
+        (Code.NOT_FOUND, "IMAGE_NOT_FOUND", ImageNotFound),
         (Code.FAILED_PRECONDITION, "TASK_UNSUPPORTED", FailedPrecondition),
+        (Code.FAILED_PRECONDITION, "SHM_REFUSED", SharedMemoryRefused),
+        (Code.INVALID_ARGUMENT, "SESSION_PROTOCOL", SessionProtocol),
+        (Code.INTERNAL, "PREEMPTED", InternalError),
         (Code.UNIMPLEMENTED, "", Unimplemented),
         (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", Busy),
-        (Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED", Busy),
+        (Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED", QuotaExceeded),
         (Code.RESOURCE_EXHAUSTED, "", ResourceExhausted),
         (Code.ABORTED, "CLIENT_TOO_SLOW", Aborted),
+        (Code.ABORTED, "PREEMPTED", Preempted),
         (Code.DEADLINE_EXCEEDED, "DEADLINE_UNREACHABLE", DeadlineExceeded),
-        (Code.ALREADY_EXISTS, "DUPLICATE_REQUEST", AlreadyExists),
+        (Code.ALREADY_EXISTS, "DUPLICATE_REQUEST", DuplicateRequest),
         (Code.UNAVAILABLE, "ENGINE_LOST", Unavailable),
         (Code.UNAUTHENTICATED, "UNAUTHENTICATED", Unauthenticated),
         (Code.PERMISSION_DENIED, "FORBIDDEN", PermissionDenied),
@@ -102,7 +113,11 @@ def test_unknown_code():
 
 
 def test_tree():
-    """Every public error is a `LegatoError`, and Busy is told apart from transport limits."""
+    """A finer error is still the one of its code; Busy is told apart from transport limits."""
+    assert issubclass(ImageNotFound, NotFound)
+    assert issubclass(DuplicateRequest, AlreadyExists)
+    assert issubclass(Preempted, Aborted)
+    assert issubclass(QuotaExceeded, Busy)
     assert issubclass(Busy, ResourceExhausted)
     assert not issubclass(Busy, Unavailable)
     assert issubclass(ResourceExhausted, LegatoError)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from legato.v1 import media_pb2
-from legato_client import CachedImage, ImageInput
+from legato_client import CachedImage, ImageInput, RawFrame
 from legato_client._images import to_image
 from PIL import Image
 
@@ -99,3 +99,50 @@ def test_import_is_light():
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "pixel_format", "size"),
+    [
+        ((2, 6, 3), "bgr8", media_pb2.PIXEL_FORMAT_BGR8, (6, 2)),
+        ((2, 6, 4), "bgra8", media_pb2.PIXEL_FORMAT_BGRA8, (6, 2)),
+        ((3, 6), "nv12", media_pb2.PIXEL_FORMAT_NV12, (6, 2)),
+        ((2, 6, 2), "yuyv", media_pb2.PIXEL_FORMAT_YUYV, (6, 2)),
+    ],
+)
+def test_arrays_of_cameras(shape, name, pixel_format, size):
+    """An array of OpenCV or of a camera is sent under its own format and true size."""
+    array = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
+    raw = to_image(RawFrame.from_array(array, name)).raw
+    assert raw.layout.format == pixel_format
+    assert (raw.layout.width, raw.layout.height) == size
+    assert raw.data == array.tobytes()
+
+
+def test_frame_with_padding():
+    """A stride is kept, and the last row needs none."""
+    raw = to_image(RawFrame(bytearray(8 + 6), 2, 2, "bgr8", stride=8)).raw
+    assert (raw.layout.row_stride_bytes, len(raw.data)) == (8, 14)
+    assert to_image(RawFrame(memoryview(bytes(12)), 2, 2, "rgb8")).raw.layout.row_stride_bytes == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((b"1234", 2, 2, "rgb8"), "need 12 bytes, got 4"),
+        ((bytes(12), 2, 2, "rgb8", 5), "row has 6 bytes"),
+        ((bytes(12), 0, 2, "rgb8"), "at least one pixel"),
+        ((bytes(12), 2, 2, "rgb"), "format must be one of"),
+        ((bytes(4), 2, 2, "nv12"), "need 6 bytes"),
+    ],
+)
+def test_bad_frames(arguments, message):
+    """Pixels that cannot have the shape are refused, with what is needed."""
+    with pytest.raises(ValueError, match=message):
+        RawFrame(*arguments)
+
+
+def test_channels_of_a_format():
+    """An array with other channels than its format is refused."""
+    with pytest.raises(ValueError, match="bgr8 needs 3 channels"):
+        RawFrame.from_array(np.zeros((2, 2), np.uint8), "bgr8")

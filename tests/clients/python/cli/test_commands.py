@@ -11,7 +11,8 @@ from legato.v1 import inference_pb2, task_pb2
 from legato_client.cli import main
 from PIL import Image
 
-from tests.clients.python.fake_server import STREAMS, events, failure, retry_info
+from tests.clients.python.failures import failure, retry_info
+from tests.clients.python.fake_server import STREAMS, events
 
 Code = grpc.StatusCode
 
