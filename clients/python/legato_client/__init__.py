@@ -50,6 +50,18 @@ from legato_client._events import (
 from legato_client._images import CachedImage, HeldImage, ImageInput
 from legato_client._raw import PixelFormat, RawFrame
 from legato_client._server import Limits, ModelInfo, ServerInfo
+from legato_client._session_async import AsyncSession
+from legato_client._session_blocking import Session
+from legato_client._session_types import (
+    Answer,
+    FrameDelta,
+    FrameDropped,
+    FramePolicy,
+    FrameResult,
+    GoAway,
+    SessionStats,
+    SessionTerms,
+)
 from legato_client._tasks import (
     CaptionLength,
     CaptionTask,
@@ -87,7 +99,9 @@ from legato_client._types import (
 __all__ = [
     "Aborted",
     "AlreadyExists",
+    "Answer",
     "AsyncClient",
+    "AsyncSession",
     "Box",
     "Busy",
     "CachedImage",
@@ -106,7 +120,12 @@ __all__ = [
     "FailedPrecondition",
     "FieldViolation",
     "Finished",
+    "FrameDelta",
+    "FrameDropped",
+    "FramePolicy",
+    "FrameResult",
     "FrameStamp",
+    "GoAway",
     "Grounding",
     "HeldImage",
     "ImageInfo",
@@ -143,7 +162,10 @@ __all__ = [
     "SegmentResult",
     "SegmentTask",
     "ServerInfo",
+    "Session",
     "SessionProtocol",
+    "SessionStats",
+    "SessionTerms",
     "SharedMemoryRefused",
     "SpatialRef",
     "Started",

@@ -8,6 +8,8 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
 from legato_client._calls import Calls
+from legato_client._session_async import AsyncSession
+from legato_client._session_plan import SessionPlan, plan, show_as_method
 from legato_client._settings import Configured, Settings
 from legato_client._transport_async import AsyncTransport
 
@@ -24,6 +26,18 @@ def _async(
     def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AnswerT:
         return method(self._calls, *args, **kwargs)
 
+    return call
+
+
+def _session(
+    plan: Callable[P, SessionPlan],
+) -> Callable[Concatenate[AsyncClient, P], AsyncSession]:
+    """The method of `AsyncClient` that makes a session as planned."""
+
+    def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncSession:
+        return AsyncSession(self._calls, self._connection, plan(*args, **kwargs))
+
+    show_as_method(call, "AsyncSession")
     return call
 
 
@@ -45,6 +59,7 @@ class AsyncClient(Configured):
     segment = _async(Calls.segment)
     run_tasks = _async(Calls.run_tasks)
     generate = _async(Calls.generate)
+    session = _session(plan)
     put_image = _async(Calls.put_image)
     encode_image = put_image  # the moondream SDK's word
     delete_image = _async(Calls.delete_image)

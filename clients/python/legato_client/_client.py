@@ -8,6 +8,8 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from legato_client._calls import Calls
+from legato_client._session_blocking import Session
+from legato_client._session_plan import SessionPlan, plan, show_as_method
 from legato_client._settings import Configured, Settings
 from legato_client._transport_blocking import BlockingTransport, run
 
@@ -48,6 +50,16 @@ def _iterating(
     return call
 
 
+def _session(plan: Callable[P, SessionPlan]) -> Callable[Concatenate[Client, P], Session]:
+    """The method of `Client` that makes a session as planned."""
+
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Session:
+        return Session(self._calls, self._connection, plan(*args, **kwargs))
+
+    show_as_method(call, "Session")
+    return call
+
+
 class Client(Configured):
     """Talks to one Legato server from a blocking program; safe to share between threads.
 
@@ -65,6 +77,7 @@ class Client(Configured):
     segment = _blocking(Calls.segment)
     run_tasks = _blocking(Calls.run_tasks)
     generate = _iterating(Calls.generate)
+    session = _session(plan)
     put_image = _blocking(Calls.put_image)
     encode_image = put_image  # the moondream SDK's word
     delete_image = _blocking(Calls.delete_image)

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 
 from google.protobuf import duration_pb2
+from google.protobuf.descriptor import EnumDescriptor
 from legato.v1 import geometry_pb2, image_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
 
 from legato_client import _errors, _events, _server, _types
@@ -44,7 +45,7 @@ def segment(response: inference_pb2.SegmentResponse) -> _types.SegmentResult:
 def run_tasks(response: inference_pb2.RunTasksResponse) -> tuple[TaskOutcome, ...]:
     """One outcome per task, in the order asked; a failed task is its error, not raised."""
     info = _info(response.info)
-    return tuple(_outcome(result, info) for result in response.results)
+    return tuple(outcome(result, info) for result in response.results)
 
 
 def event(response: inference_pb2.GenerateResponse) -> _events.Event | None:
@@ -55,7 +56,7 @@ def event(response: inference_pb2.GenerateResponse) -> _events.Event | None:
     match response.WhichOneof("event"):
         case "queued":
             queued = response.queued
-            return _events.Queued(queued.position, _seconds(queued.estimated_wait))
+            return _events.Queued(queued.position, seconds(queued.estimated_wait))
         case "started":
             return _started(response.started)
         case "text":
@@ -72,10 +73,10 @@ def event(response: inference_pb2.GenerateResponse) -> _events.Event | None:
             box = _box(piece.box) if piece.HasField("box") else None
             return _events.OutlineDelta(piece.index, piece.path_delta, box)
         case "finished":
-            outcome = _outcome(response.finished.result, _info(response.finished.info))
-            if isinstance(outcome, LegatoError):
-                raise outcome
-            return _events.Finished(outcome)
+            ended = outcome(response.finished.result, _info(response.finished.info))
+            if isinstance(ended, LegatoError):
+                raise ended
+            return _events.Finished(ended)
         case _:
             return None
 
@@ -97,7 +98,7 @@ def server_info(response: server_pb2.GetServerInfoResponse) -> _server.ServerInf
             max_running=limits.max_running,
             max_waiting=limits.max_waiting,
             max_sessions=limits.max_sessions,
-            default_deadline=_seconds(limits.default_deadline),
+            default_deadline=seconds(limits.default_deadline),
         ),
         capabilities=tuple(response.capabilities),
         shm_namespace=response.shm_namespace,
@@ -131,7 +132,7 @@ def _model(message: server_pb2.Model) -> _server.ModelInfo:
     )
 
 
-def _outcome(result: task_pb2.TaskResult, shared: _types.ResponseInfo) -> TaskOutcome:
+def outcome(result: task_pb2.TaskResult, shared: _types.ResponseInfo) -> TaskOutcome:
     """A task's result with its own finish reason, usage and timings where it has them."""
     reason = _finish_reason(result.finish_reason)
     info = dataclasses.replace(
@@ -168,8 +169,8 @@ def _started(message: inference_pb2.Started) -> _events.Started:
         model=message.model,
         input_tokens=message.input_tokens,
         cached_tokens=message.cached_tokens,
-        image=_image_info(message.image) if message.HasField("image") else None,
-        queue_time=_seconds(message.queue_time),
+        image=image_info(message.image) if message.HasField("image") else None,
+        queue_time=seconds(message.queue_time),
     )
 
 
@@ -219,15 +220,22 @@ def _info(message: inference_pb2.ResponseInfo) -> _types.ResponseInfo:
         finish_reason=_finish_reason(message.finish_reason),
         usage=_usage(message.usage) if message.HasField("usage") else None,
         timings=_timings(message.timings) if message.HasField("timings") else None,
-        image=_image_info(message.image) if message.HasField("image") else None,
-        stamp=_stamp(message.stamp) if message.HasField("stamp") else None,
+        image=image_info(message.image) if message.HasField("image") else None,
+        stamp=stamp(message.stamp) if message.HasField("stamp") else None,
     )
 
 
 def _finish_reason(number: int) -> str:
-    """The lower-case name; numbers of a newer contract are "unspecified"."""
-    value = task_pb2.FinishReason.DESCRIPTOR.values_by_number.get(number)
-    return value.name.removeprefix("FINISH_REASON_").lower() if value else "unspecified"
+    return enum_word(task_pb2.FinishReason.DESCRIPTOR, number)
+
+
+def enum_word(enum: EnumDescriptor, number: int) -> str:
+    """A value's own part of its name in lower case; "unspecified" for one of a newer contract."""
+    value = enum.values_by_number.get(number)
+    if value is None:
+        return "unspecified"
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return value.name.removeprefix(prefix).lower()
 
 
 def _usage(message: task_pb2.Usage) -> _types.Usage:
@@ -242,20 +250,22 @@ def _usage(message: task_pb2.Usage) -> _types.Usage:
 
 def _timings(message: task_pb2.Timings) -> _types.Timings:
     return _types.Timings(
-        queue=_seconds(message.queue),
-        image=_seconds(message.image),
-        prefill=_seconds(message.prefill),
-        first_token=_seconds(message.first_token),
-        decode=_seconds(message.decode),
-        total=_seconds(message.total),
+        queue=seconds(message.queue),
+        image=seconds(message.image),
+        prefill=seconds(message.prefill),
+        first_token=seconds(message.first_token),
+        decode=seconds(message.decode),
+        total=seconds(message.total),
     )
 
 
-def _image_info(message: media_pb2.ImageInfo) -> _types.ImageInfo:
+def image_info(message: media_pb2.ImageInfo) -> _types.ImageInfo:
+    """The picture as answered about."""
     return _types.ImageInfo(message.image_id, message.width, message.height, message.cache_hit)
 
 
-def _stamp(message: media_pb2.FrameStamp) -> _types.FrameStamp:
+def stamp(message: media_pb2.FrameStamp) -> _types.FrameStamp:
+    """A frame's identity."""
     capture_time = message.capture_time if message.HasField("capture_time") else None
     return _types.FrameStamp(
         frame_id=message.frame_id,
@@ -264,5 +274,6 @@ def _stamp(message: media_pb2.FrameStamp) -> _types.FrameStamp:
     )
 
 
-def _seconds(duration: duration_pb2.Duration) -> float:
+def seconds(duration: duration_pb2.Duration) -> float:
+    """A duration in seconds."""
     return duration.ToTimedelta().total_seconds()

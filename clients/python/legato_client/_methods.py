@@ -29,6 +29,8 @@ _INFERENCE = "/legato.v1.InferenceService/"
 _IMAGE = "/legato.v1.ImageService/"
 _SERVER = "/legato.v1.ServerService/"
 
+SESSION_PATH = "/legato.v1.SessionService/Session"
+
 QUERY = Method(_INFERENCE + "Query", inference_pb2.QueryResponse, _convert.query)
 CAPTION = Method(_INFERENCE + "Caption", inference_pb2.CaptionResponse, _convert.caption)
 DETECT = Method(_INFERENCE + "Detect", inference_pb2.DetectResponse, _convert.detect)

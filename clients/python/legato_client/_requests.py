@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from google.protobuf import timestamp_pb2
+from google.protobuf import duration_pb2, timestamp_pb2
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
 
 from legato_client._tasks import (
@@ -113,7 +113,7 @@ def run_tasks(
 ) -> inference_pb2.RunTasksRequest:
     """A RunTasks request."""
     request = inference_pb2.RunTasksRequest(
-        tasks=[_task(task) for task in tasks],
+        tasks=map(task_message, tasks),
         options=_options(options),
         stamp=_stamp(options.stamp),
     )
@@ -125,7 +125,7 @@ def generate(
 ) -> inference_pb2.GenerateRequest:
     """A Generate request."""
     request = inference_pb2.GenerateRequest(
-        task=_task(task), options=_options(options), stamp=_stamp(options.stamp)
+        task=task_message(task), options=_options(options), stamp=_stamp(options.stamp)
     )
     return _showing(request, image)
 
@@ -137,34 +137,35 @@ def _showing(request: RequestT, image: media_pb2.Image | None) -> RequestT:
     return request
 
 
-def _task(task: Task) -> task_pb2.Task:
-    message = task_pb2.Task(task_id=task.task_id, sampling=_sampling(task.sampling))
-    match task:
+def task_message(asked: Task) -> task_pb2.Task:
+    """A Task message."""
+    message = task_pb2.Task(task_id=asked.task_id, sampling=_sampling(asked.sampling))
+    match asked:
         case QueryTask():
             message.query.CopyFrom(
                 task_pb2.QueryTask(
-                    question=task.question,
-                    reasoning=task.reasoning,
-                    spatial_refs=_refs(task.spatial_refs),
+                    question=asked.question,
+                    reasoning=asked.reasoning,
+                    spatial_refs=_refs(asked.spatial_refs),
                 )
             )
         case CaptionTask():
-            message.caption.CopyFrom(task_pb2.CaptionTask(length=_length(task)))
+            message.caption.CopyFrom(task_pb2.CaptionTask(length=_length(asked)))
         case DetectTask():
             message.detect.CopyFrom(
-                task_pb2.DetectTask(object=task.object, max_objects=task.max_objects)
+                task_pb2.DetectTask(object=asked.object, max_objects=asked.max_objects)
             )
         case PointTask():
             message.point.CopyFrom(
                 task_pb2.PointTask(
-                    object=task.object,
-                    max_objects=task.max_objects,
-                    spatial_refs=_refs(task.spatial_refs),
+                    object=asked.object,
+                    max_objects=asked.max_objects,
+                    spatial_refs=_refs(asked.spatial_refs),
                 )
             )
         case SegmentTask():
             message.segment.CopyFrom(
-                task_pb2.SegmentTask(object=task.object, spatial_refs=_refs(task.spatial_refs))
+                task_pb2.SegmentTask(object=asked.object, spatial_refs=_refs(asked.spatial_refs))
             )
     return message
 
@@ -212,8 +213,11 @@ def _options(options: Options) -> inference_pb2.RequestOptions | None:
 
 
 def _stamp(stamp: FrameStamp | None) -> media_pb2.FrameStamp | None:
-    if stamp is None:
-        return None
+    return None if stamp is None else stamp_message(stamp)
+
+
+def stamp_message(stamp: FrameStamp) -> media_pb2.FrameStamp:
+    """A FrameStamp message."""
     capture_time = None
     if stamp.capture_time_ns is not None:
         capture_time = timestamp_pb2.Timestamp()
@@ -221,3 +225,12 @@ def _stamp(stamp: FrameStamp | None) -> media_pb2.FrameStamp | None:
     return media_pb2.FrameStamp(
         frame_id=stamp.frame_id, capture_time=capture_time, sequence=stamp.sequence
     )
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds as protobuf; ValueError when they are negative."""
+    if seconds < 0:
+        raise ValueError(f"a time must not be negative, got {seconds}")
+    message = duration_pb2.Duration()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message

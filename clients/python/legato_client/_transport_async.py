@@ -23,6 +23,7 @@ class AsyncTransport:
     """Over a `grpc.aio` channel, which opens at the first call, in the loop that makes it."""
 
     def __init__(self, settings: Settings) -> None:
+        self.metadata = settings.metadata
         self._settings = settings
         self._channel: grpc.aio.Channel | None = None
 
@@ -34,7 +35,7 @@ class AsyncTransport:
             method.path, response_deserializer=method.response.FromString
         )
         try:
-            return await start(request, timeout=timeout, metadata=self._settings.metadata)
+            return await start(request, timeout=timeout, metadata=self.metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -46,7 +47,7 @@ class AsyncTransport:
             method.path, response_deserializer=method.response.FromString
         )
         try:
-            return await start(requests, timeout=timeout, metadata=self._settings.metadata)
+            return await start(requests, timeout=timeout, metadata=self.metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -57,7 +58,7 @@ class AsyncTransport:
         start: grpc.aio.UnaryStreamMultiCallable[bytes, ResponseT] = self.channel.unary_stream(
             method.path, response_deserializer=method.response.FromString
         )
-        call = start(request, timeout=timeout, metadata=self._settings.metadata)
+        call = start(request, timeout=timeout, metadata=self.metadata)
         try:
             async for message in call:
                 yield message

@@ -33,7 +33,7 @@ class BlockingTransport:
     """Over a `grpc` channel; every method does its work before it returns."""
 
     def __init__(self, settings: Settings) -> None:
-        self._metadata = settings.metadata
+        self.metadata = settings.metadata
         target, options = settings.target, settings.channel_options
         if settings.credentials is None:
             self.channel = grpc.insecure_channel(target, options=options)
@@ -48,7 +48,7 @@ class BlockingTransport:
             method.path, response_deserializer=method.response.FromString
         )
         try:
-            return start(request, timeout=timeout, metadata=self._metadata)
+            return start(request, timeout=timeout, metadata=self.metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -60,7 +60,7 @@ class BlockingTransport:
             method.path, response_deserializer=method.response.FromString
         )
         try:
-            return start(requests, timeout=timeout, metadata=self._metadata)
+            return start(requests, timeout=timeout, metadata=self.metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -71,7 +71,7 @@ class BlockingTransport:
         start: grpc.UnaryStreamMultiCallable[bytes, ResponseT] = self.channel.unary_stream(
             method.path, response_deserializer=method.response.FromString
         )
-        call = start(request, timeout=timeout, metadata=self._metadata)
+        call = start(request, timeout=timeout, metadata=self.metadata)
         try:
             for message in call:
                 yield message

@@ -6,8 +6,9 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator
 
-from google.protobuf import duration_pb2
 from legato.v1 import image_pb2, media_pb2
+
+from legato_client._requests import duration
 
 CHUNK_BYTES = 256 * 1024
 
@@ -44,12 +45,3 @@ class Upload:
         for start in range(0, len(self.data), CHUNK_BYTES):
             chunk = self.data[start : start + CHUNK_BYTES]
             yield image_pb2.PutImageRequest(chunk=chunk).SerializeToString()
-
-
-def duration(seconds: float) -> duration_pb2.Duration:
-    """Seconds as protobuf; ValueError when they are negative."""
-    if seconds < 0:
-        raise ValueError(f"a time must not be negative, got {seconds}")
-    message = duration_pb2.Duration()
-    message.FromNanoseconds(round(seconds * 1e9))
-    return message

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from google.protobuf.message import Message
-from legato.v1 import media_pb2
+from legato.v1 import media_pb2, session_pb2
 
-_FIELDS = {  # of `Image.source`, those that hold bytes: their number, and that of `data` in them
-    "encoded": (media_pb2.Image.ENCODED_FIELD_NUMBER, media_pb2.EncodedImage.DATA_FIELD_NUMBER),
-    "raw": (media_pb2.Image.RAW_FIELD_NUMBER, media_pb2.RawImage.DATA_FIELD_NUMBER),
+_FIELDS = {  # of `Image.source`, those that hold bytes: the number of `data` in them, and theirs
+    "encoded": (media_pb2.EncodedImage.DATA_FIELD_NUMBER, media_pb2.Image.ENCODED_FIELD_NUMBER),
+    "raw": (media_pb2.RawImage.DATA_FIELD_NUMBER, media_pb2.Image.RAW_FIELD_NUMBER),
 }
 _LENGTH_DELIMITED = 2
 
@@ -18,21 +18,30 @@ def to_bytes(request: Message) -> bytes:
     protobuf copies a large field several times while it encodes. Here the picture's bytes stand
     behind all the rest, as a second `image`: whoever parses the two merges them into one.
     """
-    image = getattr(request, "image", None)
-    source = image.WhichOneof("source") if isinstance(image, media_pb2.Image) else None
+    path, image = _picture_of(request)
+    source = image.WhichOneof("source") if image is not None else None
     if image is None or source not in _FIELDS:
         return request.SerializeToString()
     holder: media_pb2.EncodedImage | media_pb2.RawImage = getattr(image, source)
     data = holder.data
     holder.ClearField("data")
-    in_image, in_holder = _FIELDS[source]
-    in_request = request.DESCRIPTOR.fields_by_name["image"].number
     tail_size, headers = len(data), b""
-    for number in (in_holder, in_image, in_request):
+    for number in (*_FIELDS[source], *path):
         header = _header(number, tail_size)
         headers = header + headers
         tail_size += len(header)
     return b"".join((request.SerializeToString(), headers, data))
+
+
+def _picture_of(request: Message) -> tuple[tuple[int, ...], media_pb2.Image | None]:
+    """The request's picture, and the fields that lead to it, the innermost first."""
+    if isinstance(request, session_pb2.SessionRequest):
+        path = (session_pb2.Frame.IMAGE_FIELD_NUMBER, session_pb2.SessionRequest.FRAME_FIELD_NUMBER)
+        return path, request.frame.image if request.HasField("frame") else None
+    image = getattr(request, "image", None)
+    if not isinstance(image, media_pb2.Image):
+        return (), None
+    return (request.DESCRIPTOR.fields_by_name["image"].number,), image
 
 
 def _header(number: int, size: int) -> bytes:

@@ -19,11 +19,13 @@ from legato.v1 import (
     media_pb2,
     server_pb2,
     server_pb2_grpc,
+    session_pb2_grpc,
     task_pb2,
 )
 
 from tests.clients.python.failures import Failure, failure
 from tests.clients.python.fake_images import FakeImages
+from tests.clients.python.fake_sessions import FakeSessions
 
 INFO = inference_pb2.ResponseInfo(
     request_id="r-1",
@@ -107,7 +109,7 @@ class FakeServer(
     A scripted reply is a message, a list of stream messages, or a `Failure`. `requests` holds
     (method, request, metadata) of every call, `num_completed` counts streams sent to their end,
     `stream_ended` is set when one ended in any way. In RunTasks the task "broken" fails. `images`
-    holds what was uploaded.
+    holds what was uploaded, `sessions` what was said in sessions.
     """
 
     def __init__(self) -> None:
@@ -123,6 +125,8 @@ class FakeServer(
         server_pb2_grpc.add_ServerServiceServicer_to_server(self, self._server)
         self.images = FakeImages()
         image_pb2_grpc.add_ImageServiceServicer_to_server(self.images, self._server)
+        self.sessions = FakeSessions()
+        session_pb2_grpc.add_SessionServiceServicer_to_server(self.sessions, self._server)
         self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     def __enter__(self) -> FakeServer:

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 from legato.v1 import inference_pb2 as pb
-from legato.v1 import media_pb2, server_pb2
+from legato.v1 import media_pb2, server_pb2, session_pb2
 from legato_client._images import CachedImage, to_image
 from legato_client._wire import to_bytes
 
@@ -29,7 +30,20 @@ def test_bytes_are_the_request(kind, picture):
     assert kind.FromString(to_bytes(request)) == expected
 
 
+@pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
+def test_a_frame_of_a_session(picture):
+    """The same holds for a picture inside a session's message."""
+    frame = session_pb2.Frame(stamp=media_pb2.FrameStamp(sequence=3), image=picture())
+    request = session_pb2.SessionRequest(frame=frame)
+    expected = request.FromString(request.SerializeToString())
+    assert type(request).FromString(to_bytes(request)) == expected
+
+
 def test_a_request_that_has_no_picture():
     """Requests of other services are serialized as ever."""
-    request = server_pb2.ListModelsRequest(page_size=3)
-    assert to_bytes(request) == request.SerializeToString()
+    requests: list[Message] = [
+        server_pb2.ListModelsRequest(page_size=3),
+        session_pb2.SessionRequest(grant=session_pb2.GrantCredits(responses=2)),
+    ]
+    for request in requests:
+        assert to_bytes(request) == request.SerializeToString()
