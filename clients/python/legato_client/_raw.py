@@ -79,9 +79,14 @@ class RawFrame:
         layout = image.raw.layout
         layout.width, layout.height = self.width, self.height
         layout.format = _FORMATS[self.format][0]
-        layout.row_stride_bytes = self.stride or self._row_bytes
+        layout.row_stride_bytes = self.row_bytes
         image.raw.data = self.data if isinstance(self.data, bytes) else bytes(_view(self.data))
         return image
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from row to row."""
+        return self.stride or self._row_bytes
 
     @property
     def _row_bytes(self) -> int:
@@ -91,7 +96,7 @@ class RawFrame:
     def _least_bytes(self) -> int:
         """The last row need not be padded."""
         rows = self.height * 3 // 2 if self.format == "nv12" else self.height
-        return (rows - 1) * (self.stride or self._row_bytes) + self._row_bytes
+        return (rows - 1) * self.row_bytes + self._row_bytes
 
 
 def _view(pixels: Any) -> memoryview:  # an array is a buffer to Python, not yet to type checkers

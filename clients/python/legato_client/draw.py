@@ -6,15 +6,15 @@ which is what smooths lines and text.
 
 from __future__ import annotations
 
-import io
-import os
 import textwrap
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFont
 
-from legato_client._images import CachedImage, ImageInput
+from legato_client._images import ImageInput
+from legato_client._pillow import open_upright
+from legato_client._session_types import FrameResult
 from legato_client._types import (
     Detection,
     DetectResult,
@@ -45,15 +45,15 @@ _FILL_ALPHA = 84
 _INK, _PAPER = (24, 26, 31), (250, 250, 248)
 
 
-def marks_of(result: Result) -> tuple[Mark, ...]:
-    """What of a result has a place in the picture; text has none."""
-    match result:
-        case DetectResult():
-            return result.objects
-        case PointResult():
-            return result.points
-        case SegmentResult():
-            return result.segments
+def marks_of(result: Result | FrameResult) -> tuple[Mark, ...]:
+    """What of a result has a place in the picture; text and a failed task have none."""
+    match result.outcome if isinstance(result, FrameResult) else result:
+        case DetectResult(objects):
+            return objects
+        case PointResult(points):
+            return points
+        case SegmentResult(segments):
+            return segments
         case _:
             return ()
 
@@ -66,7 +66,7 @@ def annotate(
     Marks of one label share a colour. An outline whose path cannot be read shows its box.
     Raises TypeError for a `CachedImage`, whose pixels only the server has.
     """
-    picture = _open(image)
+    picture = _readable(image)
     marks = list(marks)
     labels = list(dict.fromkeys(mark.label for mark in marks))
     layer = _Layer(picture.size)
@@ -82,23 +82,14 @@ def _drawing_order(mark: Mark) -> int:
     return (Outline, Detection, PointedObject).index(type(mark))
 
 
-def _open(image: ImageInput) -> Image.Image:
-    """An upright RGB copy, enlarged by a whole factor when it is small."""
-    if isinstance(image, CachedImage):
-        raise TypeError("only the server has the pixels of a cached image")
-    source: Any = image
-    if isinstance(image, bytes | bytearray):
-        source = Image.open(io.BytesIO(image))
-    elif isinstance(image, str | os.PathLike):
-        source = Image.open(image)
-    elif not isinstance(image, Image.Image):
-        source = Image.fromarray(source)
-    upright = ImageOps.exif_transpose(source).convert("RGB")
-    factor = max(1, round(_READABLE_SIDE / max(upright.size)))
+def _readable(image: ImageInput) -> Image.Image:
+    """The picture upright, enlarged by a whole factor when it is small."""
+    picture = open_upright(image)
+    factor = max(1, round(_READABLE_SIDE / max(picture.size)))
     if factor == 1:
-        return upright.copy()
-    size = (upright.width * factor, upright.height * factor)
-    return upright.resize(size, Image.Resampling.LANCZOS)
+        return picture
+    size = (picture.width * factor, picture.height * factor)
+    return picture.resize(size, Image.Resampling.LANCZOS)
 
 
 class _Layer:

@@ -6,8 +6,23 @@ import io
 
 import numpy as np
 import pytest
-from legato_client import Box, CachedImage, Detection, Outline, Point, PointedObject
-from legato_client.draw import PALETTE, annotate
+from legato_client import (
+    Box,
+    CachedImage,
+    CaptionResult,
+    Detection,
+    DetectResult,
+    FrameResult,
+    FrameStamp,
+    InternalError,
+    Outline,
+    Point,
+    PointedObject,
+    RawFrame,
+    ResponseInfo,
+)
+from legato_client._pillow import open_upright
+from legato_client.draw import PALETTE, annotate, marks_of
 from PIL import Image
 
 SIZE = 800
@@ -98,3 +113,66 @@ def test_sources(ground):
     assert not changed(ground, 0.25, 0.5)
     with pytest.raises(TypeError, match="cached"):
         annotate(CachedImage("i"))
+
+
+INFO = ResponseInfo("r", "m", "stop")
+CAT = Detection(Box(0, 0, 1, 1), "cat")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "marks"),
+    [
+        (DetectResult((CAT,), INFO), (CAT,)),
+        (CaptionResult("a cat", INFO), ()),
+        (InternalError("bug"), ()),
+    ],
+)
+def test_marks_of_a_session(outcome, marks):
+    """An answer of a session has the marks of its result; a failed task has none."""
+    assert marks_of(FrameResult(FrameStamp(), "", outcome, None, True)) == marks
+
+
+RED, GREEN = (81, 90, 240), (145, 54, 34)  # Y, U, V in BT.601, limited range
+
+
+def planes(height: int, width: int) -> list[np.ndarray]:
+    """Y, U and V of a picture that is red on the left and green on the right."""
+    left = np.arange(width) < width // 2
+    return [np.tile(np.where(left, *pair), (height, 1)) for pair in zip(RED, GREEN, strict=True)]
+
+
+def frame_of(name: str) -> RawFrame:
+    """The red and green picture, 8 by 4, in a format with padded rows."""
+    y, u, v = (plane.astype(np.uint8) for plane in planes(4, 8))
+    if name == "nv12":
+        chroma = np.stack([u[::2, ::2], v[::2, ::2]], -1).reshape(2, 8)
+        rows = np.vstack([y, chroma])
+    else:
+        chroma = np.stack([u[:, ::2], v[:, ::2]], -1).reshape(4, 8)
+        rows = np.stack([y, chroma], -1).reshape(4, 16)
+    stride = rows.shape[1] + 4
+    padded = np.pad(rows, ((0, 0), (0, 4))).tobytes()[:-4]
+    return RawFrame(padded, 8, 4, name, stride)  # type: ignore[arg-type] # one of two names
+
+
+@pytest.mark.parametrize("name", ["nv12", "yuyv"])
+def test_camera_frames(name):
+    """A camera's frame is drawn on in its true colours, whatever pads its rows."""
+    picture = open_upright(frame_of(name))
+    assert picture.size == (8, 4)
+    for x, colour in ((0, (255, 0, 0)), (7, (0, 255, 0))):
+        shown = picture.getpixel((x, 3))
+        assert isinstance(shown, tuple)
+        assert max(abs(a - b) for a, b in zip(shown, colour, strict=True)) <= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "pixel"),
+    [("rgb8", (1, 2, 3)), ("bgr8", (3, 2, 1)), ("rgba8", (1, 2, 3, 9)), ("bgra8", (3, 2, 1, 9))],
+)
+def test_packed_frames(name, pixel):
+    """The order of a frame's channels is respected."""
+    picture = open_upright(RawFrame(bytes(pixel * 6), 3, 2, name))
+    assert picture.getpixel((2, 1)) == (1, 2, 3)
+    mono = open_upright(RawFrame(bytes(6), 3, 2, "mono8"))
+    assert mono.getpixel((2, 1)) == (0, 0, 0)
