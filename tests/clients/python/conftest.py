@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
-from tests.clients.python.face import Face
+from tests.clients.python.face import Face, session_of
 from tests.clients.python.fake_server import FakeServer
 
 
@@ -19,3 +21,10 @@ def server():
 def client(request, server):
     """Either face, connected to the scripted server."""
     return Face(request.param, server.target, 20.0)
+
+
+@pytest.fixture(params=["sync", "async"])
+def connect(request, server):
+    """Opens a session of either face; whatever it did, it did by the contract."""
+    yield functools.partial(session_of, request.param, server.target)
+    assert not [each.violations for each in server.sessions.conversations if each.violations]

@@ -155,7 +155,12 @@ class FakeServer(
         return self._next(method, request, context) or REPLIES[method]
 
     def Query(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._unary("Query", request, context)
+        reply = self._unary("Query", request, context)
+        if not request.reasoning:
+            return reply
+        return inference_pb2.QueryResponse(
+            answer=reply.answer, info=reply.info, reasoning=task_pb2.Reasoning(text="hm")
+        )
 
     def Caption(self, request: Any, context: grpc.ServicerContext) -> Any:
         return self._unary("Caption", request, context)

@@ -239,3 +239,7 @@ class FakeSessions(session_pb2_grpc.SessionServiceServicer):
         self.conversations.append(conversation)
         threading.Thread(target=conversation.listen, args=(requests,), daemon=True).start()
         yield from conversation.messages(context)
+
+
+def ignore(conversation: Conversation, frame: session_pb2.Frame) -> None:
+    """What a server does that has no time for a frame."""
