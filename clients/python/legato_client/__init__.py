@@ -10,6 +10,7 @@
 being made. Every failure is a `LegatoError`.
 """
 
+from legato_client._admin import AbortCount, DecodeSteps, Load, Unfinished
 from legato_client._async_client import AsyncClient
 from legato_client._client import Client
 from legato_client._errors import (
@@ -97,6 +98,7 @@ from legato_client._types import (
 )
 
 __all__ = [
+    "AbortCount",
     "Aborted",
     "AlreadyExists",
     "Answer",
@@ -112,6 +114,7 @@ __all__ = [
     "Client",
     "ClientTooOld",
     "DeadlineExceeded",
+    "DecodeSteps",
     "DetectResult",
     "DetectTask",
     "Detection",
@@ -136,6 +139,7 @@ __all__ = [
     "InvalidArgument",
     "LegatoError",
     "Limits",
+    "Load",
     "ModelInfo",
     "NotFound",
     "Options",
@@ -175,6 +179,7 @@ __all__ = [
     "Token",
     "Unauthenticated",
     "Unavailable",
+    "Unfinished",
     "Unimplemented",
     "Usage",
 ]

@@ -65,6 +65,9 @@ class AsyncClient(Configured):
     delete_image = _async(Calls.delete_image)
     server_info = _async(Calls.server_info)
     models = _async(Calls.models)
+    load = _async(Calls.load)
+    abort = _async(Calls.abort)
+    drain = _async(Calls.drain)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -4,35 +4,30 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Sequence
 
-from google.protobuf.message import Message
-from legato.v1 import image_pb2, media_pb2, server_pb2
+from legato.v1 import admin_pb2, image_pb2, server_pb2
 
-from legato_client import _channel, _convert, _events, _methods, _requests, _server, _tasks, _types
-from legato_client._errors import Busy, PermissionDenied, Unimplemented
-from legato_client._images import CachedImage, HeldImage, ImageInput, is_ready, to_image
-from legato_client._settings import Settings
-from legato_client._transport import Transport
+from legato_client import (
+    _admin,
+    _convert,
+    _events,
+    _methods,
+    _requests,
+    _server,
+    _tasks,
+    _types,
+)
+from legato_client._caller import Caller
+from legato_client._images import CachedImage, HeldImage, ImageInput, to_image
 from legato_client._upload import Upload
-
-ResponseT = TypeVar("ResponseT", bound=Message)
-ValueT = TypeVar("ValueT")
 
 _DEFAULT_SAMPLING = _tasks.Sampling()
 _DEFAULT_OPTIONS = _tasks.Options()
 
 
-class Calls:
+class Calls(Caller):
     """What a client can ask; `AsyncClient` and `Client` show these methods as their own."""
-
-    def __init__(self, settings: Settings, transport: Transport) -> None:
-        self._settings = settings
-        self._transport = transport
-        self._server: _server.ServerInfo | None = None
 
     # ------------------------------------------------------------ questions
 
@@ -163,12 +158,11 @@ class Calls:
         for its own default. The same bytes sent twice are one picture.
         """
         upload = await self._transport.run(lambda: Upload.of(to_image(image), ttl))
-        response = await _until_answered(
+        return await self._answered(
+            _methods.PUT_IMAGE,
             lambda left: self._transport.upload(_methods.PUT_IMAGE, upload.requests(), left),
-            self._transport,
-            self._settings.timeout if timeout is None else timeout,
+            timeout,
         )
-        return _methods.PUT_IMAGE.parse(response)
 
     async def delete_image(self, image: CachedImage | str, *, timeout: float | None = None) -> None:
         """Make the server forget a picture, by its value or id; NotFound when it is not held."""
@@ -183,11 +177,7 @@ class Calls:
 
         Raises ClientTooOld when the server no longer serves clients of this version.
         """
-        request = server_pb2.GetServerInfoRequest()
-        info = await self._unary(_methods.GET_SERVER_INFO, request, timeout)
-        _server.check_client(info)
-        self._server = info
-        return info
+        return await self._asked_server(timeout)
 
     async def models(self, *, timeout: float | None = None) -> tuple[_server.ModelInfo, ...]:
         """Every served model, all pages."""
@@ -200,60 +190,29 @@ class Calls:
             if not page_token:
                 return tuple(found)
 
-    # ------------------------------------------------------------ how
+    # ------------------------------------------------------------ the operator's
 
-    async def picture(self, image: ImageInput) -> media_pb2.Image:
-        """The protobuf picture."""
-        if is_ready(image):
-            return to_image(image)
-        return await self._transport.run(functools.partial(to_image, image))
+    async def load(self, *, timeout: float | None = None) -> _admin.Load:
+        """What the engine holds right now; answers also while it is starting, or lost."""
+        return await self._unary(_methods.GET_LOAD, admin_pb2.GetLoadRequest(), timeout)
 
-    async def _optional(self, image: ImageInput | None) -> media_pb2.Image | None:
-        return None if image is None else await self.picture(image)
-
-    async def _unary(
+    async def abort(
         self,
-        method: _methods.Method[ResponseT, ValueT],
-        request: Message,
-        timeout: float | None,
-    ) -> ValueT:
-        time_limit = self._settings.timeout if timeout is None else timeout
-        data = await self._bytes_of(request)
-        response = await _until_answered(
-            functools.partial(self._transport.unary, method, data), self._transport, time_limit
-        )
-        return method.parse(response)
+        *,
+        request_id: str | None = None,
+        session_id: str | None = None,
+        everything: bool = False,
+        timeout: float | None = None,
+    ) -> _admin.AbortCount:
+        """Stop a request, a session with all its work, or everything; name exactly one."""
+        request = _requests.abort(request_id, session_id, everything)
+        return await self._unary(_methods.ABORT, request, timeout)
 
-    async def _bytes_of(self, request: Message) -> bytes:
-        """The request's bytes, once they are known to be few enough for the server."""
-        data = _channel.serialize(request, self._settings.max_message_bytes)
-        if len(data) > _channel.COMMON_REQUEST_BYTES:
-            limits = (await self._known_server()).limits
-            if limits.max_request_bytes:
-                _channel.check_size(len(data), limits.max_request_bytes)
-        return data
+    async def drain(
+        self, grace: float | None = None, *, timeout: float | None = None
+    ) -> _admin.Unfinished:
+        """Have the server shut down once what runs has ended, within `grace` seconds.
 
-    async def _known_server(self) -> _server.ServerInfo:
-        """What the server says of itself, asked once; nothing where it says nothing."""
-        if self._server is None:
-            try:
-                self._server = await self.server_info()
-            except (Unimplemented, PermissionDenied):
-                self._server = _server.UNKNOWN
-        return self._server
-
-
-async def _until_answered(
-    send: Callable[[float], Awaitable[ResponseT]], transport: Transport, timeout: float
-) -> ResponseT:
-    """The response of `send`, asked again while the server is busy and says for how long."""
-    deadline = _channel.Deadline(timeout)
-    for attempt in itertools.count(1):
-        try:
-            return await send(deadline.left())
-        except Busy as busy:
-            delay = _channel.busy_delay(busy, attempt, deadline.left())
-            if delay is None:
-                raise
-        await transport.sleep(delay)
-    raise AssertionError("unreachable: the last attempt returns or raises")
+        None leaves the server's own grace. Returns at once, with what is left to finish.
+        """
+        return await self._unary(_methods.DRAIN, _requests.drain(grace), timeout)

@@ -83,6 +83,9 @@ class Client(Configured):
     delete_image = _blocking(Calls.delete_image)
     server_info = _blocking(Calls.server_info)
     models = _blocking(Calls.models)
+    load = _blocking(Calls.load)
+    abort = _blocking(Calls.abort)
+    drain = _blocking(Calls.drain)
 
     def __enter__(self) -> Client:
         return self

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
-from legato.v1 import image_pb2, inference_pb2, server_pb2
+from legato.v1 import admin_pb2, image_pb2, inference_pb2, server_pb2
 
-from legato_client import _convert, _events
+from legato_client import _convert, _convert_admin, _events
 from legato_client._errors import IncompleteStream
 
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -26,6 +26,7 @@ class Method(Generic[ResponseT, ValueT]):
 
 
 _INFERENCE = "/legato.v1.InferenceService/"
+_ADMIN = "/legato.v1.AdminService/"
 _IMAGE = "/legato.v1.ImageService/"
 _SERVER = "/legato.v1.ServerService/"
 
@@ -44,6 +45,9 @@ GET_SERVER_INFO = Method(
     _SERVER + "GetServerInfo", server_pb2.GetServerInfoResponse, _convert.server_info
 )
 LIST_MODELS = Method(_SERVER + "ListModels", server_pb2.ListModelsResponse, _convert.models)
+GET_LOAD = Method(_ADMIN + "GetLoad", admin_pb2.GetLoadResponse, _convert_admin.load)
+ABORT = Method(_ADMIN + "Abort", admin_pb2.AbortResponse, _convert_admin.abort_count)
+DRAIN = Method(_ADMIN + "Drain", admin_pb2.DrainResponse, _convert_admin.unfinished)
 
 
 class EventReader:

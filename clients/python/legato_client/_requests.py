@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from google.protobuf import duration_pb2, timestamp_pb2
-from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
+from legato.v1 import admin_pb2, geometry_pb2, inference_pb2, media_pb2, task_pb2
 
 from legato_client._tasks import (
     CaptionTask,
@@ -128,6 +128,24 @@ def generate(
         task=task_message(task), options=_options(options), stamp=_stamp(options.stamp)
     )
     return _showing(request, image)
+
+
+def abort(
+    request_id: str | None, session_id: str | None, everything: bool
+) -> admin_pb2.AbortRequest:
+    """An Abort request; ValueError unless exactly one target is named."""
+    if (request_id is not None) + (session_id is not None) + everything != 1:
+        raise ValueError("name either a request_id, or a session_id, or everything=True")
+    if request_id is not None:
+        return admin_pb2.AbortRequest(request_id=request_id)
+    if session_id is not None:
+        return admin_pb2.AbortRequest(session_id=session_id)
+    return admin_pb2.AbortRequest(all=True)
+
+
+def drain(grace: float | None) -> admin_pb2.DrainRequest:
+    """A Drain request."""
+    return admin_pb2.DrainRequest(grace=None if grace is None else duration(grace))
 
 
 def _showing(request: RequestT, image: media_pb2.Image | None) -> RequestT:

@@ -1,0 +1,92 @@
+# ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
+"""How a call is made: its picture, its size, its deadline, its retries."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from google.protobuf.message import Message
+from legato.v1 import media_pb2, server_pb2
+
+from legato_client import _channel, _methods, _server
+from legato_client._errors import Busy, PermissionDenied, Unimplemented
+from legato_client._images import ImageInput, is_ready, to_image
+from legato_client._settings import Settings
+from legato_client._transport import Transport
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+ValueT = TypeVar("ValueT")
+
+
+class Caller:
+    """Makes calls over a transport; learns what the server says of itself when that matters."""
+
+    def __init__(self, settings: Settings, transport: Transport) -> None:
+        self._settings = settings
+        self._transport = transport
+        self._server: _server.ServerInfo | None = None
+
+    async def picture(self, image: ImageInput) -> media_pb2.Image:
+        """The protobuf picture."""
+        if is_ready(image):
+            return to_image(image)
+        return await self._transport.run(functools.partial(to_image, image))
+
+    async def _optional(self, image: ImageInput | None) -> media_pb2.Image | None:
+        return None if image is None else await self.picture(image)
+
+    async def _unary(
+        self,
+        method: _methods.Method[ResponseT, ValueT],
+        request: Message,
+        timeout: float | None,
+    ) -> ValueT:
+        data = await self._bytes_of(request)
+        send = functools.partial(self._transport.unary, method, data)
+        return await self._answered(method, send, timeout)
+
+    async def _answered(
+        self,
+        method: _methods.Method[ResponseT, ValueT],
+        send: Callable[[float], Awaitable[ResponseT]],
+        timeout: float | None,
+    ) -> ValueT:
+        """The answer to `send`, asked again while the server is busy and says for how long."""
+        deadline = _channel.Deadline(self._settings.timeout if timeout is None else timeout)
+        for attempt in itertools.count(1):
+            try:
+                return method.parse(await send(deadline.left()))
+            except Busy as busy:
+                delay = _channel.busy_delay(busy, attempt, deadline.left())
+                if delay is None:
+                    raise
+            await self._transport.sleep(delay)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _bytes_of(self, request: Message) -> bytes:
+        """The request's bytes, once they are known to be few enough for the server."""
+        data = _channel.serialize(request, self._settings.max_message_bytes)
+        if len(data) > _channel.COMMON_REQUEST_BYTES:
+            limits = (await self._known_server()).limits
+            if limits.max_request_bytes:
+                _channel.check_size(len(data), limits.max_request_bytes)
+        return data
+
+    async def _known_server(self) -> _server.ServerInfo:
+        """What the server says of itself, asked once; nothing where it says nothing."""
+        if self._server is None:
+            try:
+                return await self._asked_server(None)
+            except (Unimplemented, PermissionDenied):
+                self._server = _server.UNKNOWN
+        return self._server
+
+    async def _asked_server(self, timeout: float | None) -> _server.ServerInfo:
+        request = server_pb2.GetServerInfoRequest()
+        info = await self._unary(_methods.GET_SERVER_INFO, request, timeout)
+        _server.check_client(info)
+        self._server = info
+        return info
