@@ -22,6 +22,7 @@ from legato_client._images import ImageInput
 from legato_client._session_plan import SessionPlan
 from legato_client._session_state import SessionState
 from legato_client._session_types import Answer, SessionStats, SessionTerms
+from legato_client._status_async import ServerStatus
 from legato_client._transport_async import AsyncTransport
 from legato_client._types import FrameStamp
 
@@ -210,11 +211,13 @@ class AsyncSession:
         self._wake()
 
     async def _read(self, call: _Call) -> None:
+        status = ServerStatus(call)
         try:
             await self._read_all(call)
             self._end(None)
-        except grpc.RpcError as error:
-            self._end(from_rpc_error(error))
+        except grpc.aio.AioRpcError as error:
+            ended = await status.instead_of(error)
+            self._end(None if ended.code() is grpc.StatusCode.OK else from_rpc_error(ended))
         except LegatoError as error:
             call.cancel()
             self._end(error)
@@ -222,15 +225,19 @@ class AsyncSession:
             self._end(self._state.broken())
 
     async def _read_all(self, call: _Call) -> None:
-        """Read until the stream ends with OK; raises when it ends otherwise, or falls silent."""
+        """Read until the stream ends with OK; raises when it ends otherwise, or falls silent.
+
+        It iterates: `read` gives up what has arrived as soon as a write has failed.
+        """
+        messages = aiter(call)
         while True:
             try:
                 async with asyncio.timeout(self._state.patience):
-                    message = await call.read()
+                    message = await anext(messages, None)
             except TimeoutError:
                 raise self._state.silence() from None
-            if not isinstance(message, session_pb2.SessionResponse):
-                return  # it is grpc.aio.EOF
+            if message is None:
+                return
             answer = self._state.receive(message)
             if answer is not None:
                 self._answers.put_nowait(answer)

@@ -16,6 +16,7 @@ from legato_client import (
     GoAway,
     IncompleteStream,
     NotFound,
+    Preempted,
     Unavailable,
 )
 
@@ -89,6 +90,26 @@ def test_a_failure(connect, server):
             assert caught.value.reason == "ENGINE_LOST"
         with pytest.raises(Unavailable):
             session.send(JPEG)
+
+
+def test_a_failure_while_sending(connect, server):
+    """A session that the server ends while frames are being written fails with its reason."""
+
+    def fail(conversation: Conversation, frame: session_pb2.Frame) -> None:
+        conversation.accept(frame.stamp.sequence)
+        if frame.stamp.sequence == 5:
+            conversation.fail(failure(grpc.StatusCode.ABORTED, "PREEMPTED"))
+
+    def send_for_ever() -> None:
+        with connect([CAPTION]) as session:
+            while True:
+                session.send(bytes(100_000))
+
+    server.sessions.frame_credits = 8
+    server.sessions.on_frame = fail
+    for _ in range(20):
+        with pytest.raises(Preempted):
+            send_for_ever()
 
 
 def test_silence(connect, server):

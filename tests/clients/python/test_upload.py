@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 from legato.v1 import media_pb2
-from legato_client import CachedImage, HeldImage, ImageNotFound, RawFrame
+from legato_client import CachedImage, HeldImage, ImageNotFound, QuotaExceeded, RawFrame
 
 from tests.clients.python.failures import failure, retry_info
 from tests.clients.python.fake_images import BEST_CHUNK
@@ -76,6 +76,15 @@ def test_a_full_server_is_asked_again(client, server):
     server.images.script.append(failure(full, "QUEUE_FULL", retry_info(0.01)))
     assert server.images.held[client.put_image(JPEG).image_id][1] == JPEG
     assert len(server.images.metadata) == 2
+
+
+def test_a_refusal_in_the_middle(client, server):
+    """An upload that is refused while it is being sent fails with the server's reason."""
+    full = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
+    for _ in range(10):
+        server.images.script.append(full)
+        with pytest.raises(QuotaExceeded):
+            client.put_image(bytes(4_000_000))
 
 
 def test_the_other_name(client):

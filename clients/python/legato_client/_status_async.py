@@ -1,0 +1,61 @@
+"""The status that a server ended an asyncio stream with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+ValueT = TypeVar("ValueT")
+
+_FAILED_WRITE = "Internal error from Core"
+_PATIENCE = 1.0  # seconds for the status of a stream that is known to have ended
+
+
+class ServerStatus:
+    """Notes a call's status before grpc.aio writes another one over it.
+
+    When a stream ends while a message is being written, grpc.aio ends the call with an INTERNAL of
+    its own, whether the server's status is there already or not. Each of the two is told to the
+    call's callbacks as it comes; the one that is not of that kind is the server's.
+    """
+
+    def __init__(self, call: grpc.aio.Call) -> None:
+        self._error: grpc.aio.AioRpcError | None = None
+        self._known = asyncio.Event()
+        call.add_done_callback(self._note)
+
+    async def instead_of(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """The server's status where `error` is of grpc.aio's own making, else `error`."""
+        if not _is_failed_write(error.code(), error.details()):
+            return error
+        try:
+            await asyncio.wait_for(self._known.wait(), _PATIENCE)
+        except TimeoutError:
+            return error
+        return self._error or error
+
+    def _note(self, call: Any) -> None:
+        code, details = _at_once(call.code()), _at_once(call.details())
+        if not _is_failed_write(code, details):
+            trailers = _at_once(call.trailing_metadata())
+            self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details)
+            self._known.set()
+
+
+def _is_failed_write(code: grpc.StatusCode, details: str | None) -> bool:
+    return code is grpc.StatusCode.INTERNAL and details == _FAILED_WRITE
+
+
+def _at_once(coroutine: Coroutine[Any, Any, ValueT]) -> ValueT:
+    """The value of a coroutine that has nothing to wait for: the call is done."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        value: ValueT = done.value
+        return value
+    coroutine.close()
+    raise AssertionError("a call that is done has a status")
