@@ -1,4 +1,4 @@
-"""The status that a server ended an asyncio stream with."""
+"""The status that a server ended an asyncio call with, while this side was still writing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import grpc.aio
 ValueT = TypeVar("ValueT")
 
 _FAILED_WRITE = "Internal error from Core"
-_PATIENCE = 1.0  # seconds for the status of a stream that is known to have ended
+_PATIENCE = 1.0  # seconds for the status of a call that is known to have ended
 
 
 class ServerStatus:
     """Notes a call's status before grpc.aio writes another one over it.
 
-    When a stream ends while a message is being written, grpc.aio ends the call with an INTERNAL of
+    When a call ends while a message is being written, grpc.aio ends the call with an INTERNAL of
     its own, whether the server's status is there already or not. Each of the two is told to the
     call's callbacks as it comes; the one that is not of that kind is the server's.
     """

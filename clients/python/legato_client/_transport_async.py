@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from legato_client._errors import from_rpc_error
 from legato_client._methods import Method
 from legato_client._settings import Settings
+from legato_client._status_async import ServerStatus
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
@@ -46,10 +47,12 @@ class AsyncTransport:
         start: grpc.aio.StreamUnaryMultiCallable[Any, ResponseT] = self.channel.stream_unary(
             method.path, response_deserializer=method.response.FromString
         )
+        call = start(requests, timeout=timeout, metadata=self.metadata)
+        status = ServerStatus(call)
         try:
-            return await start(requests, timeout=timeout, metadata=self.metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(await status.instead_of(error)) from error
 
     async def stream(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float

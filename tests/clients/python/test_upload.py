@@ -81,7 +81,7 @@ def test_a_full_server_is_asked_again(client, server):
 def test_a_refusal_in_the_middle(client, server):
     """An upload that is refused while it is being sent fails with the server's reason."""
     full = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
-    for _ in range(10):
+    for _ in range(20):
         server.images.script.append(full)
         with pytest.raises(QuotaExceeded):
             client.put_image(bytes(4_000_000))
