@@ -130,7 +130,8 @@ class Conversation:
 
     def _next(self) -> Said:
         """What may be said next, or a heartbeat after a silence."""
-        quiet = None if self._service.silent.is_set() else self._service.heartbeat
+        must_be_silent = self._service.silent.is_set() or self.index == 0  # `opened` is first
+        quiet = None if must_be_silent else self._service.heartbeat
         with self._changed:
             if not self._changed.wait_for(lambda: self._sendable() or self.ended.is_set(), quiet):
                 self.num_heartbeats += 1
