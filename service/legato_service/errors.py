@@ -119,6 +119,7 @@ TABLE: dict[type[errors.LegatoError], Row] = {
     SharedMemoryRefused: Row(_C.FAILED_PRECONDITION, "SHM_REFUSED", _precondition),
     DuplicateRequest: Row(_C.ALREADY_EXISTS, "DUPLICATE_REQUEST", _resource),
     errors.Busy: Row(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
+    SessionsFull: Row(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
     errors.QuotaExceeded: Row(_C.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED", _quota, retry_after=1.0),
     errors.DeadlineExceeded: Row(_C.DEADLINE_EXCEEDED, ""),
     errors.DeadlineUnreachable: Row(_C.DEADLINE_EXCEEDED, "DEADLINE_UNREACHABLE"),

@@ -13,6 +13,7 @@ from legato_engine.client import EngineState
 from legato_service.errors import (
     TABLE,
     DuplicateRequest,
+    SessionsFull,
     SharedMemoryRefused,
     failure,
     row_of,
@@ -26,6 +27,7 @@ QUESTION = inference_pb2.QueryRequest(question="How many?")
 # Errors that the engine sends: what the peer sees of them.
 FROM_ENGINE = [
     (errors.InvalidField("no", field="sampling.top_k"), "INVALID_ARGUMENT", "INVALID_FIELD"),
+    (errors.SessionProtocol("late", field="open"), "INVALID_ARGUMENT", "SESSION_PROTOCOL"),
     (errors.ImageUndecodable("cut", field="image"), "INVALID_ARGUMENT", "IMAGE_UNDECODABLE"),
     (errors.ImageTooLarge("big", limit=1, actual=2), "INVALID_ARGUMENT", "IMAGE_TOO_LARGE"),
     (errors.PromptTooLong("long", limit=1, actual=2), "INVALID_ARGUMENT", "PROMPT_TOO_LONG"),
@@ -101,7 +103,7 @@ async def test_every_error_of_the_engine_arrives_whole(error, code, reason):
 def test_the_cases_above_are_all_there_are():
     """Every error type of the engine is among the cases; a new one fails this test."""
     covered = {type(error) for error, _, _ in FROM_ENGINE}
-    service_only = {SharedMemoryRefused, DuplicateRequest}
+    service_only = {SharedMemoryRefused, DuplicateRequest, SessionsFull}
     assert leaves(errors.LegatoError) - service_only <= covered
     assert covered | service_only <= set(TABLE) | {errors.InvalidField, errors.QueueFull} | {
         errors.InternalError

@@ -153,8 +153,8 @@ class SessionCore(Generic[F]):
     # ------------------------------------------------------------ the workers' side
 
     def taken(self, frame: F) -> None:
-        """The frame's bytes are the server's own now."""
-        if self._is_open(frame) and not frame.accepted:
+        """The frame's bytes are the server's own now; a result that was told says so too."""
+        if self._is_open(frame) and not frame.accepted and frame.told == 0:
             frame.accepted = True
             self._outbox.say(Accepted(frame.sequence, self.frame_credits))
 

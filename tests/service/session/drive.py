@@ -60,7 +60,7 @@ class Ledger:
             case Event():
                 self.spent += 1
                 assert message.frame.sequence not in self.dropped
-                assert message.index not in self.results[message.frame.sequence]
+                assert message.index not in self.results.get(message.frame.sequence, [])
             case Result():
                 self._check_result(message, now)
             case _:

@@ -1,6 +1,6 @@
 """Random sessions: both sides are counted, whatever happens in whatever order."""
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from legato_engine.core import TextDelta
@@ -130,4 +130,9 @@ class Session(RuleBasedStateMachine):
 
 
 TestSession = Session.TestCase
-TestSession.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestSession.settings = settings(
+    max_examples=100,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
