@@ -113,6 +113,8 @@ class PixelFormat(enum.StrEnum):
     RGBA8 = "rgba8"
     BGRA8 = "bgra8"
     MONO8 = "mono8"
+    NV12 = "nv12"
+    YUYV = "yuyv"
 
 
 class BlobRef(Value, frozen=True):
@@ -130,7 +132,7 @@ class EncodedImage(Value, frozen=True):
 
 
 class RawImage(Value, frozen=True):
-    """Pixels in a blob, `row_stride` bytes from one row to the next."""
+    """Pixels in a blob, `row_stride` bytes from one row of a plane to the next."""
 
     blob: BlobRef
     width: int

@@ -1,4 +1,4 @@
-"""Pictures as bytes become pictures as pixels: header checks, decoding, orientation, RGB.
+"""Image files become pixels: header checks, decoding, orientation, RGB.
 
 What comes out is always the picture as a viewer would show it, 8-bit RGB:
 - EXIF orientation 1-8 is applied; a broken EXIF block counts as orientation 1;
@@ -22,8 +22,8 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image
 
-from legato_engine.core import PixelFormat, RawImage
-from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField
+from legato_engine.core import RawImage
+from legato_engine.errors import ImageTooLarge, ImageUndecodable
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -38,13 +38,6 @@ _TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
-_CHANNELS = {
-    PixelFormat.RGB8: (3, (0, 1, 2)),
-    PixelFormat.BGR8: (3, (2, 1, 0)),
-    PixelFormat.RGBA8: (4, (0, 1, 2)),
-    PixelFormat.BGRA8: (4, (2, 1, 0)),
-    PixelFormat.MONO8: (1, (0, 0, 0)),
-}
 _FLAT_JPEG_MODES = ("RGB", "L")  # the colour spaces that libjpeg itself brings to RGB
 _PILLOW_FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP"}
 
@@ -74,25 +67,6 @@ def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> Ima
     if header.width * header.height > max_pixels:
         raise _too_large(header.width * header.height, max_pixels, "pixels")
     return header
-
-
-def check_raw(raw: RawImage, *, max_pixels: int) -> None:
-    """Check a raw picture's layout against its size in bytes.
-
-    Raises `InvalidField` or `ImageTooLarge`.
-    """
-    if raw.width < 1 or raw.height < 1:
-        raise InvalidField("a raw image needs a width and a height of at least 1", field="image")
-    if raw.width * raw.height > max_pixels:
-        raise _too_large(raw.width * raw.height, max_pixels, "pixels")
-    row_bytes = raw.width * _CHANNELS[raw.format][0]
-    if raw.row_stride < row_bytes:
-        raise InvalidField(
-            f"row_stride {raw.row_stride} is below the {row_bytes} bytes of a row", field="image"
-        )
-    needed = (raw.height - 1) * raw.row_stride + row_bytes
-    if raw.blob.size < needed:
-        raise InvalidField(f"{needed} bytes of pixels needed, {raw.blob.size} given", field="image")
 
 
 def decode_encoded(data: bytes | memoryview, *, max_pixels: int) -> Pixels:
@@ -128,19 +102,6 @@ def displayed_size(data: bytes | memoryview, *, max_pixels: int) -> tuple[int, i
         raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
     width, height = image.size
     return (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
-
-
-def decode_raw(view: bytes | memoryview, raw: RawImage) -> Pixels:
-    """[H, W, C] of raw pixels, independent of `view`.
-
-    Raises `InvalidField` when the layout does not fit the bytes.
-    """
-    check_raw(raw, max_pixels=raw.width * raw.height)
-    channels, order = _CHANNELS[raw.format]
-    bytes_N = np.frombuffer(view, np.uint8, count=raw.blob.size)
-    shape = (raw.height, raw.width, channels)
-    pixels_HWC = np.lib.stride_tricks.as_strided(bytes_N, shape, (raw.row_stride, channels, 1))
-    return np.ascontiguousarray(pixels_HWC[:, :, order])
 
 
 def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:

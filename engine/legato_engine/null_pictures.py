@@ -8,7 +8,8 @@ from legato_engine.blobs import take_blob
 from legato_engine.core import CachedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.errors import ImageNotFound
 from legato_engine.image_cache import ImageCache
-from legato_engine.images import check_raw, content_key, displayed_size, image_id
+from legato_engine.images import content_key, displayed_size, image_id
+from legato_engine.raw_images import check_raw
 
 _RGB = 3  # bytes of a pixel, as a picture counts against the cache
 

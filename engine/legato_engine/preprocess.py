@@ -14,13 +14,12 @@ from legato_engine.errors import ImageNotFound
 from legato_engine.image_cache import ImageCache
 from legato_engine.images import (
     Pixels,
-    check_raw,
     content_key,
     decode_encoded,
-    decode_raw,
     image_id,
 )
 from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.raw_images import check_raw, decode_raw
 
 _FEW_BYTES = 512 * 1024  # to hash on the caller's thread
 

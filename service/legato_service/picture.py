@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 
 from legato.v1 import media_pb2
-from legato_engine import core
+from legato_engine import core, raw_images
 from legato_engine.blobs import BlobStore
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField, InvalidRequest
 from legato_engine.images import ImageHeader, inspect
@@ -14,19 +14,14 @@ from legato_engine.images import ImageHeader, inspect
 from legato_service.errors import SharedMemoryRefused
 
 _GLANCE = 4096  # bytes that the event loop reads itself
-_BYTES_PER_PIXEL = {
-    core.PixelFormat.RGB8: 3,
-    core.PixelFormat.BGR8: 3,
-    core.PixelFormat.RGBA8: 4,
-    core.PixelFormat.BGRA8: 4,
-    core.PixelFormat.MONO8: 1,
-}
 _FORMATS = {
     media_pb2.PIXEL_FORMAT_RGB8: core.PixelFormat.RGB8,
     media_pb2.PIXEL_FORMAT_BGR8: core.PixelFormat.BGR8,
     media_pb2.PIXEL_FORMAT_RGBA8: core.PixelFormat.RGBA8,
     media_pb2.PIXEL_FORMAT_BGRA8: core.PixelFormat.BGRA8,
     media_pb2.PIXEL_FORMAT_MONO8: core.PixelFormat.MONO8,
+    media_pb2.PIXEL_FORMAT_NV12: core.PixelFormat.NV12,
+    media_pb2.PIXEL_FORMAT_YUYV: core.PixelFormat.YUYV,
 }
 
 
@@ -153,8 +148,7 @@ class PictureIntake:
                     actual=actual,
                     unit=unit,
                 )
-        row_bytes = layout.width * _BYTES_PER_PIXEL[layout.format]
-        needed = (layout.height - 1) * layout.row_stride + row_bytes
+        needed = raw_images.num_bytes(layout.format, layout.width, layout.height, layout.row_stride)
         if len(data) < needed:
             raise ImageUndecodable(
                 f"{needed} bytes needed, {len(data)} given",
@@ -168,21 +162,13 @@ class PictureIntake:
 def _layout(message: media_pb2.PixelLayout) -> Layout:
     at = "image.raw.layout"
     if message.format not in _FORMATS:
-        raise InvalidField(
-            "one of RGB8, BGR8, RGBA8, BGRA8, MONO8; this server reads no others",
-            field=f"{at}.format",
-        )
-    for name, value in (("width", message.width), ("height", message.height)):
-        if value < 1:
-            raise InvalidField("must be at least 1", field=f"{at}.{name}")
+        known = ", ".join(form.name for form in core.PixelFormat)
+        raise InvalidField(f"one of {known}; this server reads no others", field=f"{at}.format")
     form = _FORMATS[message.format]
-    row_bytes = message.width * _BYTES_PER_PIXEL[form]
-    stride = message.row_stride_bytes or row_bytes
-    if stride < row_bytes:
-        raise InvalidField(
-            f"a row has {row_bytes} bytes",
-            field=f"{at}.row_stride_bytes",
-            limit=row_bytes,
-            actual=stride,
-        )
+    stride = message.row_stride_bytes or raw_images.row_bytes(form, message.width)
+    try:
+        raw_images.check_layout(form, message.width, message.height, stride)
+    except InvalidField as error:
+        error.metadata["field"] = f"{at}.{error.metadata['field']}"
+        raise
     return Layout(message.width, message.height, stride, form)

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.core import BlobRef, PixelFormat, RawImage
-from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField, InvalidRequest
+from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidRequest
 from legato_engine.images import (
     ImageHeader,
     content_key,
     decode_encoded,
-    decode_raw,
     image_id,
     inspect,
 )
@@ -286,54 +285,6 @@ def test_first_frame_of_an_animation(kind):
     options = {"lossless": True} if kind == "WEBP" else {}
     data = save(frames[0], kind, save_all=True, append_images=frames[1:], **options)
     assert tuple(decode_encoded(data, max_pixels=ALL_PIXELS)[0, 0]) == (255, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("pixel_format", "order"),
-    [
-        (PixelFormat.RGB8, (0, 1, 2)),
-        (PixelFormat.BGR8, (2, 1, 0)),
-        (PixelFormat.RGBA8, (0, 1, 2, 0)),
-        (PixelFormat.BGRA8, (2, 1, 0, 0)),
-        (PixelFormat.MONO8, (1,)),
-    ],
-)
-@pytest.mark.parametrize("padding", [0, 5])
-def test_raw_layouts(pixel_format, order, padding):
-    """Raw pixels of every layout give the same picture, a copy; the last row is not padded."""
-    rgb_HWC = colours()
-    rows_HN = rgb_HWC[:, :, list(order)].reshape(6, -1)
-    stride = rows_HN.shape[1] + padding
-    data = b"".join(row.tobytes() + b"\xee" * padding for row in rows_HN)[: 6 * stride - padding]
-    raw = RawImage(
-        blob=BlobRef(name="", size=len(data)),
-        width=8,
-        height=6,
-        row_stride=stride,
-        format=pixel_format,
-    )
-    expected_HWC = rgb_HWC[:, :, [1, 1, 1]] if len(order) == 1 else rgb_HWC
-    writable = bytearray(data)
-    decoded_HWC = decode_raw(memoryview(writable), raw)
-    writable[:] = bytes(len(data))
-    assert np.array_equal(decoded_HWC, expected_HWC)
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "stride", "size"),
-    [(0, 4, 12, 48), (4, 0, 12, 48), (4, 4, 11, 48), (4, 4, 12, 47), (1 << 31, 1 << 31, 12, 48)],
-)
-def test_raw_layout_must_fit_its_bytes(width, height, stride, size):
-    """A raw layout that reaches outside of its bytes is refused."""
-    raw = RawImage(
-        blob=BlobRef(name="", size=size),
-        width=width,
-        height=height,
-        row_stride=stride,
-        format=PixelFormat.RGB8,
-    )
-    with pytest.raises(InvalidField):
-        decode_raw(bytes(size), raw)
 
 
 def test_content_key_names_layout():

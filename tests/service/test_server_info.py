@@ -26,6 +26,7 @@ async def test_limits_are_those_that_hold():
     assert info.version
     assert info.instance_id
     assert info.contract_revision >= info.minimum_client_revision >= 1
+    assert {"pixel_format.nv12", "pixel_format.yuyv"} <= set(info.capabilities)
     assert not info.shm_namespace
 
 

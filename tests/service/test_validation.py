@@ -46,7 +46,7 @@ def placed(**ref):
 
 PNG = picture_bytes()
 UNDECODABLE, TOO_LARGE, TOO_LONG = "IMAGE_UNDECODABLE", "IMAGE_TOO_LARGE", "PROMPT_TOO_LONG"
-FORMAT = "image.raw.layout.format"
+FORMAT, NV12, YUYV = "image.raw.layout.format", "PIXEL_FORMAT_NV12", "PIXEL_FORMAT_YUYV"
 
 # Field and how a request gets it wrong; the reason is INVALID_FIELD unless a third says otherwise.
 TABLE: dict[str, list[Any]] = {
@@ -85,11 +85,17 @@ TABLE: dict[str, list[Any]] = {
         ("image.raw.layout.width", raw(width=0)),
         ("image.raw.layout.height", raw(height=0)),
         (FORMAT, raw(format="PIXEL_FORMAT_UNSPECIFIED")),
-        (FORMAT, raw(format="PIXEL_FORMAT_NV12")),
-        (FORMAT, raw(format="PIXEL_FORMAT_YUYV")),
         (FORMAT, raw(format=99)),
         (FORMAT, {"image": {"raw": {"data": b"x"}}}),
         ("image.raw.layout.row_stride_bytes", raw(row_stride_bytes=11)),
+        ("image.raw.layout.width", raw(width=3, format=NV12)),
+        ("image.raw.layout.height", raw(height=3, format=NV12)),
+        ("image.raw.layout.row_stride_bytes", raw(row_stride_bytes=3, format=NV12)),
+        ("image.raw.layout.width", raw(width=5, format=YUYV)),
+        ("image.raw.layout.row_stride_bytes", raw(row_stride_bytes=7, format=YUYV)),
+        ("image.raw.data", raw(11, format=NV12), UNDECODABLE),
+        ("image.raw.data", raw(13, row_stride_bytes=5, format=NV12), UNDECODABLE),
+        ("image.raw.data", raw(15, format=YUYV), UNDECODABLE),
         ("image.raw.data", raw(23), UNDECODABLE),
         ("image.raw.data", raw(27, row_stride_bytes=16), UNDECODABLE),
     ],

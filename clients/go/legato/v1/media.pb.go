@@ -43,9 +43,11 @@ const (
 	// 1 byte a pixel: luminance.
 	PixelFormat_PIXEL_FORMAT_MONO8 PixelFormat = 5
 	// 12 bits a pixel: a plane of Y, then a half-size plane of interleaved U and V. Capability
-	// `pixel_format.nv12`.
+	// `pixel_format.nv12`. Width and height are even. Both planes have the same stride, and the second
+	// begins right behind the first, `height` strides from the start. Colours are BT.601 in limited range
+	// (Y 16 to 235, U and V 16 to 240), as of YUYV too: what UVC cameras give unless told otherwise.
 	PixelFormat_PIXEL_FORMAT_NV12 PixelFormat = 6
-	// 16 bits a pixel: Y0 U Y1 V for each pair of pixels. Capability `pixel_format.yuyv`.
+	// 16 bits a pixel: Y0 U Y1 V for each pair of pixels. Capability `pixel_format.yuyv`. Width is even.
 	PixelFormat_PIXEL_FORMAT_YUYV PixelFormat = 7
 )
 

@@ -95,6 +95,8 @@ const (
 	DropReason_DROP_REASON_OVERLOADED DropReason = 3
 	// The client cancelled it.
 	DropReason_DROP_REASON_CANCELLED DropReason = 4
+	// It came after `go_away`, or still waited when the time was over.
+	DropReason_DROP_REASON_GOING_AWAY DropReason = 5
 )
 
 // Enum value maps for DropReason.
@@ -105,6 +107,7 @@ var (
 		2: "DROP_REASON_TOO_OLD",
 		3: "DROP_REASON_OVERLOADED",
 		4: "DROP_REASON_CANCELLED",
+		5: "DROP_REASON_GOING_AWAY",
 	}
 	DropReason_value = map[string]int32{
 		"DROP_REASON_UNSPECIFIED": 0,
@@ -112,6 +115,7 @@ var (
 		"DROP_REASON_TOO_OLD":     2,
 		"DROP_REASON_OVERLOADED":  3,
 		"DROP_REASON_CANCELLED":   4,
+		"DROP_REASON_GOING_AWAY":  5,
 	}
 )
 
@@ -158,8 +162,11 @@ type SessionOpen struct {
 	FramePolicy FramePolicy `protobuf:"varint,5,opt,name=frame_policy,json=framePolicy,proto3,enum=legato.v1.FramePolicy" json:"frame_policy,omitempty"`
 	// Frames the client would like worked on at a time. 0: the server's choice. The grant may be lower.
 	MaxInFlight uint32 `protobuf:"varint,6,opt,name=max_in_flight,json=maxInFlight,proto3" json:"max_in_flight,omitempty"`
-	// Older frames are dropped (TOO_OLD) instead of answered late. Measured from `FrameStamp.capture_time`, or from
-	// arrival where that is absent. Absent or zero: no bound.
+	// Older frames are dropped (TOO_OLD) instead of answered late, be it before they run, while they run, or
+	// while their results wait; a frame that has a result told goes on. Measured from `FrameStamp.capture_time`,
+	// or from arrival where that is absent. The caller's clock is trusted as long as the quickest frame so far
+	// seems to have taken at least no time, and less than this; otherwise ages count from that frame's delay.
+	// Absent or zero: no bound.
 	MaxFrameAge *durationpb.Duration `protobuf:"bytes,7,opt,name=max_frame_age,json=maxFrameAge,proto3" json:"max_frame_age,omitempty"`
 	// Longest silence before a `heartbeat`, at least 100 ms. Absent: the server's choice, in `opened`.
 	HeartbeatInterval *durationpb.Duration `protobuf:"bytes,8,opt,name=heartbeat_interval,json=heartbeatInterval,proto3" json:"heartbeat_interval,omitempty"`
@@ -283,7 +290,8 @@ type Frame struct {
 	ExtraTasks []*Task `protobuf:"bytes,3,rep,name=extra_tasks,json=extraTasks,proto3" json:"extra_tasks,omitempty"`
 	// True: run only `extra_tasks`.
 	SkipStandingTasks bool `protobuf:"varint,4,opt,name=skip_standing_tasks,json=skipStandingTasks,proto3" json:"skip_standing_tasks,omitempty"`
-	// True: never drop this frame, whatever the policy and its age.
+	// True: never drop this frame, whatever the policy and its age, and do not stop it for a newer one. Holds for
+	// frames within the credits.
 	MustRun       bool `protobuf:"varint,5,opt,name=must_run,json=mustRun,proto3" json:"must_run,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -433,7 +441,8 @@ type CancelFrame_Sequence struct {
 }
 
 type CancelFrame_TaskId struct {
-	// All running tasks of this id: their results come partial, with FINISH_REASON_CANCELLED.
+	// All running tasks of this id: their results come partial, with FINISH_REASON_CANCELLED. Empty names
+	// none.
 	TaskId string `protobuf:"bytes,2,opt,name=task_id,json=taskId,proto3,oneof"`
 }
 
@@ -678,7 +687,7 @@ type SessionOpened struct {
 	SessionId string `protobuf:"bytes,1,opt,name=session_id,json=sessionId,proto3" json:"session_id,omitempty"`
 	// The model that answers, by its name.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
-	// Frames the client may send now.
+	// Frames that may be neither accepted nor dropped; see `accepted`.
 	FrameCredits uint32 `protobuf:"varint,3,opt,name=frame_credits,json=frameCredits,proto3" json:"frame_credits,omitempty"`
 	// Frames worked on at a time.
 	MaxInFlight uint32 `protobuf:"varint,4,opt,name=max_in_flight,json=maxInFlight,proto3" json:"max_in_flight,omitempty"`
@@ -767,7 +776,7 @@ type FrameAccepted struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The frame.
 	Sequence uint64 `protobuf:"varint,1,opt,name=sequence,proto3" json:"sequence,omitempty"`
-	// Frames the client may send now: the new total, not an increment.
+	// Frames that may be neither accepted nor dropped: the new total, not an increment.
 	FrameCredits  uint32 `protobuf:"varint,2,opt,name=frame_credits,json=frameCredits,proto3" json:"frame_credits,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -824,7 +833,7 @@ type FrameDropped struct {
 	Sequence uint64 `protobuf:"varint,1,opt,name=sequence,proto3" json:"sequence,omitempty"`
 	// Why.
 	Reason DropReason `protobuf:"varint,2,opt,name=reason,proto3,enum=legato.v1.DropReason" json:"reason,omitempty"`
-	// Frames the client may send now: the new total, not an increment.
+	// Frames that may be neither accepted nor dropped: the new total, not an increment.
 	FrameCredits uint32 `protobuf:"varint,3,opt,name=frame_credits,json=frameCredits,proto3" json:"frame_credits,omitempty"`
 	// Frames dropped since the session opened, this one included.
 	DroppedTotal  uint64 `protobuf:"varint,4,opt,name=dropped_total,json=droppedTotal,proto3" json:"dropped_total,omitempty"`
@@ -1346,14 +1355,15 @@ const file_legato_v1_session_proto_rawDesc = "" +
 	"\x18FRAME_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n" +
 	"\x18FRAME_POLICY_LATEST_WINS\x10\x01\x12\x1c\n" +
 	"\x18FRAME_POLICY_EVERY_FRAME\x10\x02\x12\x18\n" +
-	"\x14FRAME_POLICY_PREEMPT\x10\x03*\x95\x01\n" +
+	"\x14FRAME_POLICY_PREEMPT\x10\x03*\xb1\x01\n" +
 	"\n" +
 	"DropReason\x12\x1b\n" +
 	"\x17DROP_REASON_UNSPECIFIED\x10\x00\x12\x1a\n" +
 	"\x16DROP_REASON_SUPERSEDED\x10\x01\x12\x17\n" +
 	"\x13DROP_REASON_TOO_OLD\x10\x02\x12\x1a\n" +
 	"\x16DROP_REASON_OVERLOADED\x10\x03\x12\x19\n" +
-	"\x15DROP_REASON_CANCELLED\x10\x042V\n" +
+	"\x15DROP_REASON_CANCELLED\x10\x04\x12\x1a\n" +
+	"\x16DROP_REASON_GOING_AWAY\x10\x052V\n" +
 	"\x0eSessionService\x12D\n" +
 	"\aSession\x12\x19.legato.v1.SessionRequest\x1a\x1a.legato.v1.SessionResponse(\x010\x01B<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3"
 

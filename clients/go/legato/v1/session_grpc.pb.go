@@ -35,16 +35,24 @@ type SessionServiceClient interface {
 	//     SESSION_PROTOCOL. The answer is `opened`, once, first.
 	//   - Each frame gets exactly one of: results for all its tasks, the last with `last_for_frame`; or one
 	//     `dropped`. `accepted` may come before either and says that the frame's bytes are the server's own now.
-	//   - `frame_credits` bound the frames in flight: the client sends no more than it has. They come with `opened`,
-	//     `accepted` and `dropped`. Frames beyond them are dropped OVERLOADED under EVERY_FRAME; under the other
-	//     policies the newest frame takes the waiting one's place.
+	//   - `frame_credits` bound the frames that a client has sent and seen neither `accepted` nor `dropped` for; a
+	//     result says accepted too. They come with `opened`, `accepted` and `dropped`, as a new total that replaces
+	//     the last. Frames beyond them are dropped OVERLOADED under EVERY_FRAME; under the other policies the
+	//     newest frame takes the waiting one's place.
 	//   - `grant` bounds unread answers the other way: each `delta` and `result` takes one credit. At zero, deltas are
-	//     held back and results wait in a ring whose oldest are lost and counted as dropped. A client that grants
-	//     nothing for 30 s ends with ABORTED CLIENT_TOO_SLOW.
-	//   - A failed task is a `result` with `error`; the session goes on.
+	//     held back and results wait in a ring whose oldest are lost and counted as dropped (OVERLOADED), frames as a
+	//     whole. A client that grants nothing for 30 s while something waits ends with ABORTED CLIENT_TOO_SLOW.
+	//     After half-close no credits are needed.
+	//   - A failed task is a `result` with `error`; the session goes on. So it does when the engine is lost
+	//     (ENGINE_LOST in `error`). A list of tasks that makes no sense (none, more than 32, ids that repeat) is
+	//     one such result, without a task id.
 	//   - `cancel` is idempotent. Half-close lets what runs finish, then ends with OK. Cancelling the call aborts
 	//     everything now.
-	//   - `go_away` announces the server's end of the session; open another one elsewhere.
+	//   - `go_away` announces the server's end of the session; open another one elsewhere. Once what came before it has
+	//     had its outcome, the session ends with the announced reason as its status.
+	//   - A session of its own has no deadline: `Limits.default_deadline` bounds the work on each frame instead.
+	//   - Beyond `Limits.max_sessions` the call is refused with RESOURCE_EXHAUSTED QUEUE_FULL. An operator's Abort ends it
+	//     with ABORTED PREEMPTED.
 	//   - `index` counts the server's messages from 0 without a gap. Both sides skip messages they do not know.
 	Session(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[SessionRequest, SessionResponse], error)
 }
@@ -83,16 +91,24 @@ type SessionServiceServer interface {
 	//     SESSION_PROTOCOL. The answer is `opened`, once, first.
 	//   - Each frame gets exactly one of: results for all its tasks, the last with `last_for_frame`; or one
 	//     `dropped`. `accepted` may come before either and says that the frame's bytes are the server's own now.
-	//   - `frame_credits` bound the frames in flight: the client sends no more than it has. They come with `opened`,
-	//     `accepted` and `dropped`. Frames beyond them are dropped OVERLOADED under EVERY_FRAME; under the other
-	//     policies the newest frame takes the waiting one's place.
+	//   - `frame_credits` bound the frames that a client has sent and seen neither `accepted` nor `dropped` for; a
+	//     result says accepted too. They come with `opened`, `accepted` and `dropped`, as a new total that replaces
+	//     the last. Frames beyond them are dropped OVERLOADED under EVERY_FRAME; under the other policies the
+	//     newest frame takes the waiting one's place.
 	//   - `grant` bounds unread answers the other way: each `delta` and `result` takes one credit. At zero, deltas are
-	//     held back and results wait in a ring whose oldest are lost and counted as dropped. A client that grants
-	//     nothing for 30 s ends with ABORTED CLIENT_TOO_SLOW.
-	//   - A failed task is a `result` with `error`; the session goes on.
+	//     held back and results wait in a ring whose oldest are lost and counted as dropped (OVERLOADED), frames as a
+	//     whole. A client that grants nothing for 30 s while something waits ends with ABORTED CLIENT_TOO_SLOW.
+	//     After half-close no credits are needed.
+	//   - A failed task is a `result` with `error`; the session goes on. So it does when the engine is lost
+	//     (ENGINE_LOST in `error`). A list of tasks that makes no sense (none, more than 32, ids that repeat) is
+	//     one such result, without a task id.
 	//   - `cancel` is idempotent. Half-close lets what runs finish, then ends with OK. Cancelling the call aborts
 	//     everything now.
-	//   - `go_away` announces the server's end of the session; open another one elsewhere.
+	//   - `go_away` announces the server's end of the session; open another one elsewhere. Once what came before it has
+	//     had its outcome, the session ends with the announced reason as its status.
+	//   - A session of its own has no deadline: `Limits.default_deadline` bounds the work on each frame instead.
+	//   - Beyond `Limits.max_sessions` the call is refused with RESOURCE_EXHAUSTED QUEUE_FULL. An operator's Abort ends it
+	//     with ABORTED PREEMPTED.
 	//   - `index` counts the server's messages from 0 without a gap. Both sides skip messages they do not know.
 	Session(grpc.BidiStreamingServer[SessionRequest, SessionResponse]) error
 	mustEmbedUnimplementedSessionServiceServer()

@@ -38,10 +38,12 @@ class _PixelFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PixelForm
     """1 byte a pixel: luminance."""
     PIXEL_FORMAT_NV12: _PixelFormat.ValueType  # 6
     """12 bits a pixel: a plane of Y, then a half-size plane of interleaved U and V. Capability
-    `pixel_format.nv12`.
+    `pixel_format.nv12`. Width and height are even. Both planes have the same stride, and the second
+    begins right behind the first, `height` strides from the start. Colours are BT.601 in limited range
+    (Y 16 to 235, U and V 16 to 240), as of YUYV too: what UVC cameras give unless told otherwise.
     """
     PIXEL_FORMAT_YUYV: _PixelFormat.ValueType  # 7
-    """16 bits a pixel: Y0 U Y1 V for each pair of pixels. Capability `pixel_format.yuyv`."""
+    """16 bits a pixel: Y0 U Y1 V for each pair of pixels. Capability `pixel_format.yuyv`. Width is even."""
 
 class PixelFormat(_PixelFormat, metaclass=_PixelFormatEnumTypeWrapper):
     """How the bytes of an uncompressed picture are to be read. Names follow ROS and Foxglove. Every server
@@ -63,10 +65,12 @@ PIXEL_FORMAT_MONO8: PixelFormat.ValueType  # 5
 """1 byte a pixel: luminance."""
 PIXEL_FORMAT_NV12: PixelFormat.ValueType  # 6
 """12 bits a pixel: a plane of Y, then a half-size plane of interleaved U and V. Capability
-`pixel_format.nv12`.
+`pixel_format.nv12`. Width and height are even. Both planes have the same stride, and the second
+begins right behind the first, `height` strides from the start. Colours are BT.601 in limited range
+(Y 16 to 235, U and V 16 to 240), as of YUYV too: what UVC cameras give unless told otherwise.
 """
 PIXEL_FORMAT_YUYV: PixelFormat.ValueType  # 7
-"""16 bits a pixel: Y0 U Y1 V for each pair of pixels. Capability `pixel_format.yuyv`."""
+"""16 bits a pixel: Y0 U Y1 V for each pair of pixels. Capability `pixel_format.yuyv`. Width is even."""
 Global___PixelFormat: _TypeAlias = PixelFormat  # noqa: Y015
 
 @_typing.final
