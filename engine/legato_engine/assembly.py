@@ -26,11 +26,14 @@ from legato_engine.device.select import open_device
 from legato_engine.engine import EngineCore, make_sequence
 from legato_engine.errors import InvalidField, LegatoError
 from legato_engine.image_cache import ImageCache
+from legato_engine.image_holds import ImageHolds
+from legato_engine.image_jobs import ImageJobs
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import ModelInfo, Report
 from legato_engine.models import registry
 from legato_engine.models.model import Model, ModelFrontend, PreparedImage
 from legato_engine.preprocess import Preprocessor
+from legato_engine.quota import image_quota
 from legato_engine.report_sink import ReportSink
 from legato_engine.runtime.kv_pool import allocate, decode_buckets, num_pages_for
 from legato_engine.runtime.model_runner import ModelRunner
@@ -110,16 +113,19 @@ class Assembly:
     ) -> EngineCore:
         """The engine over these parts; pictures come from blobs in `namespace`."""
         config = self.config
+        cache = ImageCache[PreparedImage](config.image_cache_bytes)
         preprocessor = Preprocessor(
             self.frontend,
-            ImageCache[PreparedImage](config.image_cache_bytes),
+            cache,
             namespace=namespace,
             max_pixels=config.max_image_pixels,
             threads=config.preprocess_threads,
         )
+        holds = ImageHolds(cache, image_quota(config))
+        image_jobs = ImageJobs(preprocessor, holds, send=send, wake=wake)
         sink = ReportSink(self.frontend.name, send)
         scheduler = self.scheduler(sink, pipeline_depth=config.pipeline_depth, observer=observer)
-        return EngineCore(self.frontend, scheduler, preprocessor, sink, wake=wake)
+        return EngineCore(self.frontend, scheduler, preprocessor, image_jobs, sink, wake=wake)
 
 
 def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: None) -> Assembly:

@@ -2,11 +2,12 @@
 
 The service writes a blob under its own namespace and names it in the request. The engine maps it
 and unlinks it at once, so its memory goes with the last view. Whatever an engine did not take, the
-service unlinks when the request ends.
+service unlinks when the request ends. Bytes that come in pieces are gathered in a draft first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import mmap
@@ -14,9 +15,14 @@ import os
 import pathlib
 import secrets
 import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 
 from legato_engine.core import BlobRef
 from legato_engine.errors import InternalError, QueueFull
+
+_STEP = 4 * 1024 * 1024  # bytes that a draft takes at a time: a few milliseconds
 
 
 @functools.cache
@@ -48,20 +54,27 @@ class BlobStore:
 
         Raises `QueueFull` when shared memory is full.
         """
-        name = f"{self.namespace}-{secrets.token_hex(8)}"
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._folder / name, flags, 0o600)
-        self._live.add(name)
+        name, descriptor = self._create()
         ref = BlobRef(name=name, size=len(data))
         try:
             _write_all(descriptor, memoryview(data))
-        except OSError as error:
+        except BaseException:
             self.discard(ref)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise QueueFull("shared memory is full", retry_after_ms=1000) from error
             raise
         finally:
             os.close(descriptor)
+        return ref
+
+    def draft(self) -> BlobDraft:
+        """A blob to be written in pieces; it is there until its end or the store's."""
+        name, descriptor = self._create()
+        return BlobDraft(self, name, descriptor)
+
+    def link(self, name: str, size: int) -> BlobRef:
+        """A blob with the bytes of another, not copied."""
+        ref = BlobRef(name=f"{self.namespace}-{secrets.token_hex(8)}", size=size)
+        os.link(self._folder / name, self._folder / ref.name)
+        self._live.add(ref.name)
         return ref
 
     def discard(self, ref: BlobRef) -> None:
@@ -70,11 +83,86 @@ class BlobStore:
             self._live.discard(ref.name)
             (self._folder / ref.name).unlink(missing_ok=True)
 
+    def _create(self) -> tuple[str, int]:
+        """Name and descriptor of a new file that only this user may open."""
+        name = f"{self.namespace}-{secrets.token_hex(8)}"
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._folder / name, flags, 0o600)
+        self._live.add(name)
+        return name, descriptor
+
     def close(self) -> None:
         """Unlink everything left in the namespace."""
         self._live.clear()
         for path in self._folder.glob(f"{self.namespace}-*"):
             path.unlink(missing_ok=True)
+
+
+class BlobDraft:
+    """Bytes that are gathered in shared memory; nobody else knows of them before `publish`.
+
+    It ends with `close` or with the last reference to it, as bytes in this process would. One
+    thread at a time writes; another may close meanwhile, which ends the writing by `ValueError`.
+    """
+
+    def __init__(self, store: BlobStore, name: str, descriptor: int) -> None:
+        self._store = store
+        self._name = name
+        self._descriptor = descriptor
+        self._lock = threading.Lock()  # a descriptor that is in use must not be closed
+        self._end = weakref.finalize(self, _end_draft, store, name, descriptor)
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append. Raises `QueueFull` when shared memory is full."""
+        left = memoryview(data)
+        while left:
+            part = left[:_STEP]
+            left = left[self._step(lambda: os.write(self._descriptor, part)) :]  # noqa: B023 - called at once
+
+    def copy(self, source: int, offset: int, size: int) -> int:
+        """Append what a file descriptor has, within the kernel; returns how many bytes that were.
+
+        Fewer than `size` when the source ends before. Raises as `write`.
+        """
+        copied = 0
+        while copied < size:
+            at, count = offset + copied, min(size - copied, _STEP)
+            done = self._step(lambda: os.sendfile(self._descriptor, source, at, count))  # noqa: B023 - called at once
+            if done == 0:
+                break
+            copied += done
+        return copied
+
+    def head(self, size: int) -> bytes:
+        """The first bytes."""
+        return os.pread(self._descriptor, size, 0)
+
+    def view(self) -> memoryview:
+        """All bytes so far, mapped."""
+        return _mapped(self._descriptor, self.size)
+
+    def publish(self) -> BlobRef:
+        """A blob of these bytes for `take_blob`, as if by `put`; may be called again."""
+        return self._store.link(self._name, self.size)
+
+    def close(self) -> None:
+        """Forget the bytes; published blobs stay. Idempotent."""
+        with self._lock:
+            self._end()
+
+    def _step(self, append: Callable[[], int]) -> int:
+        with self._lock, _full_memory_told():
+            if not self._end.alive:
+                raise ValueError("the draft is closed")
+            count = append()
+            self.size += count
+            return count
+
+
+def _end_draft(store: BlobStore, name: str, descriptor: int) -> None:
+    os.close(descriptor)
+    store.discard(BlobRef(name=name, size=0))
 
 
 def take_blob(ref: BlobRef, namespace: str) -> memoryview:
@@ -94,14 +182,27 @@ def take_blob(ref: BlobRef, namespace: str) -> memoryview:
         path.unlink(missing_ok=True)
         if os.fstat(descriptor).st_size < ref.size:
             raise InternalError("the blob is shorter than it claims")
-        if ref.size == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(descriptor, ref.size, prot=mmap.PROT_READ))
+        return _mapped(descriptor, ref.size)
     finally:
         os.close(descriptor)
 
 
+def _mapped(descriptor: int, size: int) -> memoryview:
+    return memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b"")
+
+
 def _write_all(descriptor: int, data: memoryview) -> None:
     """`write` and not a mapping: a full /dev/shm is an error here, a SIGBUS there."""
-    while data:
-        data = data[os.write(descriptor, data) :]
+    with _full_memory_told():
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+
+@contextlib.contextmanager
+def _full_memory_told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise QueueFull("shared memory is full", retry_after_ms=1000) from error
+        raise

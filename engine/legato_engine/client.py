@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from legato_engine.blobs import BlobStore, new_namespace
+from legato_engine.calls import PendingCalls
 from legato_engine.config import EngineConfig
 from legato_engine.core import EncodedImage, RawImage, Request
 from legato_engine.errors import (
@@ -27,8 +28,12 @@ from legato_engine.messages import (
     Abort,
     Delta,
     Done,
+    DropImage,
     Failed,
     Heartbeat,
+    HoldImage,
+    ImageDropped,
+    ImageHeld,
     Load,
     Loading,
     ModelInfo,
@@ -95,6 +100,7 @@ class EngineClient:
             stable=self._limits.stable,
         )
         self._streams: dict[str, RequestStream] = {}
+        self._calls = PendingCalls(self._send)
         self._subscribers: list[Callable[[EngineState], None]] = []
         self._link: ServiceLink | None = None
         self._process: EngineProcess | None = None
@@ -140,7 +146,7 @@ class EngineClient:
         if self.state is EngineState.STOPPED:
             return
         self._set_state(EngineState.STOPPED)
-        self._fail_streams(Draining("the server is shutting down"))
+        self._fail_open(Draining("the server is shutting down"))
         if self._link is not None:
             self._link.send(Shutdown())
         process = self._process
@@ -172,7 +178,7 @@ class EngineClient:
         this id is open. The blob is discarded in every case.
         """
         try:
-            self._check_open(request)
+            self._check_open(request.request_id)
         except LegatoError:
             self._discard_blob(request)
             raise
@@ -181,7 +187,26 @@ class EngineClient:
         self._send(Submit(request=request))
         return stream
 
-    def _check_open(self, request: Request) -> None:
+    async def hold(self, command: HoldImage) -> ImageHeld:
+        """Have the engine hold a picture; its blob is discarded in every case.
+
+        A caller that is cancelled has the engine forget it, unless it is held by then: it then
+        stays for its time. Raises as `submit`, what is wrong with the picture, and `QuotaExceeded`.
+        """
+        try:
+            self._check_open(command.request_id)
+            held = await self._calls.ask(command)
+        finally:
+            self.blobs.discard(command.image.blob)
+        assert isinstance(held, ImageHeld), "the engine answers a hold with what is held"
+        return held
+
+    async def drop(self, command: DropImage) -> None:
+        """Have the engine hold a picture no longer. Raises as `submit`, and `ImageNotFound`."""
+        self._check_open(command.request_id)
+        await self._calls.ask(command)
+
+    def _check_open(self, request_id: str) -> None:
         match self.state:
             case EngineState.STARTING:
                 stage, fraction = self.progress.stage, self.progress.fraction
@@ -190,7 +215,7 @@ class EngineClient:
                 raise EngineLost("the engine is being restarted")
             case EngineState.DRAINING | EngineState.STOPPED:
                 raise Draining("the server is shutting down")
-        if request.request_id in self._streams:
+        if request_id in self._streams:
             raise InvalidField("a request with this id is running", field="options.request_id")
 
     def _on_abort(self, stream: RequestStream) -> None:
@@ -200,7 +225,7 @@ class EngineClient:
     def _on_stop(self, stream: RequestStream) -> None:
         self._send(Stop(request_id=stream.request_id))
 
-    def _send(self, command: Submit | Abort | Stop) -> None:
+    def _send(self, command: Submit | Abort | Stop | HoldImage | DropImage) -> None:
         if self._link is not None:
             self._link.send(command)
 
@@ -212,10 +237,11 @@ class EngineClient:
         if isinstance(request.image, EncodedImage | RawImage):
             self.blobs.discard(request.image.blob)
 
-    def _fail_streams(self, error: LegatoError) -> None:
+    def _fail_open(self, error: LegatoError) -> None:
         for stream in list(self._streams.values()):
             self._forget(stream)
             stream.fail(error)
+        self._calls.fail(error)
 
     # ------------------------------------------------------------ reports
 
@@ -233,6 +259,10 @@ class EngineClient:
                     stream.feed(report)
                     if stream.ended:
                         self._forget(stream)
+                elif isinstance(report, Failed):
+                    self._calls.settle(report)
+            case ImageHeld() | ImageDropped():
+                self._calls.settle(report)
 
     def _on_heartbeat(self, beat: Heartbeat) -> None:
         now = time.monotonic()
@@ -261,10 +291,10 @@ class EngineClient:
             uptime = time.monotonic() - self._ready_at if self._ready_at else 0.0
             self._ready_at = 0.0
             if self.state in (EngineState.DRAINING, EngineState.STOPPED):
-                self._fail_streams(EngineLost("the engine process ended"))
+                self._fail_open(EngineLost("the engine process ended"))
                 return
             self._set_state(EngineState.LOST)
-            self._fail_streams(EngineLost("the engine process died", exit_code=code))
+            self._fail_open(EngineLost("the engine process died", exit_code=code))
             delay = self._backoff.delay_after(uptime)
             _log.error("engine lost", exit_code=code, uptime=round(uptime, 3), restart_in=delay)
             await asyncio.sleep(delay)

@@ -13,6 +13,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `crops_per_launch` bounds how many crops of a picture are encoded at a time while others stream.
     `max_waiting_per_tenant` bounds one tenant's share of `max_waiting`; those who name none share.
     `priority_seconds` is how long a request waits to make up for one step of priority.
+    `image_cache_bytes` is for pictures that requests brought. Those that callers have it hold come
+    besides: `image_quota_bytes` for each caller, `image_hold_bytes` for all of them.
     `pipeline_depth` 1 is the blocking loop, 2 the pipelined one.
     `random_weights` serves the named architecture with seeded random weights, for benchmarks.
     `model` "null" is no model at all: answers are made up, a token every `null_step_ms` (0: at
@@ -38,6 +40,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     max_image_pixels: int = 40_000_000
     image_cache_bytes: int = 256 * 1024 * 1024
+    image_quota_bytes: int = 256 * 1024 * 1024
+    image_hold_bytes: int = 1024 * 1024 * 1024
     preprocess_threads: int = 2
     heartbeat_interval: float = 0.2
     cuda_graphs: bool = True

@@ -22,7 +22,8 @@ from legato_engine.errors import (
     LegatoError,
     ModelNotFound,
 )
-from legato_engine.messages import Load
+from legato_engine.image_jobs import ImageJobs
+from legato_engine.messages import DropImage, HoldImage, Load
 from legato_engine.models.model import ModelFrontend, PreparedImage
 from legato_engine.preprocess import Picture, Preprocessor
 from legato_engine.report_sink import ReportSink, Ticket
@@ -54,6 +55,7 @@ class EngineCore:
         frontend: ModelFrontend,
         scheduler: Scheduler,
         preprocessor: Preprocessor,
+        image_jobs: ImageJobs,
         sink: ReportSink,
         *,
         wake: Callable[[], None],
@@ -61,6 +63,7 @@ class EngineCore:
         self._frontend = frontend
         self._scheduler = scheduler
         self._preprocessor = preprocessor
+        self._image_jobs = image_jobs
         self._sink = sink
         self._wake = wake
         self._jobs: dict[str, _Job] = {}
@@ -88,6 +91,8 @@ class EngineCore:
         if job is not None:
             job.future.cancel()
             return
+        if self._image_jobs.abort(request_id):
+            return
         self._sink.forget(request_id)
         self._scheduler.abort(request_id)
 
@@ -105,12 +110,24 @@ class EngineCore:
         else:
             self._scheduler.stop(request_id)
 
+    def hold(self, command: HoldImage) -> None:
+        """Begin to hold a picture; how that ends is told by one report."""
+        try:
+            self._check_queue(command.owner)
+            self._image_jobs.hold(command)
+        except Exception as error:  # noqa: BLE001 - one caller's failure is its own
+            self._image_jobs.fail(command.request_id, error)
+
+    def drop(self, command: DropImage) -> None:
+        """Hold a picture no longer, which is told by one report."""
+        self._image_jobs.drop(command)
+
     # ------------------------------------------------------------ state
 
     @property
     def busy(self) -> bool:
         """Whether `step` has something to run now."""
-        return bool(self._prepared) or not self._scheduler.idle
+        return bool(self._prepared) or self._image_jobs.ready or not self._scheduler.idle
 
     @property
     def steps_committed(self) -> int:
@@ -132,7 +149,8 @@ class EngineCore:
 
     def next_deadline(self) -> float:
         """Monotonic time by which `step` must be called even if nothing wakes the loop."""
-        return min((deadline_of(job.request) for job in self._jobs.values()), default=math.inf)
+        deadlines = (deadline_of(job.request) for job in self._jobs.values())
+        return min(self._image_jobs.next_expiry, *deadlines, math.inf)
 
     # ------------------------------------------------------------ the tick
 
@@ -140,6 +158,7 @@ class EngineCore:
         """Admit prepared pictures, expire, run one scheduler tick; whether it did device work."""
         while self._prepared:
             self._admit(*self._prepared.popleft())
+        self._image_jobs.step()
         self._expire()
         worked = self._scheduler.step()
         self._announce_queued()
@@ -154,8 +173,12 @@ class EngineCore:
             raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
         if request.adapter:
             raise AdapterNotFound("no such adapter", resource=request.adapter)
+        self._check_queue(request.tenant)
+
+    def _check_queue(self, tenant: str) -> None:
+        """Pictures that are only to be held take the same threads, and their owners are counted."""
         preparing = [job.request.tenant for job in self._jobs.values()]
-        self._scheduler.check_queue(request.tenant, preparing)
+        self._scheduler.check_queue(tenant, [*preparing, *self._image_jobs.owners])
 
     def _prepare(self, request: Request, source: ImageSource, arrival: float) -> None:
         """Enqueue a request whose picture is known, have any other prepared on a thread.

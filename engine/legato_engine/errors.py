@@ -14,7 +14,8 @@
     ├── TaskUnsupported           this model cannot do the task
     ├── Busy
     │   ├── QueueFull             retry after a while
-    │   └── QuotaExceeded         the tenant's own share of the queue is used up
+    │   └── QuotaExceeded         the caller's own share is used up
+    │       └── BytesExceeded     of memory, which no waiting gives back
     ├── DeadlineExceeded          the deadline passed
     │   └── DeadlineUnreachable   predicted wait is longer than the time left
     ├── ClientTooSlow             the peer stopped reading its stream
@@ -99,6 +100,10 @@ class QueueFull(Busy):
 
 class QuotaExceeded(Busy):
     """The caller's own share is used up; `metadata` names `quota`, `tenant`, `limit`, `actual`."""
+
+
+class BytesExceeded(QuotaExceeded):
+    """The caller has as many bytes as it may; `metadata` names it as `caller`, not `tenant`."""
 
 
 class DeadlineExceeded(LegatoError):

@@ -2,7 +2,8 @@
 
 Two one-way sockets carry these, msgpack-encoded: commands to the engine, reports from it. Reports
 of one request come in order: `Queued`? `Started` `Delta`* then exactly one `Done` or `Failed`;
-`Delta`s only when the request wants them.
+`Delta`s only when the request wants them. `HoldImage` and `DropImage` are answered once, by
+`ImageHeld`, `ImageDropped` or `Failed`.
 A request that was aborted gets no further report.
 """
 
@@ -11,9 +12,11 @@ from __future__ import annotations
 import msgspec
 
 from legato_engine.core import (
+    EncodedImage,
     Event,
     FinishReason,
     ImageInfo,
+    RawImage,
     Request,
     TaskResult,
     Timings,
@@ -41,11 +44,29 @@ class Stop(Value, frozen=True):
     request_id: str
 
 
+class HoldImage(Value, frozen=True):
+    """Prepare a picture and hold it for `owner`, `ttl` seconds from when it is prepared."""
+
+    request_id: str
+    image: EncodedImage | RawImage
+    owner: str
+    ttl: float
+    sha256: str = ""  # of the blob's bytes in hex; empty: not checked
+
+
+class DropImage(Value, frozen=True):
+    """End `owner`'s hold of a picture; one that nobody holds is forgotten."""
+
+    request_id: str
+    image_id: str
+    owner: str
+
+
 class Shutdown(Value, frozen=True):
     """Finish nothing, exit 0."""
 
 
-Command = Submit | Abort | Stop | Shutdown
+Command = Submit | Abort | Stop | HoldImage | DropImage | Shutdown
 
 
 class ModelInfo(Value, frozen=True):
@@ -161,6 +182,20 @@ class Done(Value, frozen=True):
     image: ImageInfo | None = None
 
 
+class ImageHeld(Value, frozen=True):
+    """A picture is held until `until`, in `time.monotonic()` seconds."""
+
+    request_id: str
+    image: ImageInfo
+    until: float
+
+
+class ImageDropped(Value, frozen=True):
+    """A picture is held no more, by this owner."""
+
+    request_id: str
+
+
 class Failed(Value, frozen=True):
     """The request failed; nothing follows."""
 
@@ -168,7 +203,18 @@ class Failed(Value, frozen=True):
     error: ErrorValue
 
 
-Report = Loading | Ready | Heartbeat | Queued | Started | Delta | Done | Failed
+Report = (
+    Loading
+    | Ready
+    | Heartbeat
+    | Queued
+    | Started
+    | Delta
+    | Done
+    | ImageHeld
+    | ImageDropped
+    | Failed
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -29,7 +29,19 @@ from legato_engine.errors import (
     QueueFull,
     to_value,
 )
-from legato_engine.messages import Delta, Done, Failed, Load, ModelInfo, Queued, Report, Started
+from legato_engine.messages import (
+    Delta,
+    Done,
+    DropImage,
+    Failed,
+    HoldImage,
+    ImageDropped,
+    Load,
+    ModelInfo,
+    Queued,
+    Report,
+    Started,
+)
 from legato_engine.null_answer import Answer, answer
 from legato_engine.null_pictures import NullPictures
 
@@ -84,9 +96,7 @@ class NullEngine:
         self._max_waiting = config.max_waiting
         self._num_objects = config.null_objects
         self._send = send
-        self._pictures = NullPictures(
-            namespace, max_pixels=config.max_image_pixels, cache_bytes=config.image_cache_bytes
-        )
+        self._pictures = NullPictures(config, namespace)
         self._waiting: dict[str, _Job] = {}
         self._running: dict[str, _Job] = {}
         self._next_step = 0.0
@@ -134,6 +144,21 @@ class NullEngine:
         self._waiting.pop(request_id, None)
         self._running.pop(request_id, None)
 
+    def hold(self, command: HoldImage) -> None:
+        """Hold a picture, as far as this engine knows any."""
+        try:
+            self._send(self._pictures.hold(command))
+        except LegatoError as error:
+            self._send(Failed(request_id=command.request_id, error=to_value(error)))
+
+    def drop(self, command: DropImage) -> None:
+        """Hold it no longer."""
+        try:
+            self._pictures.holds.drop(command.image_id, command.owner)
+            self._send(ImageDropped(request_id=command.request_id))
+        except LegatoError as error:
+            self._send(Failed(request_id=command.request_id, error=to_value(error)))
+
     # ------------------------------------------------------------ state
 
     @property
@@ -161,13 +186,15 @@ class NullEngine:
     def next_deadline(self) -> float:
         """Monotonic time by which `step` must be called even if nothing wakes the loop."""
         deadlines = [job.deadline for job in (*self._waiting.values(), *self._running.values())]
-        return min([self._next_step, *deadlines] if self._running else deadlines, default=math.inf)
+        deadlines.append(self._pictures.holds.next_expiry)
+        return min([self._next_step, *deadlines] if self._running else deadlines)
 
     # ------------------------------------------------------------ the tick
 
     def step(self) -> None:
         """Expire and admit; a token for everybody if it is time for one."""
         now = time.monotonic()
+        self._pictures.holds.expire()
         self._expire(now)
         self._admit(now)
         if not self._running or now < self._next_step:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from legato_engine.blobs import take_blob
+from legato_engine.config import EngineConfig
 from legato_engine.core import CachedImage, ImageInfo, ImageSource, RawImage
-from legato_engine.errors import ImageNotFound
+from legato_engine.errors import ImageNotFound, InvalidField
 from legato_engine.image_cache import ImageCache
+from legato_engine.image_holds import ImageHolds
 from legato_engine.images import content_key, displayed_size, image_id
+from legato_engine.messages import HoldImage, ImageHeld
+from legato_engine.quota import image_quota
 from legato_engine.raw_images import check_raw
 
 _RGB = 3  # bytes of a pixel, as a picture counts against the cache
@@ -17,10 +21,11 @@ _RGB = 3  # bytes of a pixel, as a picture counts against the cache
 class NullPictures:
     """What is known of pictures by their ids; those seen lately are hits, as with a real model."""
 
-    def __init__(self, namespace: str, *, max_pixels: int, cache_bytes: int) -> None:
+    def __init__(self, config: EngineConfig, namespace: str) -> None:
         self._namespace = namespace
-        self._max_pixels = max_pixels
-        self._known = ImageCache[ImageInfo](cache_bytes)
+        self._max_pixels = config.max_image_pixels
+        self._known = ImageCache[ImageInfo](config.image_cache_bytes)
+        self.holds = ImageHolds(self._known, image_quota(config))
 
     def __len__(self) -> int:
         """Pictures that can be named by id."""
@@ -43,6 +48,18 @@ class NullPictures:
         view = take_blob(source.blob, self._namespace)
         name = image_id(content_key(view, raw))
         return self._hit(name) or self._sized(name, view, raw, keep=keep)
+
+    def hold(self, command: HoldImage) -> ImageHeld:
+        """Hold a picture. Raises as `take`, and `BytesExceeded`."""
+        raw = command.image if isinstance(command.image, RawImage) else None
+        view = take_blob(command.image.blob, self._namespace)
+        if command.sha256 not in ("", content_key(view)):
+            raise InvalidField("not the hash of the bytes", field="sha256")
+        name = image_id(content_key(view, raw))
+        image = self._hit(name) or self._sized(name, view, raw, keep=False)
+        num_bytes = image.width * image.height * _RGB
+        until = self.holds.hold(name, image, num_bytes, command.owner, command.ttl)
+        return ImageHeld(request_id=command.request_id, image=image, until=until)
 
     def _hit(self, name: str) -> ImageInfo | None:
         found = self._known.get(name)

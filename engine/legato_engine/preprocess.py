@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import time
 
 import msgspec
 
 from legato_engine.blobs import take_blob
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
-from legato_engine.errors import ImageNotFound
+from legato_engine.errors import ImageNotFound, InvalidField
 from legato_engine.image_cache import ImageCache
 from legato_engine.images import (
     Pixels,
@@ -96,6 +97,16 @@ class Preprocessor:
         """
         return self._pool.submit(self._prepare, source, loaded, keep)
 
+    def start_held(
+        self, source: EncodedImage | RawImage, sha256: str
+    ) -> concurrent.futures.Future[Picture]:
+        """Prepare `source` for a caller that wants it held; the cache is the caller's to fill.
+
+        The future raises as that of `start`, and `InvalidField` when `sha256`, unless empty, is not
+        that of the bytes.
+        """
+        return self._pool.submit(self._prepare_held, source, sha256)
+
     def close(self) -> None:
         """Drop what has not begun and stop the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -107,6 +118,15 @@ class Preprocessor:
         loaded = loaded or self._load(source)
         image = self._named(loaded.name) or self._make(source, loaded, keep)
         return Picture(image, time.monotonic() - start)
+
+    def _prepare_held(self, source: EncodedImage | RawImage, sha256: str) -> Picture:
+        loaded = self._load(source)
+        if sha256:
+            raw = isinstance(source, RawImage)  # of a file, the hash is what it is known by
+            actual = hashlib.sha256(loaded.view).hexdigest() if raw else loaded.key
+            if actual != sha256:
+                raise InvalidField("not the hash of the bytes", field="sha256", actual=actual)
+        return self._prepare(source, loaded, keep=False)
 
     def _named(self, name: str) -> PreparedImage | None:
         """The picture of this id as a hit."""

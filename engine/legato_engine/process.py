@@ -26,8 +26,12 @@ from legato_engine.messages import (
     Abort,
     Command,
     Done,
+    DropImage,
     Failed,
     Heartbeat,
+    HoldImage,
+    ImageDropped,
+    ImageHeld,
     Loading,
     ModelInfo,
     Ready,
@@ -179,7 +183,7 @@ def _freeze() -> None:
 
 def _report(reports: ReportSender, report: Report) -> None:
     """An end leaves at once, ahead of the rest of its tick; what is only progress can wait."""
-    if isinstance(report, Done | Failed):
+    if isinstance(report, Done | Failed | ImageHeld | ImageDropped):
         reports.send(report)
     else:
         reports.post(report)
@@ -193,6 +197,10 @@ def _apply(core: Core, command: Command) -> None:
             core.abort(request_id)
         case Stop(request_id=request_id):
             core.stop(request_id)
+        case HoldImage():
+            core.hold(command)
+        case DropImage():
+            core.drop(command)
 
 
 def _publish(core: Core, stats: StepStats, vitals: Vitals) -> None:

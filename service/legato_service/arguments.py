@@ -106,6 +106,38 @@ def _parser() -> argparse.ArgumentParser:
         help="after which a session is told to go away",
     )
     add(
+        "--max-image-bytes",
+        type=_positive,
+        default=service.max_image_bytes,
+        help="of a picture that is uploaded or lies in shared memory",
+    )
+    add(
+        "--image-ttl",
+        metavar="SECONDS",
+        type=float,
+        default=service.image_ttl,
+        help="how long an uploaded picture is held unless its caller says",
+    )
+    add(
+        "--image-max-ttl",
+        metavar="SECONDS",
+        type=float,
+        default=service.image_max_ttl,
+        help="how long a caller may have a picture held",
+    )
+    add(
+        "--image-quota-bytes",
+        type=_positive,
+        default=engine.image_quota_bytes,
+        help="of prepared pictures that the engine holds for one caller",
+    )
+    add(
+        "--image-hold-bytes",
+        type=_positive,
+        default=engine.image_hold_bytes,
+        help="of prepared pictures that the engine holds for all callers",
+    )
+    add(
         "--drain-grace",
         metavar="SECONDS",
         type=float,

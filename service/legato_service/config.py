@@ -7,6 +7,17 @@ from legato_engine.config import EngineConfig
 
 from legato_service import listener
 
+_POSITIVE = (
+    "unary_deadline",
+    "stream_deadline",
+    "stall_timeout",
+    "max_request_bytes",
+    "max_image_bytes",
+    "image_ttl",
+    "max_sessions",
+    "max_session_age",
+)
+
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the service process is told at its start. Times are seconds, sizes bytes."""
@@ -16,6 +27,9 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     insecure: bool = False  # allow a listener beyond loopback although nothing protects it
     engine: EngineConfig = EngineConfig()
     max_request_bytes: int = 16 * 1024 * 1024
+    max_image_bytes: int = 64 * 1024 * 1024  # of a picture that does not come in its request
+    image_ttl: float = 600.0  # how long an uploaded picture is held unless its caller says
+    image_max_ttl: float = 3600.0
     unary_deadline: float = 60.0  # for calls that bring none
     stream_deadline: float = 600.0
     stall_timeout: float = 30.0  # how long a peer may take no message of its stream
@@ -45,15 +59,10 @@ def check(config: ServiceConfig) -> None:
     listener.check("--listen", config.listen, insecure=config.insecure, unix=False)
     if config.admin_listen:
         listener.check("--admin-listen", config.admin_listen, insecure=config.insecure, unix=True)
-    for name in (
-        "unary_deadline",
-        "stream_deadline",
-        "stall_timeout",
-        "max_request_bytes",
-        "max_sessions",
-        "max_session_age",
-    ):
+    for name in _POSITIVE:
         if getattr(config, name) <= 0:
             raise ValueError(f"{name} must be positive")
+    if config.image_ttl > config.image_max_ttl:
+        raise ValueError("image_ttl must not be longer than image_max_ttl")
     if config.drain_grace < 0:
         raise ValueError("drain_grace must not be negative")

@@ -29,7 +29,7 @@ from legato_engine.stream import StreamReport
 from legato_service import call
 from legato_service.engine import Engine, Stream
 from legato_service.gate import Admitted, Gate
-from legato_service.picture import InlinePicture, Picture, PictureIntake
+from legato_service.picture import NewPicture, Picture, PictureIntake
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -150,7 +150,7 @@ class Dispatcher:
         try:
             yield stream
         except ImageUndecodable as error:
-            if isinstance(picture, InlinePicture):
+            if isinstance(picture, NewPicture):
                 error.metadata["field"] = picture.field
             raise
         finally:

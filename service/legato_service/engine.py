@@ -7,7 +7,7 @@ from typing import Protocol
 
 from legato_engine import core
 from legato_engine.client import EngineState
-from legato_engine.messages import Done, Load, ModelInfo
+from legato_engine.messages import Done, DropImage, HoldImage, ImageHeld, Load, ModelInfo
 from legato_engine.stream import StreamReport
 
 
@@ -77,6 +77,17 @@ class Engine(Protocol):
         Raises `EngineStarting`, `EngineLost` or `Draining`. The picture's blob is the engine's to
         discard from here on, also when this raises.
         """
+        ...
+
+    async def hold(self, command: HoldImage) -> ImageHeld:
+        """Hold a picture; its blob is the engine's to discard, also when this raises.
+
+        Raises as `submit`, what is wrong with the picture, and `QuotaExceeded`.
+        """
+        ...
+
+    async def drop(self, command: DropImage) -> None:
+        """Hold a picture no longer. Raises as `submit`, and `ImageNotFound`."""
         ...
 
     def drain(self) -> None:

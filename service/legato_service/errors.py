@@ -94,9 +94,9 @@ def _precondition(error: errors.LegatoError, reason: str) -> Message:
 
 
 def _quota(error: errors.LegatoError, reason: str) -> Message:
-    tenant = error.metadata.get("tenant", "")
+    subject = error.metadata.get("caller") or f"tenant:{error.metadata.get('tenant', '')}"
     violation = error_details_pb2.QuotaFailure.Violation(
-        subject=_cut(f"tenant:{tenant}"), description=_cut(error.message)
+        subject=_cut(subject), description=_cut(error.message)
     )
     return error_details_pb2.QuotaFailure(violations=[violation])
 
@@ -121,6 +121,7 @@ TABLE: dict[type[errors.LegatoError], Row] = {
     errors.Busy: Row(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
     SessionsFull: Row(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
     errors.QuotaExceeded: Row(_C.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED", _quota, retry_after=1.0),
+    errors.BytesExceeded: Row(_C.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED", _quota),
     errors.DeadlineExceeded: Row(_C.DEADLINE_EXCEEDED, ""),
     errors.DeadlineUnreachable: Row(_C.DEADLINE_EXCEEDED, "DEADLINE_UNREACHABLE"),
     errors.ClientTooSlow: Row(_C.ABORTED, "CLIENT_TOO_SLOW"),

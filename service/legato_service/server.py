@@ -12,6 +12,7 @@ from legato.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     image_pb2,
+    image_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
     server_pb2,
@@ -33,8 +34,8 @@ from legato_service.options import server_options
 from legato_service.picture import PictureIntake
 from legato_service.reflection import Descriptors, Reflection
 from legato_service.replies import Replies
-from legato_service.servicer import unimplemented
 from legato_service.servicer.admin import AdminServicer, Sessions
+from legato_service.servicer.image import ImageServicer
 from legato_service.servicer.inference import InferenceServicer
 from legato_service.servicer.server import ServerServicer
 from legato_service.servicer.session import SessionServicer
@@ -48,8 +49,8 @@ _SERVER = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _SESSION = session_pb2.DESCRIPTOR.services_by_name["SessionService"]
-_UNBUILT = (image_pb2.DESCRIPTOR.services_by_name["ImageService"],)
-BUILT = (_INFERENCE.full_name, _SESSION.full_name, _SERVER.full_name)
+_IMAGE = image_pb2.DESCRIPTOR.services_by_name["ImageService"]
+BUILT = (_INFERENCE.full_name, _SESSION.full_name, _IMAGE.full_name, _SERVER.full_name)
 """Services that have a readiness of their own."""
 
 _LAST_WRITES = 5.0  # seconds that answers already made get to leave, beyond the drain's grace
@@ -96,7 +97,7 @@ class Server:
             drain=self.begin_drain,
             default_grace=config.drain_grace,
         )
-        self._add_services(admin)
+        self._add_services(admin, blobs)
         engine.subscribe(lambda _: self._health.update())
 
     def _listener(self) -> grpc.aio.Server:
@@ -105,7 +106,7 @@ class Server:
             options=server_options(self._config),
         )
 
-    def _add_services(self, admin: AdminServicer) -> None:
+    def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
         dispatcher = Dispatcher(self._engine, self.pictures, self._gate)
         inference = InferenceServicer(
             dispatcher,
@@ -117,13 +118,13 @@ class Server:
         session_pb2_grpc.add_SessionServiceServicer_to_server(
             SessionServicer(dispatcher, self.sessions, self._session_limits()), self._grpc
         )
+        image_pb2_grpc.add_ImageServiceServicer_to_server(
+            ImageServicer(self._config, self._engine, blobs, self._gate), self._grpc
+        )
         admin_here = bool(self._config.admin_on) and self._admin_grpc is None
         capabilities = ("admin",) if admin_here else ()
         server_pb2_grpc.add_ServerServiceServicer_to_server(
             ServerServicer(self._config, self._engine, capabilities), self._grpc
-        )
-        self._grpc.add_generic_rpc_handlers(
-            tuple(unimplemented.handler(service) for service in _UNBUILT)
         )
         if admin_here:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._grpc)

@@ -15,6 +15,7 @@ from legato_engine.blobs import take_blob
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     FinishReason,
+    ImageInfo,
     QueryResult,
     QueryTask,
     Request,
@@ -22,13 +23,17 @@ from legato_engine.core import (
     Timings,
     Usage,
 )
-from legato_engine.errors import ImageUndecodable, to_value
+from legato_engine.errors import ImageNotFound, ImageUndecodable, to_value
 from legato_engine.messages import (
     Abort,
     Delta,
     Done,
+    DropImage,
     Failed,
     Heartbeat,
+    HoldImage,
+    ImageDropped,
+    ImageHeld,
     Load,
     Loading,
     ModelInfo,
@@ -92,6 +97,28 @@ def done(name, text, reason):
     )
 
 
+def keep(reports, command, namespace, held):
+    """Hold what is not "bad", for ever; "hang" is never answered and "die" exits."""
+    name = command.request_id
+    if isinstance(command, DropImage):
+        known = command.image_id in held
+        held.discard(command.image_id)
+        missing = Failed(request_id=name, error=to_value(ImageNotFound("not held")))
+        reports.send(ImageDropped(request_id=name) if known else missing)
+        return
+    match bytes(take_blob(command.image.blob, namespace)):
+        case b"die":
+            os._exit(3)
+        case b"hang":
+            return
+        case b"bad":
+            reports.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
+        case data:
+            held.add(data.decode())
+            info = ImageInfo(image_id=data.decode(), width=4, height=3, cache_hit=False)
+            reports.send(ImageHeld(request_id=name, image=info, until=command.ttl))
+
+
 def beat(arguments, config, live, frozen):
     """Send heartbeats until frozen or orphaned."""
     sender = ReportSender(arguments.endpoint)
@@ -115,6 +142,7 @@ def main():
         sys.exit(1)
     reports = ReportSender(arguments.endpoint)
     live: set[str] = set()
+    held: set[str] = set()
     frozen = threading.Event()
     threading.Thread(target=beat, args=(arguments, config, live, frozen), daemon=True).start()
     reports.send(Loading(stage="weights", fraction=0.5))
@@ -133,6 +161,9 @@ def main():
             if isinstance(command, Stop):
                 live.discard(command.request_id)
                 reports.send(done(command.request_id, "", FinishReason.CANCELLED))
+                continue
+            if isinstance(command, HoldImage | DropImage):
+                keep(reports, command, arguments.namespace, held)
                 continue
             live.add(command.request.request_id)
             if asked(command.request) == "freeze":

@@ -54,6 +54,51 @@ def test_close_unlinks_what_was_not_taken(store):
     assert left(store) == []
 
 
+def test_a_draft_is_published_as_often_as_one_likes(store):
+    """Pieces become one blob; each published name is taken alone, and none goes with the draft."""
+    draft = store.draft()
+    pieces = [b"ab", b"", bytes(5 << 20), b"c"]
+    for piece in pieces:
+        draft.write(piece)
+    assert draft.size == len(b"".join(pieces))
+    refs = [draft.publish(), draft.publish()]
+    draft.close()
+    for ref in refs:
+        assert bytes(take_blob(ref, store.namespace)) == b"".join(pieces)
+
+
+def test_a_draft_copies_from_a_file(store, tmp_path):
+    """A copy takes the bytes asked for and says how many there were."""
+    (tmp_path / "file").write_bytes(b"0123456789")
+    draft = store.draft()
+    with (tmp_path / "file").open("rb") as file:
+        assert draft.copy(file.fileno(), 2, 4) == 4
+        assert draft.copy(file.fileno(), 8, 4) == 2
+    assert bytes(draft.view()) == draft.head(100) == b"234589"
+
+
+@pytest.mark.parametrize(
+    "end", [lambda drafts: drafts.pop().close(), lambda drafts: drafts.clear()]
+)
+def test_a_draft_leaves_nothing(store, end):
+    """A draft's memory goes when it is closed, or with the last reference to it."""
+    drafts = [store.draft()]
+    drafts[0].write(b"x")
+    assert len(left(store)) == len(store) == 1
+    end(drafts)
+    assert left(store) == []
+    assert len(store) == 0
+
+
+def test_a_closed_draft_takes_no_bytes(store):
+    """Whoever still writes is told, and no other file gets the bytes."""
+    draft = store.draft()
+    draft.close()
+    draft.close()
+    with pytest.raises(ValueError, match="closed"):
+        draft.write(b"x")
+
+
 @pytest.mark.parametrize(
     "name", ["passwd", "../etc/passwd", "/etc/passwd", "{}-../../etc/passwd", "{}", "{}x-1"]
 )

@@ -18,10 +18,11 @@ from legato_engine.errors import (
     Draining,
     EngineLost,
     EngineStarting,
+    ImageNotFound,
     ImageUndecodable,
     InvalidField,
 )
-from legato_engine.messages import Delta, Done, Started
+from legato_engine.messages import Delta, Done, DropImage, HoldImage, Started
 from legato_engine.stream import merge_events
 from legato_engine.supervisor import EngineProcess
 
@@ -206,6 +207,63 @@ async def test_blob_ends_with_its_request():
             client.submit(ask("echo", image=picture()))
         assert len(client.blobs) == 0
         assert list(blob_folder().glob(f"{client.blobs.namespace}*")) == []
+
+
+def hold(client, data, name="h"):
+    """A command to hold a picture of these bytes."""
+    image = EncodedImage(blob=client.blobs.put(data), mime_type="image/png")
+    return HoldImage(request_id=name, image=image, owner="me", ttl=5.0)
+
+
+def drop(image_id, name="d"):
+    """A command to drop it."""
+    return DropImage(request_id=name, image_id=image_id, owner="me")
+
+
+async def test_a_picture_is_held_and_dropped():
+    """Each command is answered once; what is wrong is raised; no blob stays."""
+    async with running() as client:
+        held = await client.hold(hold(client, b"img"))
+        assert (held.image.image_id, held.until) == ("img", 5.0)
+        with pytest.raises(ImageUndecodable):
+            await client.hold(hold(client, b"bad"))
+        await client.drop(drop("img"))
+        with pytest.raises(ImageNotFound):
+            await client.drop(drop("img"))
+        assert len(client.blobs) == 0
+
+
+async def test_a_hold_is_lost_with_its_engine():
+    """An engine that dies fails what it has not answered, and its successor holds nothing."""
+    async with running() as client:
+        waiting = asyncio.create_task(client.hold(hold(client, b"hang", "h1")))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineLost):
+            await client.hold(hold(client, b"die", "h2"))
+        with pytest.raises(EngineLost):
+            await waiting
+        with pytest.raises((EngineLost, EngineStarting)):
+            await client.hold(hold(client, b"img"))
+        with pytest.raises((EngineLost, EngineStarting)):
+            await client.drop(drop("img"))
+        assert len(client.blobs) == 0
+        await client.wait_ready()
+        with pytest.raises(ImageNotFound):
+            await client.drop(drop("img"))
+
+
+async def test_a_cancelled_hold_leaves_nothing():
+    """Who is cancelled while a picture is prepared leaves no blob and no waiting call."""
+    async with running() as client:
+        command = hold(client, b"hang")
+        waiting = asyncio.create_task(client.hold(command))
+        await until(lambda: not (blob_folder() / command.image.blob.name).exists())
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert len(client.blobs) == 0
+        assert len(client._calls) == 0
+        assert (await client.hold(hold(client, b"img"))).image.image_id == "img"
 
 
 async def test_drain():

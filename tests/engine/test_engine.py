@@ -35,7 +35,19 @@ from legato_engine.core import (
     TextDelta,
 )
 from legato_engine.errors import InternalError, from_value
-from legato_engine.messages import Delta, Done, Failed, Load, Queued, Report, Started
+from legato_engine.messages import (
+    Delta,
+    Done,
+    DropImage,
+    Failed,
+    HoldImage,
+    ImageDropped,
+    ImageHeld,
+    Load,
+    Queued,
+    Report,
+    Started,
+)
 from PIL import Image
 
 CONFIG = EngineConfig(
@@ -257,6 +269,70 @@ def test_deltas_only_for_those_who_read_them(world):
         Done,
     ]
     assert second.result == first.result
+
+
+def hold(world, data, name="h", ttl=60.0):
+    """How holding a picture ended."""
+    command = HoldImage(request_id=name, image=world.encoded(data), owner="me", ttl=ttl)
+    world.core.hold(command)
+    while not world.of(name, ImageHeld | Failed):
+        if not world.core.busy:
+            world.woken.wait(10)
+            world.woken.clear()
+        world.core.step()
+    return world.of(name, ImageHeld | Failed)[-1]
+
+
+def test_a_held_picture_answers_as_its_bytes_do(world):
+    """Uploading a picture and naming it gives what sending it gives; dropped, it is unknown."""
+    world.submit("a", DetectTask(object="x"), world.encoded(png()), cache_image=False)
+    (by_bytes,) = world.run("a")
+    named = CachedImage(image_id=hold(world, png()).image.image_id)
+    world.submit("b", DetectTask(object="x"), named)
+    (by_id,) = world.run("b")
+    assert by_id.result == by_bytes.result
+    assert by_id.image.cache_hit
+    world.core.drop(DropImage(request_id="d", image_id=named.image_id, owner="me"))
+    assert world.of("d", ImageDropped)
+    world.submit("c", DetectTask(object="x"), named)
+    world.run("c")
+    assert type(world.error("c")).__name__ == "ImageNotFound"
+
+
+def test_a_running_request_keeps_its_picture(world):
+    """A picture that is dropped while a request waits for it answers that request all the same."""
+    named = CachedImage(image_id=hold(world, png()).image.image_id)
+    world.submit("a", DetectTask(object="x"), named)
+    world.core.drop(DropImage(request_id="d", image_id=named.image_id, owner="me"))
+    assert isinstance(world.run("a")[0], Done)
+
+
+def test_the_loop_wakes_for_the_end_of_a_hold(world):
+    """An idle engine lets a picture go when its time is over, and not only when it is asked."""
+    held = hold(world, png(), ttl=0.05)
+    assert world.core.next_deadline() == held.until
+    assert world.core.load().images_cached == 1
+    while time.monotonic() < held.until:
+        time.sleep(0.01)
+    world.core.step()
+    assert world.core.load().images_cached == 0
+    assert world.core.next_deadline() == math.inf
+
+
+def test_holds_wait_in_the_same_queue(assembly):
+    """Pictures to be held are refused like requests when too many of both wait."""
+    world = World(assembly, max_waiting=1, preprocess_threads=1)
+    gated = GatedFrontend(assembly.frontend)
+    world.core._preprocessor._frontend = gated
+    for number in range(3):
+        image = world.encoded(png(number))
+        world.core.hold(HoldImage(request_id=str(number), image=image, owner="me", ttl=9.0))
+    assert [type(world.error(name)).__name__ for name in "12"] == ["QueueFull"] * 2
+    assert not world.of("0")
+    for number in range(3):
+        world.core.abort(str(number))
+    gated.gate.set()
+    world.close()
 
 
 def test_uncached_picture_leaves_nothing(world):

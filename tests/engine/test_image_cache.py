@@ -24,6 +24,23 @@ def test_too_large_a_value_is_not_kept():
     assert cache.get("b") is None
 
 
+def test_what_is_pinned_stays():
+    """No number of other values evicts a pinned one, which goes by `remove` alone."""
+    cache = ImageCache[str](20)
+    cache.put("a", "A", 10)
+    cache.pin("a", "A2")
+    cache.pin("large", "L")
+    for name in "bcd":
+        cache.put(name, name, 20)
+    cache.put("a", "A3", 10)
+    assert (cache.get("a"), cache.get("large"), cache.num_bytes, len(cache)) == ("A2", "L", 20, 3)
+    assert cache.remove("a")
+    assert not cache.remove("a")
+    assert cache.get("a") is None
+    assert cache.remove("d")
+    assert cache.num_bytes == 0
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), max_size=50))
 def test_bytes_stay_within_capacity(puts):
     """The byte count is the sum of what is held, and never over the capacity."""

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 
 from legato_engine import core
-from legato_engine.blobs import BlobStore, new_namespace
+from legato_engine.blobs import BlobStore, new_namespace, take_blob
 from legato_engine.client import EngineState
-from legato_engine.errors import Draining, EngineLost, EngineStarting, LegatoError
-from legato_engine.messages import Delta, Done, Load, ModelInfo, Started
+from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
+from legato_engine.images import content_key, image_id
+from legato_engine.messages import (
+    Delta,
+    Done,
+    DropImage,
+    HoldImage,
+    ImageHeld,
+    Load,
+    ModelInfo,
+    Started,
+)
 from legato_engine.stream import RequestStream, StreamReport
 
 MODEL = ModelInfo(
@@ -51,6 +62,11 @@ class FakeEngine:
         self.aborted: list[str] = []  # what the engine process would have been told
         self.stopped: list[str] = []
         self.started: set[str] = set()
+        self.held: dict[tuple[str, str], float] = {}  # (owner, image id): until when
+        self.holds: list[HoldImage] = []
+        self.refuses_holds: LegatoError | None = None
+        self.may_answer = asyncio.Event()  # holds wait for it
+        self.may_answer.set()
         self._subscribers: list[Callable[[EngineState], None]] = []
 
     @property
@@ -91,6 +107,28 @@ class FakeEngine:
         self.streams[request.request_id] = stream
         self.script(self, stream)
         return stream
+
+    async def hold(self, command: HoldImage) -> ImageHeld:
+        """Know the picture by its bytes, and take it for one of 640 by 480 pixels."""
+        self.holds.append(command)
+        try:
+            await self.may_answer.wait()
+            if self.refuses_holds is not None:
+                raise self.refuses_holds
+            raw = command.image if isinstance(command.image, core.RawImage) else None
+            data = bytes(take_blob(command.image.blob, self.blobs.namespace))
+        finally:
+            self.blobs.discard(command.image.blob)
+        name = image_id(content_key(data, raw))
+        known = any(name == held for _, held in self.held)
+        until = self.held[command.owner, name] = time.monotonic() + command.ttl
+        info = core.ImageInfo(image_id=name, width=640, height=480, cache_hit=known)
+        return ImageHeld(request_id=command.request_id, image=info, until=until)
+
+    async def drop(self, command: DropImage) -> None:
+        """Forget it."""
+        if self.held.pop((command.owner, command.image_id), None) is None:
+            raise ImageNotFound("not held", resource=command.image_id)
 
     def feed(self, stream: RequestStream, *reports: StreamReport) -> None:
         """Reports arrive."""

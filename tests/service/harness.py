@@ -14,6 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2_grpc
 from legato.v1 import (
     admin_pb2_grpc,
+    image_pb2_grpc,
     inference_pb2_grpc,
     media_pb2,
     server_pb2_grpc,
@@ -71,6 +72,11 @@ class Running:
     def sessions(self) -> Any:
         """A stub of SessionService."""
         return session_pb2_grpc.SessionServiceStub(self.channel)
+
+    @property
+    def images(self) -> Any:
+        """A stub of ImageService."""
+        return image_pb2_grpc.ImageServiceStub(self.channel)
 
     @property
     def info(self) -> Any:

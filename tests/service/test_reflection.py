@@ -37,6 +37,7 @@ async def test_services_are_listed(name):
         "grpc.health.v1.Health",
         *SERVICES,
         "legato.v1.AdminService",
+        "legato.v1.ImageService",
         "legato.v1.InferenceService",
         "legato.v1.ServerService",
         "legato.v1.SessionService",

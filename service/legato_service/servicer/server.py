@@ -18,7 +18,12 @@ from legato_service.engine import Engine
 
 CONTRACT_REVISION = 1  # grows by one with each released addition to the contract
 MINIMUM_CLIENT_REVISION = 1
-CAPABILITIES = ("sessions", "pixel_format.nv12", "pixel_format.yuyv")  # what every such server has
+CAPABILITIES = (
+    "sessions",
+    "images",
+    "pixel_format.nv12",
+    "pixel_format.yuyv",
+)  # what every such server has
 PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
 
 

@@ -17,7 +17,7 @@ from legato_service.dispatch import Caller, Dispatcher, answer, started
 from legato_service.engine import Stream
 from legato_service.gate import Admitted
 from legato_service.one_picture import SHARED_FAILURES, held_name, task_result
-from legato_service.picture import InlinePicture, Picture
+from legato_service.picture import NewPicture, Picture
 
 
 class TaskRun:
@@ -73,7 +73,7 @@ class TaskRun:
                     stream = running.enter_context(
                         self._dispatcher.submit(asked, picture, admitted, caller)
                     )
-                    if isinstance(picture, InlinePicture) and index + 1 < len(self._asked):
+                    if isinstance(picture, NewPicture) and index + 1 < len(self._asked):
                         picture = await _held(stream, admitted.deadline) or picture
                 except SHARED_FAILURES:
                     raise

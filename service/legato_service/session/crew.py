@@ -18,7 +18,7 @@ from legato_service.dispatch import Dispatcher, follow
 from legato_service.engine import Stream
 from legato_service.gate import Admitted
 from legato_service.one_picture import SHARED_FAILURES, held_name
-from legato_service.picture import InlinePicture, Picture
+from legato_service.picture import NewPicture, Picture
 from legato_service.session.frame import Outcome, Report
 from legato_service.session.plan import Job
 
@@ -176,7 +176,7 @@ class FrameRun:
             else:
                 begun: Begun = asyncio.get_running_loop().create_future()
                 group.create_task(self._work(index, asked, picture, begun))
-                if isinstance(picture, InlinePicture) and index < last:
+                if isinstance(picture, NewPicture) and index < last:
                     picture = await begun or picture
 
     async def _work(self, index: int, asked: core.Request, picture: Picture, begun: Begun) -> None:

@@ -82,8 +82,8 @@ const (
 	//
 	//	{"reason": "QUOTA_EXCEEDED", "domain": "legato", "metadata": {"limit": "100", "quota": "requests_per_minute"}}
 	ErrorReason_ERROR_REASON_QUOTA_EXCEEDED ErrorReason = 10
-	// ABORTED: the client stopped reading its stream. It says nothing about the server's load. Remedy: read
-	// faster, or ask for less.
+	// ABORTED: the client stopped reading its stream, or sending its upload. It says nothing about the server's
+	// load. Remedy: read or send faster, or ask for less.
 	//
 	//	{"reason": "CLIENT_TOO_SLOW", "domain": "legato", "metadata": {"limit": "1024"}}
 	ErrorReason_ERROR_REASON_CLIENT_TOO_SLOW ErrorReason = 11

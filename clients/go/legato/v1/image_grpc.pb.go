@@ -29,13 +29,19 @@ const (
 //
 // Pictures sent once and asked about many times.
 type ImageServiceClient interface {
-	// Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture.
+	// Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+	// until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
+	// is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
+	//
+	// Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 	//
 	// INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
-	// IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes).
+	// IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
+	// prepared them).
 	PutImage(ctx context.Context, opts ...grpc.CallOption) (grpc.ClientStreamingClient[PutImageRequest, PutImageResponse], error)
-	// Forgets a picture. Running requests keep it until they end. NOT_FOUND IMAGE_NOT_FOUND if it is not held
-	// (any more), which a retry may take for success.
+	// Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+	// holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
+	// IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
 	DeleteImage(ctx context.Context, in *DeleteImageRequest, opts ...grpc.CallOption) (*DeleteImageResponse, error)
 }
 
@@ -76,13 +82,19 @@ func (c *imageServiceClient) DeleteImage(ctx context.Context, in *DeleteImageReq
 //
 // Pictures sent once and asked about many times.
 type ImageServiceServer interface {
-	// Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture.
+	// Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+	// until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
+	// is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
+	//
+	// Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 	//
 	// INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
-	// IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes).
+	// IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
+	// prepared them).
 	PutImage(grpc.ClientStreamingServer[PutImageRequest, PutImageResponse]) error
-	// Forgets a picture. Running requests keep it until they end. NOT_FOUND IMAGE_NOT_FOUND if it is not held
-	// (any more), which a retry may take for success.
+	// Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+	// holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
+	// IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
 	DeleteImage(context.Context, *DeleteImageRequest) (*DeleteImageResponse, error)
 	mustEmbedUnimplementedImageServiceServer()
 }

@@ -82,8 +82,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
         {"reason": "QUOTA_EXCEEDED", "domain": "legato", "metadata": {"limit": "100", "quota": "requests_per_minute"}}
     """
     ERROR_REASON_CLIENT_TOO_SLOW: _ErrorReason.ValueType  # 11
-    """ABORTED: the client stopped reading its stream. It says nothing about the server's load. Remedy: read
-    faster, or ask for less.
+    """ABORTED: the client stopped reading its stream, or sending its upload. It says nothing about the server's
+    load. Remedy: read or send faster, or ask for less.
 
         {"reason": "CLIENT_TOO_SLOW", "domain": "legato", "metadata": {"limit": "1024"}}
     """
@@ -224,8 +224,8 @@ ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 10
     {"reason": "QUOTA_EXCEEDED", "domain": "legato", "metadata": {"limit": "100", "quota": "requests_per_minute"}}
 """
 ERROR_REASON_CLIENT_TOO_SLOW: ErrorReason.ValueType  # 11
-"""ABORTED: the client stopped reading its stream. It says nothing about the server's load. Remedy: read
-faster, or ask for less.
+"""ABORTED: the client stopped reading its stream, or sending its upload. It says nothing about the server's
+load. Remedy: read or send faster, or ask for less.
 
     {"reason": "CLIENT_TOO_SLOW", "domain": "legato", "metadata": {"limit": "1024"}}
 """

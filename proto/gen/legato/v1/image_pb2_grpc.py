@@ -52,18 +52,24 @@ class ImageServiceServicer:
     """
 
     def PutImage(self, request_iterator, context):
-        """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture.
+        """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+        until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
+        is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
+
+        Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 
         INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
-        IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes).
+        IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
+        prepared them).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteImage(self, request, context):
-        """Forgets a picture. Running requests keep it until they end. NOT_FOUND IMAGE_NOT_FOUND if it is not held
-        (any more), which a retry may take for success.
+        """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+        holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
+        IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

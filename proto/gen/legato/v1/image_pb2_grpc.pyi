@@ -34,14 +34,20 @@ class ImageServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ImageServiceAsyncStub: ...
     PutImage: _grpc.StreamUnaryMultiCallable[_image_pb2.PutImageRequest, _image_pb2.PutImageResponse]
-    """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture.
+    """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+    until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
+    is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
+
+    Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 
     INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
-    IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes).
+    IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
+    prepared them).
     """
     DeleteImage: _grpc.UnaryUnaryMultiCallable[_image_pb2.DeleteImageRequest, _image_pb2.DeleteImageResponse]
-    """Forgets a picture. Running requests keep it until they end. NOT_FOUND IMAGE_NOT_FOUND if it is not held
-    (any more), which a retry may take for success.
+    """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+    holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
+    IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
     """
 
 @_typing.type_check_only
@@ -50,14 +56,20 @@ class ImageServiceAsyncStub(ImageServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PutImage: _aio.StreamUnaryMultiCallable[_image_pb2.PutImageRequest, _image_pb2.PutImageResponse]  # type: ignore[assignment]
-    """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture.
+    """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+    until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
+    is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
+
+    Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 
     INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
-    IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes).
+    IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
+    prepared them).
     """
     DeleteImage: _aio.UnaryUnaryMultiCallable[_image_pb2.DeleteImageRequest, _image_pb2.DeleteImageResponse]  # type: ignore[assignment]
-    """Forgets a picture. Running requests keep it until they end. NOT_FOUND IMAGE_NOT_FOUND if it is not held
-    (any more), which a retry may take for success.
+    """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+    holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
+    IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
     """
 
 class ImageServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -69,10 +81,15 @@ class ImageServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_image_pb2.PutImageRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_image_pb2.PutImageResponse, _abc.Awaitable[_image_pb2.PutImageResponse]]:
-        """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture.
+        """Uploads a picture: one header, then its bytes in order. The same bytes sent twice are one picture, which is held
+        until the later of the two ends. It is decoded before the answer, so that a broken one is told here. An upload that
+        is cancelled or stands still leaves nothing behind: ABORTED (CLIENT_TOO_SLOW).
+
+        Pictures are held by the engine. When it is lost they are gone, and requests that name one get IMAGE_NOT_FOUND.
 
         INVALID_ARGUMENT (INVALID_FIELD: no header first, or size or hash do not match; IMAGE_UNDECODABLE;
-        IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes).
+        IMAGE_TOO_LARGE), RESOURCE_EXHAUSTED (QUOTA_EXCEEDED: the caller holds too many bytes, counted as the engine has
+        prepared them).
         """
 
     @_abc_1.abstractmethod
@@ -81,8 +98,9 @@ class ImageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _image_pb2.DeleteImageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_image_pb2.DeleteImageResponse, _abc.Awaitable[_image_pb2.DeleteImageResponse]]:
-        """Forgets a picture. Running requests keep it until they end. NOT_FOUND IMAGE_NOT_FOUND if it is not held
-        (any more), which a retry may take for success.
+        """Forgets a picture. Running requests keep it until they end. A picture that other callers hold too stays theirs: each
+        holds for itself, a caller being the metadata's `legato-tenant` or, without one, the peer's host. NOT_FOUND
+        IMAGE_NOT_FOUND if it is not held (any more), which a retry may take for success.
         """
 
 def add_ImageServiceServicer_to_server(servicer: ImageServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

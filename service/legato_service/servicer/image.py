@@ -1,0 +1,148 @@
+"""ImageService: pictures that are sent once and asked about many times."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from google.protobuf import timestamp_pb2
+from legato.v1 import image_pb2 as pb
+from legato.v1 import image_pb2_grpc
+from legato_engine.blobs import BlobStore
+from legato_engine.errors import (
+    ClientTooSlow,
+    DeadlineExceeded,
+    ImageTooLarge,
+    ImageUndecodable,
+    InvalidField,
+    InvalidRequest,
+)
+from legato_engine.messages import DropImage, HoldImage, ImageHeld
+from legato_engine.quota import ByteQuota
+
+from legato_service import call, convert_response
+from legato_service.caller import caller
+from legato_service.config import ServiceConfig
+from legato_service.dispatch import Context
+from legato_service.engine import Engine
+from legato_service.gate import Gate
+from legato_service.picture import as_source
+from legato_service.upload import CHUNK, Header, Upload, UploadLimits, read_header
+
+
+class ImageServicer(image_pb2_grpc.ImageServiceServicer):
+    """Gathers uploads and has the engine hold them; the engine alone knows what is held.
+
+    Uploads under way may take as much memory as what is held, besides it.
+    """
+
+    def __init__(self, config: ServiceConfig, engine: Engine, blobs: BlobStore, gate: Gate) -> None:
+        self._engine = engine
+        self._blobs = blobs
+        self._gate = gate
+        self._limits = UploadLimits(
+            max_bytes=config.max_image_bytes,
+            max_pixels=config.engine.max_image_pixels,
+            ttl=config.image_ttl,
+            max_ttl=config.image_max_ttl,
+        )
+        self._quota = ByteQuota(
+            "uploads",
+            per_caller=config.engine.image_quota_bytes,
+            total=config.engine.image_hold_bytes,
+        )
+        self._deadline = config.unary_deadline
+        self._stall_timeout = config.stall_timeout
+
+    async def PutImage(
+        self, request_iterator: AsyncIterator[pb.PutImageRequest], context: Context
+    ) -> pb.PutImageResponse:
+        """Gather, check, have it held. However it ends, nothing of the upload itself is left."""
+        owner = caller(context)
+        request_id = self._name()
+        with self._gate.hold(request_id), self._in_time(context) as timeout:
+            async with timeout:
+                messages = aiter(request_iterator)
+                header = read_header(await self._next(messages), self._limits)
+                with Upload.begin(header, self._limits, self._blobs, self._quota, owner) as upload:
+                    while (message := await self._next(messages)) is not None:
+                        await upload.add(message)
+                    # grpc ends the messages of a cancelled call as if it were complete; that it is
+                    # cancelled comes right behind, here or, by way of an Abort, within the hold.
+                    await asyncio.sleep(0)
+                    held = await self._hold(request_id, upload, header, owner)
+        return pb.PutImageResponse(
+            image=convert_response.image(held.image), expire_time=_wall_time(held.until)
+        )
+
+    async def DeleteImage(
+        self, request: pb.DeleteImageRequest, context: Context
+    ) -> pb.DeleteImageResponse:
+        """Ask the engine, which knows."""
+        if not request.image_id:
+            raise InvalidField("must not be empty", field="image_id")
+        request_id = self._name()
+        with self._gate.hold(request_id), self._in_time(context) as timeout:
+            async with timeout:
+                await self._engine.drop(
+                    DropImage(
+                        request_id=request_id, image_id=request.image_id, owner=caller(context)
+                    )
+                )
+        return pb.DeleteImageResponse()
+
+    async def _hold(self, request_id: str, upload: Upload, header: Header, owner: str) -> ImageHeld:
+        form = await upload.finish()
+        command = HoldImage(
+            request_id=request_id,
+            image=as_source(form, upload.draft.publish()),
+            owner=owner,
+            ttl=header.ttl,
+            sha256=header.sha256,
+        )
+        try:
+            return await self._engine.hold(command)
+        except (ImageUndecodable, ImageTooLarge) as error:
+            error.metadata["field"] = CHUNK
+            raise
+        except InvalidRequest as error:
+            error.metadata["field"] = f"header.{error.metadata.get('field', '')}"
+            raise
+
+    def _name(self) -> str:
+        """The call's id as the engine knows it: what a proxy sends it may send with several."""
+        rpc = call.current()
+        if rpc.scoped(rpc.request_id) in self._gate:
+            rpc.rename()
+        return rpc.scoped(rpc.request_id)
+
+    async def _next(self, messages: AsyncIterator[pb.PutImageRequest]) -> pb.PutImageRequest | None:
+        """The next message, None behind the last; an upload that stands still is given up."""
+        try:
+            async with asyncio.timeout(self._stall_timeout):
+                return await anext(messages, None)
+        except TimeoutError:
+            raise ClientTooSlow(
+                f"nothing was sent for {self._stall_timeout:g} s",
+                limit_ms=round(self._stall_timeout * 1000),
+            ) from None
+
+    @contextmanager
+    def _in_time(self, context: Context) -> Iterator[asyncio.Timeout]:
+        """The call's own deadline, or that of calls that bring none, as a `DeadlineExceeded`."""
+        # None without a deadline, whatever the typing of grpc says.
+        given: float | None = context.time_remaining()
+        left = self._deadline if given is None else given
+        call.current().deadline = time.monotonic() + left
+        try:
+            yield asyncio.timeout(max(left, 0))
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed") from None
+
+
+def _wall_time(monotonic: float) -> timestamp_pb2.Timestamp:
+    moment = timestamp_pb2.Timestamp()
+    moment.FromNanoseconds(time.time_ns() + round((monotonic - time.monotonic()) * 1e9))
+    return moment
