@@ -112,6 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of a picture that is uploaded or lies in shared memory",
     )
     add(
+        "--shared-images",
+        action="store_true",
+        help="read pictures from shared memory: whoever may call names regions of this user",
+    )
+    add(
         "--image-ttl",
         metavar="SECONDS",
         type=float,

@@ -28,6 +28,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     max_request_bytes: int = 16 * 1024 * 1024
     max_image_bytes: int = 64 * 1024 * 1024  # of a picture that does not come in its request
+    shared_images: bool = False  # read pictures from regions of shared memory that clients name
     image_ttl: float = 600.0  # how long an uploaded picture is held unless its caller says
     image_max_ttl: float = 3600.0
     unary_deadline: float = 60.0  # for calls that bring none

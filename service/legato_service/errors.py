@@ -24,7 +24,11 @@ MIN_RETRY, MAX_RETRY = 0.05, 10.0  # seconds
 
 
 class SharedMemoryRefused(errors.LegatoError):
-    """Shared-memory pictures are off; only the service raises this."""
+    """Shared-memory pictures are off, or this one may not be read; only the service raises this."""
+
+
+class SharedMemoryTorn(errors.LegatoError):
+    """A picture was written while it was read; only the service raises this."""
 
 
 class DuplicateRequest(errors.LegatoError):
@@ -117,6 +121,7 @@ TABLE: dict[type[errors.LegatoError], Row] = {
     errors.AdapterNotFound: Row(_C.NOT_FOUND, "ADAPTER_NOT_FOUND", _resource),
     errors.TaskUnsupported: Row(_C.FAILED_PRECONDITION, "TASK_UNSUPPORTED", _precondition),
     SharedMemoryRefused: Row(_C.FAILED_PRECONDITION, "SHM_REFUSED", _precondition),
+    SharedMemoryTorn: Row(_C.ABORTED, "SHM_TORN"),
     DuplicateRequest: Row(_C.ALREADY_EXISTS, "DUPLICATE_REQUEST", _resource),
     errors.Busy: Row(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),
     SessionsFull: Row(_C.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after=1.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Awaitable, Callable
 
 from legato.v1 import media_pb2
 from legato_engine import core
@@ -46,6 +47,10 @@ Picture = NewPicture | core.CachedImage | None
 """A picture that passed its checks, or none."""
 
 
+ReadShared = Callable[[media_pb2.SharedImage], Awaitable[StagedPicture]]
+"""How frames in shared memory come in: `shared_memory.SharedMemory.read`."""
+
+
 def as_source(form: Form, blob: core.BlobRef) -> core.EncodedImage | core.RawImage:
     """The picture as the engine reads it, its bytes being in `blob`."""
     if isinstance(form, str):
@@ -60,17 +65,29 @@ def as_source(form: Form, blob: core.BlobRef) -> core.EncodedImage | core.RawIma
 
 
 class PictureIntake:
-    """Checks pictures against the limits and stages their bytes for the engine."""
+    """Checks pictures against the limits and stages their bytes for the engine.
 
-    def __init__(self, blobs: BlobStore, *, max_bytes: int, max_pixels: int) -> None:
+    Without `read_shared`, pictures in shared memory are refused.
+    """
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        *,
+        max_bytes: int,
+        max_pixels: int,
+        read_shared: ReadShared | None = None,
+    ) -> None:
         self._blobs = blobs
+        self._read_shared = read_shared
         self._max_bytes = max_bytes
         self._max_pixels = max_pixels
 
     async def check(self, image: media_pb2.Image) -> Picture:
         """The picture of a request's `image` field, a long header read on a worker thread.
 
-        Raises `InvalidField`, `ImageUndecodable`, `ImageTooLarge` or `SharedMemoryRefused`.
+        Raises `InvalidField`, `ImageUndecodable`, `ImageTooLarge`, `SharedMemoryRefused` or
+        `SharedMemoryTorn`.
         """
         source = image.WhichOneof("source")
         if source == "encoded":
@@ -82,9 +99,11 @@ class PictureIntake:
                 raise InvalidField("must not be empty", field="image.image_id")
             return core.CachedImage(image_id=image.image_id)
         if source == "shared":
-            raise SharedMemoryRefused(
-                "shared images are off; send the bytes", region=image.shared.region
-            )
+            if self._read_shared is None:
+                raise SharedMemoryRefused(
+                    "shared images are off; send the bytes", region=image.shared.region
+                )
+            return await self._read_shared(image.shared)
         return None
 
     def stage(self, picture: Picture) -> core.ImageSource | None:

@@ -41,6 +41,7 @@ from legato_service.servicer.server import ServerServicer
 from legato_service.servicer.session import SessionServicer
 from legato_service.session.registry import SessionRegistry
 from legato_service.session.session import SessionLimits
+from legato_service.shared_memory import shared_reader
 
 log = structlog.get_logger("legato.service")
 
@@ -80,6 +81,7 @@ class Server:
             blobs,
             max_bytes=config.max_request_bytes,
             max_pixels=config.engine.max_image_pixels,
+            read_shared=shared_reader(config, blobs),
         )
         progress = Progress(
             engine, stuck_after=config.stuck_after, silent_after=config.silent_after

@@ -15,6 +15,7 @@ from legato_service.errors import (
     DuplicateRequest,
     SessionsFull,
     SharedMemoryRefused,
+    SharedMemoryTorn,
     failure,
     row_of,
 )
@@ -110,7 +111,7 @@ async def test_every_error_of_the_engine_arrives_whole(error, code, reason):
 def test_the_cases_above_are_all_there_are():
     """Every error type of the engine is among the cases; a new one fails this test."""
     covered = {type(error) for error, _, _ in FROM_ENGINE}
-    service_only = {SharedMemoryRefused, DuplicateRequest, SessionsFull}
+    service_only = {SharedMemoryRefused, SharedMemoryTorn, DuplicateRequest, SessionsFull}
     assert leaves(errors.LegatoError) - service_only <= covered
     assert covered | service_only <= set(TABLE) | {errors.InvalidField, errors.QueueFull} | {
         errors.InternalError

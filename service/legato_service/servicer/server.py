@@ -15,6 +15,7 @@ from legato_service import convert_response
 from legato_service.config import ServiceConfig
 from legato_service.dispatch import Context
 from legato_service.engine import Engine
+from legato_service.shared_memory import shm_namespace
 
 CONTRACT_REVISION = 1  # grows by one with each released addition to the contract
 MINIMUM_CLIENT_REVISION = 1
@@ -37,9 +38,11 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         self, config: ServiceConfig, engine: Engine, capabilities: Sequence[str] = ()
     ) -> None:
         self._config = config
-        self._capabilities = (*CAPABILITIES, *capabilities)
+        shared = ("shared_images",) if config.shared_images else ()
+        self._capabilities = (*CAPABILITIES, *shared, *capabilities)
         self._engine = engine
         self._instance_id = str(uuid.uuid4())
+        self._namespace = shm_namespace() if config.shared_images else ""
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
@@ -53,6 +56,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             minimum_client_revision=MINIMUM_CLIENT_REVISION,
             limits=self._limits(self._engine.model),
             capabilities=self._capabilities,
+            shm_namespace=self._namespace,
         )
 
     async def ListModels(

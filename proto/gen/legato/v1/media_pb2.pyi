@@ -223,6 +223,19 @@ Global___RawImage: _TypeAlias = RawImage  # noqa: Y015
 class SharedImage(_message.Message):
     """A slot of a POSIX shared-memory region that the client made and the server may read.
 
+    A region is a file, best of mode 0600, in the folder of POSIX shared memory (`/dev/shm` on Linux), made under a name
+    that nobody can guess: whoever may call the server may name any region of the server's user. A slot in it is a header
+    of 64 bytes and, right behind, the content; both begin at multiples of 64. The header:
+
+        bytes  0 to 7    the magic `LEGATO01`, in ASCII
+        bytes  8 to 15   the generation, an unsigned integer of 64 bits, little-endian
+        bytes 16 to 63   0; reserved
+
+    A new slot has generation 0. Whoever writes it: stores the generation plus one, which is odd; then writes the
+    content; then stores the generation plus two, which is even and what the request names. The stores must not pass
+    each other (release order, or a system call for each). The server reads the generation, copies the content once and
+    reads the generation again; all three must agree. The region must keep its length while requests name it.
+
     The client may write the slot again once the server answered: the response of a unary RPC, the first
     event after `queued` of Generate, or the `FrameAccepted` of a session.
     """
@@ -237,14 +250,18 @@ class SharedImage(_message.Message):
     MIME_TYPE_FIELD_NUMBER: _builtins.int
     region: _builtins.str
     """Name of the region below the host's shared-memory folder: no slash, and prefixed
-    `legato-<uid>-`. The server opens it read-only and only if it is a regular file of the peer's uid.
+    `legato-<uid>-`, then 1 to 200 of the characters A-Z a-z 0-9 . _ and -. The server opens it read-only and only
+    if it is a regular file of the peer's uid. Over TCP the peer's process has no credentials: there its uid is
+    taken to be the server's own, and regions of other users are SHM_REFUSED.
     """
     offset: _builtins.int
-    """Bytes from the start of the region to the slot's first byte of content."""
+    """Bytes from the start of the region to the slot's first byte of content. A multiple of 64, at least 64, with the
+    slot's header right before; otherwise INVALID_ARGUMENT INVALID_FIELD.
+    """
     size_bytes: _builtins.int
     """Bytes of content. Beyond the region's end: INVALID_ARGUMENT INVALID_FIELD."""
     generation: _builtins.int
-    """The slot's write counter. The server compares it before and after its copy; a difference is ABORTED
+    """The slot's write counter, even and not 0. The server compares it before and after its copy; a difference is ABORTED
     SHM_TORN: send the frame again.
     """
     mime_type: _builtins.str
