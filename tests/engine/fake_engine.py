@@ -150,7 +150,7 @@ def main():
     commands = CommandReceiver(arguments.endpoint, wake)
     reports.send(Ready(model=INFO, pid=os.getpid()))
     while True:
-        commands.wait(None)
+        commands.wait(None, None if reports.flush() else reports)  # what did not fit leaves later
         for command in commands.receive():
             if isinstance(command, Shutdown):
                 reports.close(100)
