@@ -6,7 +6,18 @@ import importlib
 import sys
 
 EVERYWHERE = ("decode", "rpc", "tick")  # short on a CPU, too
-BENCHMARKS = (*EVERYWHERE, "e2e", "fp8", "hop", "image", "kernels", "peers", "serve", "summary")
+BENCHMARKS = (
+    *EVERYWHERE,
+    "e2e",
+    "fp8",
+    "hop",
+    "image",
+    "intake",
+    "kernels",
+    "peers",
+    "serve",
+    "summary",
+)
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ from legato_engine.core import (
     TextDelta,
 )
 from legato_engine.errors import DeadlineExceeded
-from legato_engine.messages import Delta, Done, Failed, Load, Queued, Started
+from legato_engine.messages import Delta, Done, DropImage, Failed, HoldImage, Load, Queued, Started
 from legato_engine.null_engine import NullEngine
 from PIL import Image
 
@@ -281,3 +281,26 @@ async def test_the_process_paces_and_stops():
 async def _until(condition):
     while not condition():  # noqa: ASYNC110 - the condition is another process's
         await asyncio.sleep(0.01)
+
+
+def test_pictures_are_held_and_dropped():
+    """A picture that is held is named by its id, is counted for its caller, and can be dropped."""
+    bench = Bench(image_quota_bytes=40 * 30 * 3)
+
+    def hold(name, size, **fields):
+        image = bench.picture(size)
+        bench.engine.hold(HoldImage(request_id=name, image=image, owner="me", ttl=9.0, **fields))
+        return bench.reports[-1]
+
+    held = hold("h", (40, 30))
+    assert (held.image.width, held.image.height) == (40, 30)
+    assert bench.engine.next_deadline() == held.until
+    assert hold("again", (40, 30)).image.cache_hit
+    assert hold("more", (41, 30)).error.kind == "BytesExceeded"
+    assert hold("hash", (2, 2), sha256="0" * 64).error.metadata["field"] == "sha256"
+    *_, answered = bench.run(image=CachedImage(image_id=held.image.image_id))
+    assert answered.image.cache_hit
+    for name, kind in (("d", "ImageDropped"), ("e", "Failed")):
+        bench.engine.drop(DropImage(request_id=name, image_id=held.image.image_id, owner="me"))
+        assert type(bench.reports[-1]).__name__ == kind
+    bench.blobs.close()
