@@ -186,7 +186,7 @@ func TestRunTasks(t *testing.T) {
 	client := dial(t)
 	answer, err := client.RunTasks(t.Context(), picture, []legato.Task{
 		legato.DetectTask("square", legato.WithTaskID("boxes")),
-		legato.QueryTask(strings.Repeat("very long ", 5000)),
+		legato.QueryTask(strings.Repeat("very long ", 3000)),
 		legato.CaptionTask(legato.ShortCaption, legato.WithMaxTokens(3)),
 	})
 	if err != nil {

@@ -1,0 +1,173 @@
+"""What a program saw of a case, held against the list."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+
+from google.protobuf import any_pb2, json_format, symbol_database
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+from legato.v1 import inference_pb2, media_pb2, session_pb2
+
+from tests import grammar
+from tests.conformance.cases import Case, Json, Step
+
+COORDINATES = {"x", "y", "xMin", "yMin", "xMax", "yMax"}
+
+Rule = Callable[[Case, int, list[Step]], None]
+
+
+def check(case: Case, seen: list[Step]) -> None:
+    """Raises AssertionError, which says where, for what differs from the list."""
+    seen = [plain(step) for step in seen]
+    for number, (step, saw) in enumerate(zip(case["steps"], seen, strict=True)):
+        expect = step["expect"]
+        assert saw["code"] == expect["code"], f"step {number}: {saw}"
+        messages = saw["messages"]
+        count = expect.get("count", len(messages))
+        assert len(messages) == count, f"step {number}: {len(messages)} messages"
+        for place, pattern in (("first", 0), ("last", -1)):
+            if place in expect:
+                match(expect[place], messages[pattern], f"step {number}, {place}")
+        if "error" in expect:
+            match(expect["error"], told(saw["details"]), f"step {number}, error")
+        for rule in expect.get("rules", ()):
+            RULES[rule](case, number, seen)
+
+
+def match(pattern: Json, found: Json, at: str) -> None:
+    """A pattern of the list against a document."""
+    if pattern == "*":
+        assert found not in (None, "", [], {}), f"{at} is absent"
+    elif isinstance(pattern, dict):
+        assert isinstance(found, dict), f"{at} is {found}"
+        for name, value in pattern.items():
+            match(value, found.get(name), f"{at}.{name}")
+    elif isinstance(pattern, list):
+        assert isinstance(found, list), f"{at} is {found}"
+        assert len(found) == len(pattern), f"{at} is {found}"
+        for number, value in enumerate(pattern):
+            match(value, found[number], f"{at}[{number}]")
+    else:
+        assert found == pattern, f"{at} is {found}, not {pattern}"
+
+
+# ---------------------------------------------------------------- errors
+
+
+def plain(document: Json) -> Json:
+    """A document whose Any messages are all in protobuf's own JSON; programs that lack a type say
+    its bytes instead."""
+    if isinstance(document, list):
+        return [plain(each) for each in document]
+    if not isinstance(document, dict):
+        return document
+    if "@type" not in document:
+        return {name: plain(value) for name, value in document.items()}
+    return json_format.MessageToDict(unpacked(document))
+
+
+def unpacked(document: dict[str, Json]) -> Message:
+    """The Any of a document."""
+    packed = any_pb2.Any(type_url=document["@type"])
+    if "@value" in document:
+        packed.value = base64.b64decode(document["@value"])
+        return packed
+    known = dict(document)
+    known.pop("@type")
+    kind = symbol_database.Default().GetSymbol(packed.TypeName())
+    packed.Pack(json_format.ParseDict(known, kind()))
+    return packed
+
+
+def told(details: list[Json]) -> dict[str, Json]:
+    """What the details of a status say."""
+    info, request = error_details_pb2.ErrorInfo(), error_details_pb2.RequestInfo()
+    bad = error_details_pb2.BadRequest()
+    for detail in details:
+        packed = json_format.ParseDict(detail, any_pb2.Any())
+        for message in (info, request, bad):
+            packed.Unpack(message)
+    assert info.domain == "legato", details
+    return {
+        "reason": info.reason,
+        "metadata": dict(info.metadata),
+        "fields": [violation.field for violation in bad.field_violations],
+        "requestId": request.request_id,
+    }
+
+
+# ---------------------------------------------------------------- rules
+
+
+def check_places(case: Case, number: int, seen: list[Step]) -> None:
+    """Every box and point is in the unit square, its edges in order; there is at least one."""
+    places = list(found(seen[number]["messages"], "box", "point"))
+    assert places
+    for place in places:
+        assert all(0 <= share <= 1 for share in place.values()), place
+        if "xMax" in place:
+            assert place.get("xMin", 0) < place["xMax"], place
+            assert place.get("yMin", 0) < place["yMax"], place
+
+
+def found(document: Json, *names: str) -> Iterator[dict[str, float]]:
+    """All coordinates under members of these names, at any depth."""
+    if isinstance(document, list):
+        for each in document:
+            yield from found(each, *names)
+    elif isinstance(document, dict):
+        for name, value in document.items():
+            if name in names and isinstance(value, dict) and value.keys() <= COORDINATES:
+                yield value
+            else:
+                yield from found(value, *names)
+
+
+def check_generate(case: Case, number: int, seen: list[Step]) -> None:
+    """The stream keeps to the grammar, and `finished` repeats what the deltas said."""
+    events = [
+        json_format.ParseDict(message, inference_pb2.GenerateResponse())
+        for message in seen[number]["messages"]
+    ]
+    grammar.check(events, ok=True)
+    assert len(events) > 2, "nothing came between started and finished"
+
+
+def check_session(case: Case, number: int, seen: list[Step]) -> None:
+    """Every frame gets a result for each of its tasks, in which its stamp is echoed verbatim."""
+    answers = [
+        json_format.ParseDict(message, session_pb2.SessionResponse())
+        for message in seen[number]["messages"]
+    ]
+    assert [answer.index for answer in answers] == list(range(len(answers)))
+    assert not any(answer.HasField("dropped") for answer in answers)
+    results = [answer.result for answer in answers if answer.HasField("result")]
+    opened, *frames = case["steps"][number]["send"]
+    standing = [task["taskId"] for task in opened["open"]["standingTasks"]]
+    for frame in (message["frame"] for message in frames):
+        stamp = json_format.ParseDict(frame["stamp"], media_pb2.FrameStamp())
+        own = [result for result in results if result.stamp == stamp]
+        tasks = [] if frame.get("skipStandingTasks") else list(standing)
+        tasks += [task["taskId"] for task in frame.get("extraTasks", ())]
+        assert sorted(result.result.task_id for result in own) == sorted(tasks)
+        assert [result.last_for_frame for result in own] == [False] * (len(tasks) - 1) + [True]
+        is_picture = "$file" in frame["image"]["encoded"]["data"]
+        assert all(result.result.HasField("error") != is_picture for result in own)
+        results = [result for result in results if result.stamp != stamp]
+    assert not results, "results of frames that were not sent"
+
+
+def check_as_before(case: Case, number: int, seen: list[Step]) -> None:
+    """The answer is that of the step before."""
+    (before,), (after,) = seen[number - 1]["messages"], seen[number]["messages"]
+    assert after["answer"] == before["answer"]
+
+
+RULES: dict[str, Rule] = {
+    "places": check_places,
+    "generate": check_generate,
+    "session": check_session,
+    "as_before": check_as_before,
+}
