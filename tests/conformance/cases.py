@@ -14,9 +14,9 @@ Step = dict[str, Json]
 Case = dict[str, Json]
 
 
-def load(path: Path = CASES) -> list[Case]:
-    """All cases, in order."""
-    cases: list[Case] = json.loads(path.read_text())
+def load(path: Path = CASES, run: str = "$RUN") -> list[Case]:
+    """All cases, in order, with the name of a run put in."""
+    cases: list[Case] = json.loads(path.read_text().replace("$RUN", run))
     return cases
 
 

@@ -58,7 +58,8 @@ def match(pattern: Json, found: Json, at: str) -> None:
 
 def plain(document: Json) -> Json:
     """A document whose Any messages are all in protobuf's own JSON; programs that lack a type say
-    its bytes instead."""
+    its bytes instead.
+    """
     if isinstance(document, list):
         return [plain(each) for each in document]
     if not isinstance(document, dict):

@@ -63,9 +63,11 @@ func (f *fake) dial(t *testing.T, options ...DialOption) *Client {
 	legatov1.RegisterInferenceServiceServer(server, f)
 	legatov1.RegisterServerServiceServer(server, f)
 	legatov1.RegisterSessionServiceServer(server, f)
-	if f.health != nil {
-		grpc_health_v1.RegisterHealthServer(server, f.health)
+	if f.health == nil {
+		f.health = health.NewServer()
+		f.health.SetServingStatus("legato.v1.InferenceService", grpc_health_v1.HealthCheckResponse_SERVING)
 	}
+	grpc_health_v1.RegisterHealthServer(server, f.health)
 	go server.Serve(listener)
 	t.Cleanup(server.Stop)
 	client, err := Dial(listener.Addr().String(), options...)

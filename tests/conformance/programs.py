@@ -1,0 +1,78 @@
+"""The programs that run the list: how each is built, and what it needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GO = ROOT / "clients" / "go"
+NODE = ROOT / "tests" / "interop" / "node"
+PATH = os.pathsep.join((str(ROOT / ".tools" / "bin"), os.environ["PATH"]))
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": PATH,
+    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+}
+NAMES = ("python", "go", "node", "grpcurl")
+PATIENCE = 500  # seconds for a download or a build, of which a fresh machine has much to do
+
+
+class Missing(Exception):
+    """A program cannot run here; the text says what it needs."""
+
+
+def command(name: str, folder: Path) -> list[str]:
+    """How to start a program, built in `folder` where it has to be; raises Missing."""
+    if name == "python":
+        return [sys.executable, "-m", "tests.conformance.run_python"]
+    if name == "grpcurl":
+        if shutil.which("grpcurl", path=PATH) is None:
+            raise Missing("needs grpcurl: `make tools` installs it where go is installed")
+        return [sys.executable, "-m", "tests.conformance.run_grpcurl"]
+    if name == "node":
+        install_node_packages()
+        return ["node", str(NODE / "conformance.js")]
+    fetch_go_modules()
+    run("go", "build", "-o", str(folder / "conformance"), "./internal/conformance", cwd=GO)
+    return [str(folder / "conformance")]
+
+
+def fetch_go_modules() -> None:
+    """Have what `clients/go` depends on; raises Missing without go, or without a network."""
+    if shutil.which("go") is None:
+        raise Missing("needs go")
+    try:
+        run("go", "mod", "download", cwd=GO)
+    except subprocess.CalledProcessError as error:
+        raise Missing(f"go could not fetch its modules: {error.stderr}") from error
+
+
+def install_node_packages() -> None:
+    """Have what package-lock.json pins, in node_modules; raises Missing as above."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        raise Missing("needs node and npm")
+    installed, wanted = NODE / "node_modules/.package-lock.json", NODE / "package-lock.json"
+    if installed.exists() and installed.stat().st_mtime >= wanted.stat().st_mtime:
+        return
+    try:
+        run("npm", "ci", cwd=NODE)
+    except subprocess.CalledProcessError as error:
+        raise Missing(f"npm could not fetch its packages: {error.stderr}") from error
+
+
+def run(*words: str, cwd: Path = ROOT) -> str:
+    """The output of a command that must succeed."""
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE,
+    )
+    return done.stdout

@@ -1,0 +1,142 @@
+"""Python, Go, Node and grpcurl run one list against one server, and see what it says."""
+
+from __future__ import annotations
+
+import copy
+import importlib.resources
+import json
+import subprocess
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from legato.v1 import server_pb2, server_pb2_grpc
+
+from tests.conformance import programs
+from tests.conformance.cases import Case, Step, load
+from tests.conformance.check import check
+
+PICTURES = importlib.resources.files("legato_tiny") / "samples"
+CASES = [case["name"] for case in load()]
+
+# Building a program on a machine that has nothing yet takes longer than a test may.
+pytestmark = pytest.mark.timeout(2 * programs.PATIENCE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program's run of the list: its own copy of it, and what it saw."""
+
+    program: str
+    cases: dict[str, Case]
+    seen: dict[str, list[Step]]
+
+
+@pytest.fixture(scope="module")
+def capabilities(server) -> set[str]:
+    """What the server says it can do."""
+    with grpc.insecure_channel(server.address) as channel:
+        stub = server_pb2_grpc.ServerServiceStub(channel)
+        return set(stub.GetServerInfo(server_pb2.GetServerInfoRequest()).capabilities)
+
+
+@pytest.fixture(scope="module", params=programs.NAMES)
+def run(request, server, capabilities, tmp_path_factory) -> Run:
+    """One program's run of all cases that it and the server can do."""
+    folder = tmp_path_factory.mktemp(request.param)
+    try:
+        command = programs.command(request.param, folder)
+    except programs.Missing as error:
+        pytest.skip(str(error))
+    cases = {case["name"]: case for case in load(run=folder.name)}
+    possible = [
+        name
+        for name, case in cases.items()
+        if request.param not in case.get("except", {})
+        and case.get("needs", "") in {"", *capabilities}
+    ]
+    path = folder / "cases.json"
+    path.write_text(json.dumps(list(cases.values())))
+    try:
+        output = programs.run(*command, server.address, str(path), str(PICTURES), *possible)
+    except subprocess.CalledProcessError as error:
+        pytest.fail(error.stderr)
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert [line["case"] for line in lines] == possible
+    return Run(request.param, cases, {line["case"]: line["steps"] for line in lines})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(run, name):
+    """Every program sees of every case what the list says."""
+    case = run.cases[name]
+    if run.program in case.get("except", {}):
+        pytest.skip(f"{run.program}: {case['except'][run.program]}")
+    if name not in run.seen:
+        pytest.skip(f"the server lacks the capability {case['needs']}")
+    check(case, run.seen[name])
+
+
+def test_the_server_can_do_what_the_list_needs(capabilities):
+    """No case is left out because the server lacks a capability."""
+    assert {case["needs"] for case in load() if "needs" in case} <= capabilities
+
+
+def test_names_are_unique():
+    """A case's name means that case."""
+    assert len(CASES) == len(set(CASES))
+
+
+def lost_event(steps: list[Step]) -> None:
+    """A message of a stream is missing."""
+    del steps[0]["messages"][1]
+
+
+def lost_end(steps: list[Step]) -> None:
+    """The stream ended early."""
+    steps[0]["messages"].pop()
+
+
+def other_code(steps: list[Step]) -> None:
+    """The status is another."""
+    steps[0]["code"] = "UNKNOWN"
+
+
+def other_text(steps: list[Step]) -> None:
+    """The deltas do not add up."""
+    steps[0]["messages"][1]["text"]["text"] += "!"
+
+
+def no_details(steps: list[Step]) -> None:
+    """The error has no details."""
+    steps[0]["details"] = []
+
+
+def box_outside(steps: list[Step]) -> None:
+    """A box leaves the picture."""
+    steps[0]["messages"][0]["objects"][0]["box"]["xMax"] = 1.5
+
+
+def other_stamp(steps: list[Step]) -> None:
+    """The stamp is not the one that was sent."""
+    steps[0]["messages"][-1]["info"]["stamp"]["sequence"] = "7"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("generate_text", lost_event),
+        ("generate_text", lost_end),
+        ("generate_text", other_text),
+        ("generate_text", other_code),
+        ("bad_field", no_details),
+        ("detect", box_outside),
+        ("detect", other_stamp),
+    ],
+)
+def test_what_differs_is_found(run, name, damage):
+    """An answer that is a little wrong does not pass."""
+    steps = copy.deepcopy(run.seen[name])
+    damage(steps)
+    with pytest.raises(AssertionError):
+        check(run.cases[name], steps)
