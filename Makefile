@@ -25,7 +25,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow test-gpu \
+.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow test-gpu go \
 	bench demo wheel wheel-check ci clean size
 
 help: ## list the targets
@@ -79,10 +79,11 @@ proto-breaking: | $(STAMP) ## fail if the contract breaks the last release's cli
 
 # ---------------------------------------------------------------- code
 
-format: | $(STAMP) ## format Python and proto files
+format: | $(STAMP) ## format Python and proto files, and Go's if go is there
 	@$(BIN)/ruff check --select I --fix --quiet
 	@$(BIN)/ruff format
 	@$(BIN)/buf format --write proto
+	@if command -v gofmt >/dev/null; then gofmt -w clients/go; fi
 
 format-check: | $(STAMP) ## fail if a file is not formatted
 	@$(BIN)/ruff format --check
@@ -103,6 +104,9 @@ test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 
 test-gpu: | $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(ARGS)
+
+go: ## vet and test the Go client (LEGATO_SERVER=host:port asks a server too)
+	@cd clients/go && go vet ./... && go test ./...
 
 bench: | $(STAMP) ## measure; writes benchmarks/results (ARGS="e2e" names one benchmark)
 	@$(PY) -m benchmarks $(ARGS)

@@ -37,11 +37,12 @@ def call(channel: grpc.Channel, step: Step, messages: list[Json]) -> Step:
     """Make one call. Every kind of call is bidirectional on the wire."""
     service, name = step["call"].split("/")
     method = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
-    running = channel.stream_stream(
+    start: Any = channel.stream_stream(
         f"/{step['call']}",
         request_serializer=lambda message: message.SerializeToString(),
         response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
-    )(requests(method, messages), timeout=step.get("timeout", 60))
+    )
+    running = start(requests(method, messages), timeout=step.get("timeout", 60))
     received: list[Json] = []
     try:
         for message in running:
