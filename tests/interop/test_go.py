@@ -89,6 +89,12 @@ def test_format():
     assert not programs.run("gofmt", "-l", ".", cwd=programs.GO)
 
 
+def test_service_configuration():
+    """Both clients tell gRPC the same: what it retries, and whose health it watches."""
+    shipped = importlib.resources.files("legato_client") / "service_config.json"
+    assert (programs.GO / "legato/service_config.json").read_text() == shipped.read_text()
+
+
 def test_tests(server, capabilities):
     """`go test` passes, and leaves out only what the server cannot do."""
     output = go("test", "-json", "-count=1", "./...", LEGATO_SERVER=server.address)

@@ -16,7 +16,7 @@ import (
 type Client struct {
 	settings  dialSettings
 	work      *grpc.ClientConn
-	about     *grpc.ClientConn // opens at its first call
+	about     *grpc.ClientConn // asks what is not healthy yet, too; opens at its first call
 	inference legatov1.InferenceServiceClient
 	images    legatov1.ImageServiceClient
 	sessions  legatov1.SessionServiceClient
@@ -27,11 +27,11 @@ type Client struct {
 // first call.
 func Dial(target string, options ...DialOption) (*Client, error) {
 	settings := dialSettingsOf(options)
-	work, err := settings.connect(target, workConfig)
+	work, err := settings.connect(target)
 	if err != nil {
 		return nil, err
 	}
-	about, err := settings.connect(target, aboutConfig)
+	about, err := settings.connect(target, grpc.WithDisableHealthCheck())
 	if err != nil {
 		work.Close()
 		return nil, err

@@ -3,7 +3,9 @@ package legato
 import (
 	"context"
 	"crypto/tls"
+	_ "embed" // for the service configuration
 	"fmt"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc"
@@ -27,31 +29,11 @@ const (
 
 const maxAttempts = 3
 
-// gRPC retries a stream only while no response has begun, so one policy serves every method that has no effects.
-const retries = `
-	"methodConfig": [{
-		"name": [
-			{"service": "legato.v1.InferenceService"},
-			{"service": "legato.v1.ServerService"},
-			{"service": "legato.v1.ImageService", "method": "DeleteImage"}
-		],
-		"retryPolicy": {
-			"maxAttempts": 3,
-			"initialBackoff": "0.05s",
-			"maxBackoff": "1s",
-			"backoffMultiplier": 2,
-			"retryableStatusCodes": ["UNAVAILABLE"]
-		}
-	}],
-	"retryThrottling": {"maxTokens": 10, "tokenRatio": 0.1}`
-
-const (
-	// Work goes to servers that say they can do it.
-	workConfig = `{"loadBalancingConfig": [{"round_robin": {}}],
-		"healthCheckConfig": {"serviceName": "legato.v1.InferenceService"},` + retries + `}`
-	// What a server is can be asked while its engine still loads.
-	aboutConfig = `{` + retries + `}`
-)
+// What gRPC does by itself: retries, and work only for servers that say they can do it. The Python client has the same
+// file. A stream is retried only while no response has begun, so one policy serves every method.
+//
+//go:embed service_config.json
+var serviceConfig string
 
 // DialOption changes what [Dial] does.
 type DialOption func(*dialSettings)
@@ -108,7 +90,7 @@ func dialSettingsOf(options []DialOption) dialSettings {
 	return settings
 }
 
-func (s dialSettings) connect(target, serviceConfig string) (*grpc.ClientConn, error) {
+func (s dialSettings) connect(target string, more ...grpc.DialOption) (*grpc.ClientConn, error) {
 	reconnect := backoff.DefaultConfig
 	reconnect.MaxDelay = 5 * time.Second // a restarted server is found again within seconds
 	options := []grpc.DialOption{
@@ -129,7 +111,7 @@ func (s dialSettings) connect(target, serviceConfig string) (*grpc.ClientConn, e
 			return open(withHeader(ctx, s.header), kind, conn, method, options...)
 		}),
 	}
-	conn, err := grpc.NewClient(target, append(options, s.extra...)...)
+	conn, err := grpc.NewClient(target, slices.Concat(options, more, s.extra)...)
 	if err != nil {
 		return nil, fmt.Errorf("legato: %w", err)
 	}
