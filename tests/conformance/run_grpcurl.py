@@ -31,6 +31,8 @@ def call(address: str, step: Step, messages: list[Json]) -> Step:
     options = ["-plaintext", "-format-error", "-max-time", str(step.get("timeout", 60))]
     if "timeout" in step:
         options += ["-protoset", str(DESCRIPTORS)]
+    for key, value in step.get("metadata", {}).items():
+        options += ["-rpc-header", f"{key}: {value}"]
     done = subprocess.run(
         ["grpcurl", *options, "-d", "@", address, step["call"]],
         input="\n".join(json.dumps(message) for message in messages),

@@ -17,7 +17,13 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # noqa: F401 - the details' types
 from grpc_health.v1 import health_pb2  # noqa: F401 - a service of the list
-from legato.v1 import image_pb2, inference_pb2, server_pb2, session_pb2  # noqa: F401 - likewise
+from legato.v1 import (  # noqa: F401 - likewise
+    admin_pb2,
+    image_pb2,
+    inference_pb2,
+    server_pb2,
+    session_pb2,
+)
 
 from tests.conformance.cases import Case, Json, Step, fill, load
 
@@ -42,7 +48,11 @@ def call(channel: grpc.Channel, step: Step, messages: list[Json]) -> Step:
         request_serializer=lambda message: message.SerializeToString(),
         response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
     )
-    running = start(requests(method, messages), timeout=step.get("timeout", 60))
+    running = start(
+        requests(method, messages),
+        timeout=step.get("timeout", 60),
+        metadata=tuple(step.get("metadata", {}).items()),
+    )
     received: list[Json] = []
     try:
         for message in running:

@@ -30,8 +30,10 @@ function details(metadata) {
 function call(client, step, messages) {
   const method = contract.method(step.call);
   const deadline = Date.now() + 1000 * (step.timeout ?? 60);
+  const metadata = new grpc.Metadata();
+  for (const [key, value] of Object.entries(step.metadata ?? {})) metadata.set(key, value);
   const running = client.makeBidiStreamRequest(
-    method.path, method.requestSerialize, method.responseDeserialize, { deadline });
+    method.path, method.requestSerialize, method.responseDeserialize, metadata, { deadline });
   const received = [];
   running.on('data', (message) => {
     received.push(contract.toJson(method.responseName, message));

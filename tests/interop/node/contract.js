@@ -7,7 +7,7 @@ const loader = require('@grpc/proto-loader');
 
 const PROTO = path.join(__dirname, '..', '..', '..', 'proto');
 const HEALTH = path.join(path.dirname(require.resolve('grpc-health-check/package.json')), 'proto');
-const FILES = ['inference', 'session', 'image', 'server'].map((noun) => `legato/v1/${noun}.proto`);
+const FILES = ['inference', 'session', 'image', 'server', 'admin'].map((noun) => `legato/v1/${noun}.proto`);
 
 const definitions = loader.loadSync([...FILES, 'health/v1/health.proto'], {
   includeDirs: [PROTO, path.join(PROTO, 'third_party'), HEALTH],

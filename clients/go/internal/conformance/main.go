@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	_ "google.golang.org/grpc/health/grpc_health_v1" // a service of the list
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
@@ -35,10 +36,11 @@ type testCase struct {
 }
 
 type step struct {
-	Call        string  `json:"call"`
-	Send        []any   `json:"send"`
-	Timeout     float64 `json:"timeout"`
-	CancelAfter int     `json:"cancelAfter"`
+	Call        string            `json:"call"`
+	Metadata    map[string]string `json:"metadata"`
+	Send        []any             `json:"send"`
+	Timeout     float64           `json:"timeout"`
+	CancelAfter int               `json:"cancelAfter"`
 }
 
 type seen struct {
@@ -114,7 +116,8 @@ func call(conn *grpc.ClientConn, step step, messages []any) (seen, error) {
 	if step.Timeout > 0 {
 		timeout = time.Duration(step.Timeout * float64(time.Second))
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	ctx, cancel := context.WithTimeout(
+		metadata.NewOutgoingContext(context.Background(), metadata.New(step.Metadata)), timeout)
 	defer cancel()
 	kind := &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}
 	stream, err := conn.NewStream(ctx, kind, "/"+step.Call)
