@@ -45,10 +45,7 @@ def fetch_go_modules() -> None:
     """Have what `clients/go` depends on; raises Missing without go, or without a network."""
     if shutil.which("go") is None:
         raise Missing("needs go")
-    try:
-        run("go", "mod", "download", cwd=GO)
-    except subprocess.CalledProcessError as error:
-        raise Missing(f"go could not fetch its modules: {error.stderr}") from error
+    fetch("go", "mod", "download", cwd=GO)
 
 
 def install_node_packages() -> None:
@@ -58,10 +55,17 @@ def install_node_packages() -> None:
     installed, wanted = NODE / "node_modules/.package-lock.json", NODE / "package-lock.json"
     if installed.exists() and installed.stat().st_mtime >= wanted.stat().st_mtime:
         return
+    fetch("npm", "ci", cwd=NODE)
+
+
+def fetch(*words: str, cwd: Path) -> None:
+    """Run a command that needs a network; raises Missing without one."""
     try:
-        run("npm", "ci", cwd=NODE)
+        run(*words, cwd=cwd)
+    except subprocess.TimeoutExpired as error:
+        raise Missing(f"{words[0]} could not fetch what it needs in {PATIENCE} s") from error
     except subprocess.CalledProcessError as error:
-        raise Missing(f"npm could not fetch its packages: {error.stderr}") from error
+        raise Missing(f"{words[0]} could not fetch what it needs: {error.stderr}") from error
 
 
 def run(*words: str, cwd: Path = ROOT) -> str:
