@@ -66,10 +66,10 @@ endef
 
 # ---------------------------------------------------------------- contract
 
-proto: | $(PROTO_STAMP) ## regenerate proto/gen, and Go's stubs if go is there
+proto: | $(PROTO_STAMP) ## regenerate proto/gen, docs/contract.md, and Go's stubs if go is there
 	@$(PROTO_VENV)/bin/python proto/generate.py
 
-proto-check: | $(PROTO_STAMP) ## fail if the stubs are not what the contract generates
+proto-check: | $(PROTO_STAMP) ## fail if stubs or docs/contract.md are not what the contract generates
 	@$(PROTO_VENV)/bin/python proto/generate.py --check
 
 proto-breaking: | $(STAMP) ## fail if the contract breaks the last release's clients

@@ -1,0 +1,239 @@
+"""The contract as Markdown: a pure function of its descriptor set, comments included.
+
+`generate.py` writes what it gives to docs/contract.md.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from google.protobuf import descriptor_pb2 as pb
+
+# The files as a newcomer reads them. One that is not named here comes last.
+SUBJECTS = {
+    "inference": "Questions about one picture",
+    "session": "Streams of frames",
+    "image": "Pictures held by the server",
+    "server": "What the server is",
+    "admin": "For the operator",
+    "task": "The five skills",
+    "media": "Pictures and stamps",
+    "geometry": "Places in a picture",
+    "error": "Why a call failed",
+}
+RETRY = {
+    pb.MethodOptions.IDEMPOTENCY_UNKNOWN: "no",
+    pb.MethodOptions.NO_SIDE_EFFECTS: "yes, no side effects",
+    pb.MethodOptions.IDEMPOTENT: "yes, idempotent",
+}
+INTRO = """\
+# The contract, `legato.v1`
+
+Every service, RPC, message, field and value, with the comments of `proto/legato/v1`, which bind
+the server. Written by `make proto` and checked by `make proto-check`: edit the `.proto` files, not
+this one. The rules of change are in [proto/README.md](../proto/README.md).
+
+How to read it: a field whose type says *optional* tells absence from zero; so does every field
+whose type is a message. Of the fields under *one of*, at most one is set. Numbers are those on the
+wire. In JSON (grpcurl) names are lowerCamelCase; those given here are understood too.
+
+A failure is written as its status code and its reason: INVALID_ARGUMENT IMAGE_TOO_LARGE. What
+every RPC may fail with is said once, at `InferenceService`; each reason, its remedy and an example
+are at `ErrorReason`.
+"""
+REASON = "ERROR_REASON_"
+# Reasons that text does not mean by these words: two are status codes too.
+OTHER_WORDS = {"INTERNAL", "UNAUTHENTICATED", "UNSPECIFIED"}
+# Field numbers of descriptor.proto, which a source location's path is made of.
+FILE_MESSAGE, FILE_ENUM, FILE_SERVICE = 4, 5, 6
+MESSAGE_FIELD, MESSAGE_ONEOF, ENUM_VALUE, SERVICE_METHOD = 2, 8, 2, 2
+
+Path = tuple[int, ...]
+
+
+class Source(NamedTuple):
+    """One file of the contract, and the comment above each of its elements."""
+
+    noun: str
+    file: pb.FileDescriptorProto
+    comments: dict[Path, str]
+
+    def comment(self, *path: int) -> str:
+        """The comment above the element at this path, without the indent of its lines."""
+        return textwrap.dedent(self.comments.get(path, "")).strip()
+
+
+def markdown(descriptors: pb.FileDescriptorSet, package: str = "legato.v1") -> str:
+    """The whole reference of `package`; the same text for the same descriptors."""
+    sources = sorted((_source(f) for f in descriptors.file if f.package == package), key=_order)
+    link = _linker(sources)
+    lines = [link(INTRO), *_overview(sources)]
+    for source in sources:
+        lines += ["", f"## {SUBJECTS.get(source.noun, source.noun)}: `{source.noun}.proto`"]
+        for i, service in enumerate(source.file.service):
+            lines += _service(source, i, service, link)
+        for i, message in enumerate(source.file.message_type):
+            lines += _message(source, i, message, link)
+        for i, enum in enumerate(source.file.enum_type):
+            lines += _enum(source, i, enum, link)
+    return "\n".join(lines) + "\n"
+
+
+def _source(file: pb.FileDescriptorProto) -> Source:
+    comments = {tuple(at.path): at.leading_comments for at in file.source_code_info.location}
+    return Source(file.name.rsplit("/", 1)[-1].removesuffix(".proto"), file, comments)
+
+
+def _order(source: Source) -> tuple[int, str]:
+    nouns = list(SUBJECTS)
+    return (nouns.index(source.noun) if source.noun in nouns else len(nouns), source.noun)
+
+
+# ---------------------------------------------------------------- sections
+
+
+def _overview(sources: list[Source]) -> Iterator[str]:
+    """A table of all RPCs, each with the first sentence said about it."""
+    yield from ("| RPC | kind | safe to retry | does |", "| --- | --- | --- | --- |")
+    for source in sources:
+        for i, service in enumerate(source.file.service):
+            for j, method in enumerate(service.method):
+                name = f"{service.name}.{method.name}"
+                said = _cell(source.comment(FILE_SERVICE, i, SERVICE_METHOD, j))
+                does = re.split(r"[.:;][ <]|\.$", said)[0] + "."
+                retry = RETRY[method.options.idempotency_level]
+                yield f"| [{name}](#{_anchor(name)}) | {_kind(method)} | {retry} | {does} |"
+
+
+def _service(
+    source: Source, i: int, service: pb.ServiceDescriptorProto, link: Callable[[str], str]
+) -> Iterator[str]:
+    yield from ("", f'<a id="{_anchor(service.name)}"></a>', "", f"### service {service.name}")
+    yield from ("", link(source.comment(FILE_SERVICE, i)))
+    for j, method in enumerate(service.method):
+        name = f"{service.name}.{method.name}"
+        given, told = (_bare(type_name) for type_name in (method.input_type, method.output_type))
+        given = f"{'stream ' * method.client_streaming}[{given}](#{_anchor(given)})"
+        told = f"{'stream ' * method.server_streaming}[{told}](#{_anchor(told)})"
+        yield from ("", f'<a id="{_anchor(name)}"></a>', "", f"#### rpc {method.name}")
+        retry = RETRY[method.options.idempotency_level]
+        yield from ("", f"{given} → {told} · {_kind(method)} · safe to retry: {retry}")
+        yield from ("", link(source.comment(FILE_SERVICE, i, SERVICE_METHOD, j)))
+
+
+def _message(
+    source: Source, i: int, message: pb.DescriptorProto, link: Callable[[str], str]
+) -> Iterator[str]:
+    yield from ("", f'<a id="{_anchor(message.name)}"></a>', "", f"### {message.name}")
+    yield from ("", link(source.comment(FILE_MESSAGE, i)))
+    if not message.field:
+        yield from ("", "No fields.")
+        return
+    yield from ("", "| field | type | no. | meaning |", "| --- | --- | --- | --- |")
+    inside = None
+    for j, field in enumerate(message.field):
+        oneof = field.oneof_index if _is_choice(field) else None
+        if oneof is not None and oneof != inside:
+            name = message.oneof_decl[oneof].name
+            said = link(_cell(source.comment(FILE_MESSAGE, i, MESSAGE_ONEOF, oneof)))
+            yield f"| *one of* `{name}` | | | {said} |"
+        inside = oneof
+        said = link(_cell(source.comment(FILE_MESSAGE, i, MESSAGE_FIELD, j)))
+        indent = "· " if oneof is not None else ""
+        yield f"| {indent}`{field.name}` | {_type(field)} | {field.number} | {said} |"
+
+
+def _enum(
+    source: Source, i: int, enum: pb.EnumDescriptorProto, link: Callable[[str], str]
+) -> Iterator[str]:
+    yield from ("", f'<a id="{_anchor(enum.name)}"></a>', "", f"### enum {enum.name}")
+    yield from ("", link(source.comment(FILE_ENUM, i)))
+    yield from ("", "| value | no. | meaning |", "| --- | --- | --- |")
+    for j, value in enumerate(enum.value):
+        said = link(_cell(source.comment(FILE_ENUM, i, ENUM_VALUE, j)))
+        yield f'| <a id="{_anchor(value.name)}"></a>`{value.name}` | {value.number} | {said} |'
+
+
+# ---------------------------------------------------------------- words
+
+
+def _anchor(name: str) -> str:
+    return name.lower()
+
+
+def _bare(type_name: str) -> str:
+    """`.legato.v1.Box` is `Box`."""
+    return type_name.rsplit(".", 1)[-1]
+
+
+def _is_choice(field: pb.FieldDescriptorProto) -> bool:
+    """Whether the field stands in a oneof that somebody wrote, not in one that is `optional`."""
+    return field.HasField("oneof_index") and not field.proto3_optional
+
+
+def _kind(method: pb.MethodDescriptorProto) -> str:
+    kinds = ("unary", "server stream", "client stream", "both ways")
+    return kinds[method.server_streaming + 2 * method.client_streaming]
+
+
+def _type(field: pb.FieldDescriptorProto) -> str:
+    if field.type_name.startswith(".google."):
+        name = f"`{field.type_name[1:]}`"
+    elif field.type_name:
+        name = f"[{_bare(field.type_name)}](#{_anchor(_bare(field.type_name))})"
+    else:
+        name = pb.FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+    if field.label == pb.FieldDescriptorProto.LABEL_REPEATED:
+        return f"repeated {name}"
+    return f"optional {name}" if field.proto3_optional else name
+
+
+def _cell(comment: str) -> str:
+    """A comment in one line of a table; what is indented in it is an example."""
+    parts = []
+    for block in comment.split("\n\n"):
+        text = " ".join(re.sub(r"-\n\s*", "-", block).split())
+        parts.append(f"`{text}`" if block.startswith("    ") else text)
+    return "<br>".join(parts).replace("|", "\\|")
+
+
+def _names(sources: list[Source]) -> Iterator[tuple[str, str]]:
+    """Everything a comment may name, with the anchor that it is found under."""
+    for source in sources:
+        things: Iterable[pb.DescriptorProto | pb.EnumDescriptorProto]
+        things = (*source.file.message_type, *source.file.enum_type)
+        yield from ((thing.name, thing.name) for thing in things)
+        for message in source.file.message_type:
+            yield from ((f"{message.name}.{f.name}", message.name) for f in message.field)
+        for enum in source.file.enum_type:
+            yield from ((value.name, value.name) for value in enum.value)
+        for service in source.file.service:
+            yield service.name, service.name
+            for method in service.method:
+                yield f"{service.name}.{method.name}", f"{service.name}.{method.name}"
+
+
+def _linker(sources: list[Source]) -> Callable[[str], str]:
+    """Turns names in backticks, error reasons and "as Query does" into links to what they name."""
+    known = dict(_names(sources))
+    rpcs = {name.split(".")[1]: name for name in known if "Service." in name}
+    reasons = {name.removeprefix(REASON): name for name in known if name.startswith(REASON)}
+    words = {**known, **{r: name for r, name in reasons.items() if r not in OTHER_WORDS}}
+
+    def quoted_or_upper(match: re.Match[str]) -> str:
+        name, shown = match[1] or match[2], match[0]
+        found = known.get(name) if match[1] else words.get(name)
+        return f"[{shown}](#{_anchor(found)})" if found else shown
+
+    def as_another(match: re.Match[str]) -> str:
+        rpc = match[1]
+        return f"as [{rpc}](#{_anchor(rpcs[rpc])}) does" if rpc in rpcs else match[0]
+
+    def link(text: str) -> str:
+        text = re.sub(r"`([^`]*)`|\b([A-Z]+(?:_[A-Z]+)*)\b", quoted_or_upper, text)
+        return re.sub(r"\bas (\w+) does\b", as_another, text)
+
+    return link
