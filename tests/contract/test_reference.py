@@ -60,7 +60,7 @@ ELEMENTS = list(schema.elements())
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=[f"{e.kind} {e.name}" for e in ELEMENTS])
 def test_every_element_is_in_it_with_its_comment(element: schema.Element) -> None:
-    """Each service, RPC, message, field, oneof, enum and value is under its owner, word for word."""
+    """Services, RPCs, messages, fields, enums and values are under their owners, word for word."""
     section = sections()[home_of(element)]
     assert plain(element.comment) in plain(section)
     if element.kind in ("field", "oneof", "value"):
