@@ -26,7 +26,7 @@ DEMO ?= demo.png
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow test-gpu go \
-	bench demo wheel wheel-check ci clean size
+	bench demo robot wheel wheel-check ci clean size
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -90,7 +90,7 @@ format-check: | $(STAMP) ## fail if a file is not formatted
 lint: | $(STAMP) ## ruff, mypy, import contracts, buf
 	@$(BIN)/ruff check
 	@$(BIN)/mypy
-	@$(BIN)/mypy -p tests -p legato_tiny
+	@$(BIN)/mypy -p tests -p examples -p legato_tiny
 	@$(BIN)/lint-imports
 	@$(BIN)/buf lint
 
@@ -111,6 +111,9 @@ bench: | $(STAMP) ## measure; writes benchmarks/results (ARGS="e2e" names one be
 
 demo: | $(STAMP) ## start a server, ask it about a picture, draw the answer (DEMO=demo.png)
 	@$(BIN)/legato demo --output $(DEMO)
+
+robot: | $(STAMP) ## play a clip through a session at 30 fps and score it (ARGS="--film gif")
+	@$(PY) -m examples.robot $(ARGS)
 
 # ---------------------------------------------------------------- packages
 

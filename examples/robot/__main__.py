@@ -1,0 +1,111 @@
+"""`python -m examples.robot`: play, score, write the report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from legato_client.cli.exits import CommandError
+from legato_client.cli.local_server import LocalServer
+
+from examples.robot import overlay, report
+from examples.robot.drive import Clip, SessionBroken, play
+from examples.robot.recording import Recording
+from examples.robot.scene import NOUNS, Scene, compose
+
+_START_TIMEOUT = 300.0  # seconds for a server to load its model
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; 1 if the session's books do not agree or nothing could be measured."""
+    args = _parser().parse_args(argv)
+    scene = compose(tuple(args.nouns), args.seed, tuple(args.size))
+    print(f"drawing {round(args.seconds * args.fps)} pictures", file=sys.stderr)
+    files = [scene.jpeg(k / args.fps) for k in range(round(args.seconds * args.fps))]
+    try:
+        with _server(args) as target:
+            print(f"playing {args.seconds:g} s at {args.fps:g} fps to {target}", file=sys.stderr)
+            recording = asyncio.run(_play(target, Clip(files, args.fps), args))
+    except (grpc.RpcError, SessionBroken, CommandError) as error:
+        print(f"nothing measured: {error}", file=sys.stderr)
+        return 1
+    figures = report.summarise(scene, recording)
+    _write(args, scene, recording, figures)
+    return 1 if figures["faults"] else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.robot",
+        description="Play a clip of moving things through a session in real time and score the "
+        "answers against the truth. Options of `legato serve` may follow after `--`.",
+        epilog=f"There are drawings of: {', '.join(NOUNS)}.",
+    )
+    parser.add_argument("--target", metavar="HOST:PORT", help="default: a server of its own")
+    parser.add_argument("--nouns", nargs="+", default=["balloon", "bicycle", "dog"], choices=NOUNS)
+    parser.add_argument("--seconds", type=float, default=10.0, help="default %(default)g")
+    parser.add_argument("--fps", type=float, default=30.0, help="default %(default)g")
+    parser.add_argument("--size", type=int, nargs=2, default=[640, 480], metavar="PIXELS")
+    parser.add_argument("--seed", type=int, default=0, help="another scene; default %(default)d")
+    parser.add_argument(
+        "--max-frame-age", type=float, default=1.0, metavar="SECONDS", help="default %(default)g"
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/robot"), help="default %(default)s")
+    parser.add_argument("--film", choices=("gif", "mp4"), help="write the whole clip, overlaid")
+    parser.add_argument("serve_options", nargs="*", metavar="-- OPTION")
+    return parser
+
+
+@contextlib.contextmanager
+def _server(args: argparse.Namespace) -> Iterator[str]:
+    """The address to play to, of a server that serves."""
+    if args.target:
+        yield args.target
+        return
+    with LocalServer(args.serve_options) as server:
+        server.wait_until_serving(_START_TIMEOUT, lambda text: None)
+        yield server.target
+
+
+async def _play(target: str, clip: Clip, args: argparse.Namespace) -> Recording:
+    async with grpc.aio.insecure_channel(target) as channel:
+        await asyncio.wait_for(channel.channel_ready(), _START_TIMEOUT)
+        return await play(channel, clip, tuple(args.nouns), args.max_frame_age)
+
+
+def _write(
+    args: argparse.Namespace, scene: Scene, recording: Recording, figures: dict[str, Any]
+) -> None:
+    """robot.json, robot.md, robot.png and the film into the folder that was asked for."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    setting = _setting(args)
+    record = json.dumps(report.without_nan({"setting": setting, "figures": figures}), indent=1)
+    (args.out / "robot.json").write_text(record + "\n")
+    text = report.markdown("A robot's camera through a session", setting, figures)
+    (args.out / "robot.md").write_text(text)
+    if recording.answers:
+        overlay.sheet(scene, recording).save(args.out / "robot.png", optimize=True)
+    if args.film:
+        pictures = overlay.film(scene, recording, args.seconds, args.fps)
+        overlay.write_film(args.out / f"robot.{args.film}", pictures, args.fps)
+    print(text)
+
+
+def _setting(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("nouns", "seconds", "fps", "size", "seed", "max_frame_age", "serve_options")
+    machine = {"cores": os.cpu_count(), "machine": platform.machine()}
+    server = args.target or "legato serve, started for it"
+    return {name: getattr(args, name) for name in names} | {"server": server, **machine}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The boxes on the pictures, for people: single moments, a sheet of them, a film."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from legato_client import Box, Detection
+from legato_client.draw import annotate
+from PIL import Image, ImageDraw
+
+from examples.robot.recording import Answer, Recording
+from examples.robot.scene import Scene
+from examples.robot.scoring import match, mean
+
+_TILE = (480, 360)  # pixels of a moment on the sheet
+_CAPTION = 26  # pixels below it
+_COLUMNS = 3
+_TRUTH = (255, 255, 255)
+
+
+def moment(
+    scene: Scene, answers: Iterable[Answer], captured: dict[int, float], t: float
+) -> Image.Image:
+    """The scene at time t, white boxes where things are, coloured ones where answers have them."""
+    picture = scene.picture(t)
+    pen = ImageDraw.Draw(picture)
+    for box in scene.truth(t).values():
+        pen.rectangle(box.to_pixels(picture.width - 1, picture.height - 1), outline=_TRUTH, width=2)
+    marks = [
+        Detection(box, f"{answer.noun} {1000 * (t - captured[answer.sequence]):.0f} ms")
+        for answer in answers
+        for box in answer.boxes
+    ]
+    return annotate(picture, marks)
+
+
+def known_at(recording: Recording, t: float) -> list[Answer]:
+    """What the robot believes at time t: for each noun the answer about the newest picture."""
+    newest: dict[str, Answer] = {}
+    for answer in recording.answers:
+        if answer.arrived <= t and not answer.error:
+            best = newest.setdefault(answer.noun, answer)
+            if answer.sequence > best.sequence:
+                newest[answer.noun] = answer
+    return [newest[noun] for noun in recording.nouns if noun in newest]
+
+
+def sheet(scene: Scene, recording: Recording, moments: int = 6) -> Image.Image:
+    """Moments at which a frame's last answer arrived, evenly taken from the whole recording.
+
+    ValueError if no frame was answered.
+    """
+    ends = [answer for answer in recording.answers if answer.is_last and not answer.error]
+    if not ends:
+        raise ValueError("no frame was answered, so there is nothing to show")
+    count = min(moments, len(ends))
+    chosen = [ends[round(i * (len(ends) - 1) / max(1, count - 1))] for i in range(count)]
+    width, height = _TILE[0], _TILE[1] + _CAPTION
+    columns = min(_COLUMNS, count)
+    canvas = Image.new("RGB", (columns * width, -(-count // columns) * height), "white")
+    for i, end in enumerate(chosen):
+        corner = (i % columns * width, i // columns * height)
+        canvas.paste(_tile(scene, recording, end), corner)
+    return canvas
+
+
+def _tile(scene: Scene, recording: Recording, end: Answer) -> Image.Image:
+    captured = recording.captured()
+    answers = recording.answered()[end.sequence]
+    taken, t = captured[end.sequence], end.arrived
+    tile = Image.new("RGB", (_TILE[0], _TILE[1] + _CAPTION), "white")
+    tile.paste(moment(scene, answers, captured, t).resize(_TILE, Image.Resampling.LANCZOS))
+    fits = (mean([_fit(scene, answer, at) for answer in answers]) for at in (taken, t))
+    text = "frame {}, seen {:.0f} ms later: IoU {:.2f} when taken, {:.2f} now"
+    caption = text.format(end.sequence, 1000 * (t - taken), *fits)
+    ImageDraw.Draw(tile).text((8, _TILE[1] + 5), caption, fill="black", font_size=15)
+    return tile
+
+
+def _fit(scene: Scene, answer: Answer, t: float) -> float:
+    truth: list[Box] = [scene.truth(t)[answer.noun]]
+    return match(answer.boxes, truth)[0]
+
+
+def film(scene: Scene, recording: Recording, seconds: float, fps: float) -> Iterator[Image.Image]:
+    """What the robot sees and believes, moment by moment."""
+    captured = recording.captured()
+    for k in range(round(seconds * fps)):
+        yield moment(scene, known_at(recording, k / fps), captured, k / fps)
+
+
+def write_film(path: Path, pictures: Iterable[Image.Image], fps: float) -> None:
+    """Write a .gif, or an .mp4 where ffmpeg is installed; ValueError for anything else."""
+    if path.suffix == ".gif":
+        first, *rest = (picture.quantize(96) for picture in pictures)
+        duration = 1000 / fps  # milliseconds a picture
+        first.save(path, save_all=True, append_images=rest, duration=duration, loop=0)
+    elif path.suffix == ".mp4" and shutil.which("ffmpeg"):
+        _write_mp4(path, pictures, fps)
+    else:
+        raise ValueError(f"cannot write {path}: .gif always works, .mp4 needs ffmpeg")
+
+
+def _write_mp4(path: Path, pictures: Iterable[Image.Image], fps: float) -> None:
+    """Pictures of one size with even sides."""
+    pictures = iter(pictures)
+    first = next(pictures)
+    size, rate = f"{first.width}x{first.height}", f"{fps:g}"
+    source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", rate, "-i", "-"]
+    command = ["ffmpeg", "-y", "-loglevel", "error", *source, "-pix_fmt", "yuv420p", str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as ffmpeg:
+        assert ffmpeg.stdin is not None, "asked for a pipe"
+        for picture in (first, *pictures):
+            ffmpeg.stdin.write(picture.tobytes())
+    if ffmpeg.returncode:
+        raise ValueError(f"ffmpeg could not write {path}, exit code {ffmpeg.returncode}")

@@ -1,0 +1,99 @@
+"""What happened in a session, and whether every frame was accounted for.
+
+All times are seconds from the start of the clip, on one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from legato_client import Box
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """A frame that was sent; `captured` is when the camera's clock took it."""
+
+    sequence: int
+    captured: float
+    sent: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One task's end on one frame; `error` is the status' message, empty if all went well."""
+
+    sequence: int
+    noun: str
+    boxes: tuple[Box, ...]
+    arrived: float
+    is_last: bool
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop:
+    """A frame that gets no answer; `total` is how many the server says it has dropped."""
+
+    sequence: int
+    reason: str
+    arrived: float
+    total: int
+
+
+@dataclasses.dataclass
+class Recording:
+    """Everything that one session's two sides said to each other."""
+
+    nouns: tuple[str, ...]
+    sent: list[Sent] = dataclasses.field(default_factory=list)
+    answers: list[Answer] = dataclasses.field(default_factory=list)
+    drops: list[Drop] = dataclasses.field(default_factory=list)
+    indices: list[int] = dataclasses.field(default_factory=list)
+
+    def captured(self) -> dict[int, float]:
+        """When each frame that was sent was taken."""
+        return {frame.sequence: frame.captured for frame in self.sent}
+
+    def answered(self) -> dict[int, list[Answer]]:
+        """The answers by frame, in the order of their arrival."""
+        frames: dict[int, list[Answer]] = collections.defaultdict(list)
+        for answer in self.answers:
+            frames[answer.sequence].append(answer)
+        return frames
+
+    def reasons(self) -> dict[str, int]:
+        """How many frames were dropped, by reason, in the order of the reasons' names."""
+        return dict(sorted(collections.Counter(drop.reason for drop in self.drops).items()))
+
+    def faults(self) -> list[str]:
+        """Every breach of the session's promises, one line each; none if both books agree."""
+        return [*self._frame_faults(), *self._count_faults()]
+
+    def _frame_faults(self) -> list[str]:
+        """Each frame sent has one answer for each task or one drop; no other frame has anything."""
+        lines = []
+        answered = self.answered()
+        dropped = collections.Counter(drop.sequence for drop in self.drops)
+        sent = [frame.sequence for frame in self.sent]
+        for sequence in sent:
+            nouns = [answer.noun for answer in answered.get(sequence, [])]
+            whole = sorted(nouns) == sorted(self.nouns) and not dropped[sequence]
+            if not whole and (nouns or dropped[sequence] != 1):
+                lines.append(f"frame {sequence}: answers {nouns}, {dropped[sequence]} drops")
+        for sequence, answers in answered.items():
+            if [answer.is_last for answer in answers] != [False] * (len(answers) - 1) + [True]:
+                lines.append(f"frame {sequence}: its last answer is not marked as the last")
+        strangers = sorted({*answered, *dropped} - set(sent))
+        return lines + [f"frame {sequence}: never sent" for sequence in strangers]
+
+    def _count_faults(self) -> list[str]:
+        """The server's own numbers are those that are counted here."""
+        lines = []
+        totals = [drop.total for drop in self.drops]
+        if totals != list(range(1, len(totals) + 1)):
+            lines.append(f"the server's count of drops is {totals[-1]}, {len(totals)} arrived")
+        if self.indices != list(range(len(self.indices))):
+            lines.append("the index of the server's messages has a gap")
+        return lines

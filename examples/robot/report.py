@@ -1,0 +1,96 @@
+"""A recording against the truth: ages, drops and what lateness costs, as numbers and as a table."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from examples.robot.recording import Answer, Recording
+from examples.robot.scene import Scene
+from examples.robot.scoring import HIT, match, mean, quantiles
+
+
+def summarise(scene: Scene, recording: Recording) -> dict[str, Any]:
+    """The figures. Times are in milliseconds; what cannot be known is not a number.
+
+    IoU is the mean over every true object of every answer, a missed one counted as 0: once against
+    where the object was when the picture was taken, once against where it is when the answer
+    arrives. The first is the model's; the difference is the price of the answer's age.
+    """
+    captured = recording.captured()
+    good = [answer for answer in recording.answers if not answer.error]
+    ages = [1000 * (answer.arrived - captured[answer.sequence]) for answer in good]
+    then = [score for a in good for score in _fit(scene, a, captured[a.sequence])]
+    now = [score for a in good for score in _fit(scene, a, a.arrived)]
+    late = [1000 * (frame.sent - frame.captured) for frame in recording.sent]
+    return {
+        "frames": {
+            "sent": len(recording.sent),
+            "answered": len(recording.answered()),
+            "dropped": len(recording.drops),
+            "dropped_by_reason": recording.reasons(),
+            "dropped_as_the_server_counts": max((d.total for d in recording.drops), default=0),
+        },
+        "answers": {"total": len(recording.answers), "failed": len(recording.answers) - len(good)},
+        "faults": recording.faults(),
+        "age_ms": {**quantiles(ages), "max": max(ages, default=float("nan"))},
+        "between_answers_ms": quantiles(_gaps(good)),
+        "sent_late_ms": quantiles(late),
+        "iou_at_capture": _quality(then),
+        "iou_on_arrival": _quality(now),
+        "boxes_too_many": sum(max(0, len(answer.boxes) - 1) for answer in good),
+    }
+
+
+def _fit(scene: Scene, answer: Answer, t: float) -> list[float]:
+    """How the answer's boxes fit what was asked for, where it is at time t."""
+    return match(answer.boxes, [scene.truth(t)[answer.noun]])
+
+
+def _quality(scores: list[float]) -> dict[str, float]:
+    return {"mean": mean(scores), f"at_least_{HIT}": mean([score >= HIT for score in scores])}
+
+
+def _gaps(answers: list[Answer]) -> list[float]:
+    """Times from one answered frame to the next."""
+    ends = sorted(answer.arrived for answer in answers if answer.is_last)
+    return [1000 * (later - earlier) for earlier, later in itertools.pairwise(ends)]
+
+
+def markdown(title: str, setting: dict[str, Any], figures: dict[str, Any]) -> str:
+    """The figures for people, with how they came about."""
+    frames, age = figures["frames"], figures["age_ms"]
+    then, now = figures["iou_at_capture"], figures["iou_on_arrival"]
+    reasons = ", ".join(f"{n} {reason}" for reason, n in frames["dropped_by_reason"].items())
+    rows = [
+        ("frames sent", frames["sent"]),
+        ("frames answered", frames["answered"]),
+        ("frames dropped", f"{frames['dropped']} ({reasons})" if reasons else frames["dropped"]),
+        ("dropped, as the server counts", frames["dropped_as_the_server_counts"]),
+        ("frames unaccounted for, and other faults", len(figures["faults"])),
+        ("answers that failed", figures["answers"]["failed"]),
+        ("age of an answer, P50 / P90 / P99", _ms(age)),
+        ("from one answered frame to the next", _ms(figures["between_answers_ms"])),
+        ("frames sent late by", _ms(figures["sent_late_ms"])),
+        ("mean IoU, truth when the picture was taken", f"{then['mean']:.3f}"),
+        ("mean IoU, truth when the answer arrived", f"{now['mean']:.3f}"),
+        (f"objects found (IoU {HIT}), when taken", f"{then[f'at_least_{HIT}']:.1%}"),
+        (f"objects found (IoU {HIT}), on arrival", f"{now[f'at_least_{HIT}']:.1%}"),
+        ("boxes too many", figures["boxes_too_many"]),
+    ]
+    lines = [f"# {title}", "", *(f"- {name}: `{value}`" for name, value in setting.items()), ""]
+    lines += ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows), ""]
+    lines += [f"- **fault**: {fault}" for fault in figures["faults"]]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def without_nan(value: Any) -> Any:
+    """The same with None for what is not a number, which JSON cannot say."""
+    if isinstance(value, dict):
+        return {name: without_nan(part) for name, part in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _ms(quantile: dict[str, float]) -> str:
+    return " / ".join(f"{quantile[p]:.1f}" for p in ("p50", "p90", "p99")) + " ms"

@@ -1,0 +1,129 @@
+"""The figures and the pictures of a recording."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from examples.robot import overlay, report
+from examples.robot.recording import Answer, Drop, Recording, Sent
+from examples.robot.scene import compose
+
+NOUNS = ("bus", "dog")
+SCENE = compose(NOUNS, 0)
+AGE = 0.4  # seconds between a picture and its answer
+
+
+def recording(age: float = AGE, count: int = 10) -> Recording:
+    """Every tenth second a picture, every other one answered with the truth, that late."""
+    made = Recording(NOUNS, sent=[Sent(n, n / 10, n / 10 + 0.002) for n in range(1, count + 1)])
+    for frame in made.sent:
+        if frame.sequence % 2:
+            drop = Drop(frame.sequence, "superseded", frame.sent, len(made.drops) + 1)
+            made.drops.append(drop)
+            continue
+        truth = SCENE.truth(frame.captured)
+        made.answers += [
+            Answer(frame.sequence, noun, (truth[noun],), frame.captured + age, noun == "dog")
+            for noun in NOUNS
+        ]
+    made.indices = list(range(1 + len(made.drops) + len(made.answers)))
+    return made
+
+
+def test_ages_are_from_capture_to_arrival() -> None:
+    """In milliseconds, of every answer."""
+    figures = report.summarise(SCENE, recording())
+    assert figures["age_ms"] == pytest.approx({"p50": 400, "p90": 400, "p99": 400, "max": 400})
+    assert figures["sent_late_ms"] == pytest.approx({"p50": 2, "p90": 2, "p99": 2})
+    assert figures["between_answers_ms"] == pytest.approx({"p50": 200, "p90": 200, "p99": 200})
+
+
+def test_lateness_costs_overlap_and_only_lateness() -> None:
+    """True boxes score 1 when taken; on arrival they score less, the later the less."""
+    early, late = (report.summarise(SCENE, recording(age)) for age in (0.1, 0.8))
+    assert early["iou_at_capture"]["mean"] == late["iou_at_capture"]["mean"] == 1.0
+    assert late["iou_on_arrival"]["mean"] < early["iou_on_arrival"]["mean"] < 1.0
+    assert report.summarise(SCENE, recording(0.0))["iou_on_arrival"]["mean"] == 1.0
+
+
+def test_a_missed_object_counts_as_nothing() -> None:
+    """An answer without boxes lowers the mean, and a box more than there are things is counted."""
+    made = recording()
+    made.answers = [
+        Answer(a.sequence, a.noun, () if a.noun == "bus" else a.boxes * 2, a.arrived, a.is_last)
+        for a in made.answers
+    ]
+    figures = report.summarise(SCENE, made)
+    assert figures["iou_at_capture"] == {"mean": 0.5, "at_least_0.5": 0.5}
+    assert figures["boxes_too_many"] == 5
+
+
+def test_a_session_without_answers_has_no_figures_but_books() -> None:
+    """Nothing measured is null in JSON, never a number, and the table can still be written."""
+    silent = Recording(NOUNS, sent=[Sent(1, 0.0, 0.0)], indices=[0])
+    figures = report.summarise(SCENE, silent)
+    told = json.loads(json.dumps(report.without_nan(figures), allow_nan=False))
+    assert told["age_ms"]["p99"] is None
+    assert told["iou_at_capture"]["mean"] is None
+    assert told["faults"] == ["frame 1: answers [], 0 drops"]
+    assert "frame 1" in report.markdown("x", {}, figures)
+
+
+def test_the_table_says_what_was_measured() -> None:
+    """Counts, ages and both overlaps are in the table, beside how they came about."""
+    figures = report.summarise(SCENE, recording())
+    text = report.markdown("A run", {"fps": 10}, figures)
+    assert "- fps: `10`" in text
+    assert "| frames dropped | 5 (5 superseded) |" in text
+    assert "| age of an answer, P50 / P90 / P99 | 400.0 / 400.0 / 400.0 ms |" in text
+    assert (
+        f"| mean IoU, truth when the answer arrived | {figures['iou_on_arrival']['mean']:.3f} |"
+        in text
+    )
+
+
+def test_the_robot_believes_the_newest_answer_that_has_arrived() -> None:
+    """Before the first answer nothing is known; one about an older picture changes nothing."""
+    made = recording()
+    assert overlay.known_at(made, 0.5) == []
+    assert {a.sequence for a in overlay.known_at(made, 0.81)} == {4}
+    overtaken = Answer(2, "bus", (), 0.9, False)
+    made.answers.append(overtaken)
+    assert overtaken not in overlay.known_at(made, 0.95)
+
+
+def test_a_moment_shows_truth_and_answers() -> None:
+    """The picture of that time is marked where things are and where answers have them."""
+    made = recording()
+    bare = SCENE.picture(0.8)
+    with_truth = overlay.moment(SCENE, [], made.captured(), 0.8)
+    with_answers = overlay.moment(SCENE, overlay.known_at(made, 0.8), made.captured(), 0.8)
+    assert len({picture.tobytes() for picture in (bare, with_truth, with_answers)}) == 3
+    left, top, _, _ = SCENE.truth(0.8)["bus"].to_pixels(*bare.size)
+    assert with_truth.getpixel((left + 20, top)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize(("count", "size"), [(2, (480, 386)), (6, (1440, 386)), (40, (1440, 772))])
+def test_the_sheet_has_a_tile_for_each_moment(count: int, size: tuple[int, int]) -> None:
+    """At most six moments, three in a row; fewer answers make a smaller sheet."""
+    assert overlay.sheet(SCENE, recording(count=count)).size == size
+
+
+def test_without_an_answer_there_is_no_sheet() -> None:
+    """The error says so."""
+    with pytest.raises(ValueError, match="no frame was answered"):
+        overlay.sheet(SCENE, Recording(NOUNS))
+
+
+def test_a_film_has_every_frame(tmp_path: Path) -> None:
+    """One picture a frame of the clip; a GIF needs no tool, and another ending is refused."""
+    path = tmp_path / "robot.gif"
+    overlay.write_film(path, overlay.film(SCENE, recording(), 0.5, 10), 10)
+    with Image.open(path) as film:
+        assert getattr(film, "n_frames", 1) == 5
+    with pytest.raises(ValueError, match=r"robot\.avi"):
+        overlay.write_film(tmp_path / "robot.avi", [], 10)
