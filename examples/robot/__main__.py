@@ -35,12 +35,18 @@ def main(argv: list[str] | None = None) -> int:
         with _server(args) as target:
             print(f"playing {args.seconds:g} s at {args.fps:g} fps to {target}", file=sys.stderr)
             recording = asyncio.run(_play(target, Clip(files, args.fps), args))
-    except (grpc.RpcError, SessionBroken, CommandError) as error:
-        print(f"nothing measured: {error}", file=sys.stderr)
-        return 1
+    except grpc.aio.AioRpcError as error:
+        return _fail(f"{error.code().name}: {error.details()}")
+    except (SessionBroken, CommandError) as error:
+        return _fail(str(error))
     figures = report.summarise(scene, recording)
     _write(args, scene, recording, figures)
     return 1 if figures["faults"] else 0
+
+
+def _fail(why: str) -> int:
+    print(f"nothing measured: {why}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -218,9 +218,9 @@ class HeaderLike(Protocol):
 def frame_stamp(header: HeaderLike, sequence: int) -> FrameStamp:
     """The stamp of an image, from its header; a header of ROS 2 has no counter, so it is given.
 
-    The time 0, which in ROS means that none was set, gives a stamp without a capture time. Do the
-    same with simulated time (`FrameStamp(header.frame_id, None, sequence)`) if the session has a
-    `max_frame_age`: the server measures age by its own clock.
+    The time 0, which in ROS means that none was set, gives a stamp without a capture time. With
+    simulated time leave it out as well (`FrameStamp(header.frame_id, None, sequence)`) if the
+    session has a `max_frame_age`: ages pass by the server's clock, whatever the simulation's does.
     """
     since_epoch = header.stamp.sec * _NS + header.stamp.nanosec
     return FrameStamp(header.frame_id, since_epoch or None, sequence)

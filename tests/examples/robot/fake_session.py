@@ -82,12 +82,11 @@ class FakeSession(session_pb2_grpc.SessionServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(session: FakeSession) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a server of it, for the length of the block."""
+async def serving(session: FakeSession) -> AsyncIterator[str]:
+    """The address of a server of it, for the length of the block."""
     server = grpc.aio.server()
     session_pb2_grpc.add_SessionServiceServicer_to_server(session, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield channel
+    yield f"127.0.0.1:{port}"
     await server.stop(None)

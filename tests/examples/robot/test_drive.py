@@ -28,7 +28,7 @@ def as_it_is(response: session_pb2.SessionResponse) -> session_pb2.SessionRespon
 
 async def run(session: FakeSession) -> Recording:
     """The clip, played to that server."""
-    async with serving(session) as channel:
+    async with serving(session) as address, grpc.aio.insecure_channel(address) as channel:
         return await play(channel, Clip(FILES, FPS), NOUNS, max_frame_age=0.25)
 
 
