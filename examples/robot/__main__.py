@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
+from legato_client import AsyncClient, LegatoError
 from legato_client.cli.exits import CommandError
 from legato_client.cli.local_server import LocalServer
 
 from examples.robot import overlay, report
-from examples.robot.drive import Clip, SessionBroken, play
+from examples.robot.drive import Clip, play
 from examples.robot.recording import Recording
 from examples.robot.scene import NOUNS, Scene, compose
 
@@ -35,18 +35,12 @@ def main(argv: list[str] | None = None) -> int:
         with _server(args) as target:
             print(f"playing {args.seconds:g} s at {args.fps:g} fps to {target}", file=sys.stderr)
             recording = asyncio.run(_play(target, Clip(files, args.fps), args))
-    except grpc.aio.AioRpcError as error:
-        return _fail(f"{error.code().name}: {error.details()}")
-    except (SessionBroken, CommandError) as error:
-        return _fail(str(error))
+    except (LegatoError, CommandError) as error:
+        print(f"nothing measured: {error}", file=sys.stderr)
+        return 1
     figures = report.summarise(scene, recording)
     _write(args, scene, recording, figures)
     return 1 if figures["faults"] else 0
-
-
-def _fail(why: str) -> int:
-    print(f"nothing measured: {why}", file=sys.stderr)
-    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,9 +77,8 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
 
 
 async def _play(target: str, clip: Clip, args: argparse.Namespace) -> Recording:
-    async with grpc.aio.insecure_channel(target) as channel:
-        await asyncio.wait_for(channel.channel_ready(), _START_TIMEOUT)
-        return await play(channel, clip, tuple(args.nouns), args.max_frame_age)
+    async with AsyncClient(target) as client:
+        return await play(client, clip, tuple(args.nouns), args.max_frame_age)
 
 
 def _write(

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
-import grpc
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
-from legato.v1 import media_pb2, session_pb2, session_pb2_grpc, task_pb2
-from legato_client import Box
+from legato_client import (
+    AsyncClient,
+    AsyncSession,
+    DetectResult,
+    DetectTask,
+    FrameDropped,
+    FrameResult,
+    FrameStamp,
+    GoAway,
+    LegatoError,
+)
 
 from examples.robot.recording import Answer, Drop, Recording, Sent
 
 CAMERA = "camera"  # the frame_id of the stamps
 _PATIENCE = 60.0  # seconds after the last frame within which the server must have said everything
 _NS = 1_000_000_000
-
-
-class SessionBroken(Exception):
-    """The server did not do what a session promises, and nothing can be measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,65 +56,46 @@ class Start:
         """Seconds since."""
         return time.monotonic() - self.monotonic
 
-    def stamp(self, sequence: int, captured: float) -> media_pb2.FrameStamp:
+    def stamp(self, sequence: int, captured: float) -> FrameStamp:
         """The stamp of a picture taken `captured` seconds after."""
-        taken = Timestamp()
-        taken.FromNanoseconds(self.wall_ns + round(captured * _NS))
-        return media_pb2.FrameStamp(frame_id=CAMERA, capture_time=taken, sequence=sequence)
+        return FrameStamp(CAMERA, self.wall_ns + round(captured * _NS), sequence)
 
 
 async def play(
-    channel: grpc.aio.Channel, clip: Clip, nouns: tuple[str, ...], max_frame_age: float
+    client: AsyncClient, clip: Clip, nouns: tuple[str, ...], max_frame_age: float
 ) -> Recording:
     """Send every picture at its time, and record what comes back until the session ends.
 
     Frame k is taken k / fps seconds after the start, and its stamp and its age count from then,
     also when it is sent late. The newest frame wins; one older than `max_frame_age` seconds is
-    dropped. grpc.RpcError if the session fails, SessionBroken if it does not open.
+    dropped by the server, and one for which it grants no credit is left out here. LegatoError if
+    the session does not open; how it failed later is in `Recording.failure`.
     """
-    stub: Any = session_pb2_grpc.SessionServiceStub(channel)
-    call = stub.Session(timeout=clip.seconds + _PATIENCE)
-    recording = Recording(nouns)
-    try:
-        await call.write(session_pb2.SessionRequest(open=_terms(nouns, max_frame_age)))
-        first = await call.read()
-        if first is grpc.aio.EOF or first.WhichOneof("message") != "opened":
-            raise SessionBroken("the session's first message is not `opened`")
-        recording.indices.append(first.index)
+    tasks = [DetectTask(noun, task_id=noun) for noun in nouns]
+    recording = Recording(nouns, len(clip.files))
+    async with client.session(
+        tasks, policy="latest_wins", max_frame_age=max_frame_age, when_full="drop", name="robot"
+    ) as session:
         start = Start.now()
-        # Reader and writer are apart, or full buffers both ways would wait for each other.
-        async with asyncio.TaskGroup() as both:
-            both.create_task(_read(call, start, recording))
-            both.create_task(_write(call, start, clip, recording))
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    finally:
-        call.cancel()
+        try:
+            async with asyncio.timeout(clip.seconds + _PATIENCE), asyncio.TaskGroup() as both:
+                both.create_task(_read(session, start, recording))
+                both.create_task(_write(session, start, clip, recording))
+        except* (LegatoError, TimeoutError) as failures:
+            recording.failure = repr(failures.exceptions[0])
     return recording
 
 
-def _terms(nouns: tuple[str, ...], max_frame_age: float) -> session_pb2.SessionOpen:
-    tasks = [task_pb2.Task(task_id=n, detect=task_pb2.DetectTask(object=n)) for n in nouns]
-    age = Duration()
-    age.FromNanoseconds(round(max_frame_age * _NS))
-    return session_pb2.SessionOpen(
-        session_name="robot",
-        standing_tasks=tasks,
-        frame_policy=session_pb2.FRAME_POLICY_LATEST_WINS,
-        max_frame_age=age,
-    )
-
-
-async def _write(call: Any, start: Start, clip: Clip, recording: Recording) -> None:
+async def _write(session: AsyncSession, start: Start, clip: Clip, recording: Recording) -> None:
     """An open loop: the clock alone says when the next frame goes."""
-    try:
+    with contextlib.suppress(LegatoError):  # the session has ended; the reader tells why
         async for sequence, captured in _ticks(start, clip):
-            # Noted before it is sent: its answer may be there before `write` returns.
-            recording.sent.append(Sent(sequence, captured, start.elapsed()))
-            await call.write(_frame(start, sequence, captured, clip.files[sequence - 1]))
-        await call.done_writing()
-    except asyncio.InvalidStateError:
-        return  # the server has ended the session; the reader tells why
+            stamp, now = start.stamp(sequence, captured), start.elapsed()
+            if await session.send(clip.files[sequence - 1], stamp=stamp) is None:
+                recording.left_out.append(sequence)
+            else:
+                recording.sent.append(Sent(sequence, captured, now))
+        await session.finish()
 
 
 async def _ticks(start: Start, clip: Clip) -> AsyncIterator[tuple[int, float]]:
@@ -123,42 +106,27 @@ async def _ticks(start: Start, clip: Clip) -> AsyncIterator[tuple[int, float]]:
         yield k + 1, captured
 
 
-def _frame(start: Start, sequence: int, captured: float, file: bytes) -> session_pb2.SessionRequest:
-    request = session_pb2.SessionRequest()
-    request.frame.stamp.CopyFrom(start.stamp(sequence, captured))
-    request.frame.image.encoded.data = file
-    return request
-
-
-async def _read(call: Any, start: Start, recording: Recording) -> None:
+async def _read(session: AsyncSession, start: Start, recording: Recording) -> None:
     """Note everything the server says, until it has said all."""
-    while (response := await call.read()) is not grpc.aio.EOF:  # raises what is not OK
+    async for answer in session:
         arrived = start.elapsed()
-        recording.indices.append(response.index)
-        match response.WhichOneof("message"):
-            case "result":
-                recording.answers.append(_answer(response.result, arrived))
-            case "dropped":
-                recording.drops.append(_drop(response.dropped, arrived))
-            case _:
-                pass  # credits, heartbeats and what is newer than this program
+        match answer:
+            case FrameResult():
+                recording.answers.append(_answer(answer, arrived))
+            case FrameDropped(sequence, reason, total):
+                recording.drops.append(Drop(sequence, reason, arrived, total))
+            case GoAway():
+                recording.failure = f"the server ended the session: {answer.reason}"
 
 
-def _answer(result: session_pb2.FrameResult, arrived: float) -> Answer:
-    task = result.result
+def _answer(answer: FrameResult, arrived: float) -> Answer:
+    outcome = answer.outcome
+    found = outcome.objects if isinstance(outcome, DetectResult) else ()
     return Answer(
-        sequence=result.stamp.sequence,
-        noun=task.task_id,
-        boxes=tuple(
-            Box(found.box.x_min, found.box.y_min, found.box.x_max, found.box.y_max)
-            for found in task.detect.objects
-        ),
+        sequence=answer.sequence,
+        noun=answer.task_id,
+        boxes=tuple(one.box for one in found),
         arrived=arrived,
-        is_last=result.last_for_frame,
-        error=task.error.message if task.WhichOneof("result") == "error" else "",
+        is_last=answer.last_for_frame,
+        error=str(outcome) if isinstance(outcome, LegatoError) else "",
     )
-
-
-def _drop(dropped: session_pb2.FrameDropped, arrived: float) -> Drop:
-    reason = session_pb2.DropReason.Name(dropped.reason).removeprefix("DROP_REASON_")
-    return Drop(dropped.sequence, reason.lower(), arrived, dropped.dropped_total)

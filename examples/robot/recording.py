@@ -44,13 +44,19 @@ class Drop:
 
 @dataclasses.dataclass
 class Recording:
-    """Everything that one session's two sides said to each other."""
+    """Everything that one session's two sides said to each other.
+
+    `num_frames` is the clip's length; `left_out` are the frames that were not sent, as the server
+    had granted no credit for them; `failure` is why the session ended early, if it did.
+    """
 
     nouns: tuple[str, ...]
+    num_frames: int
     sent: list[Sent] = dataclasses.field(default_factory=list)
     answers: list[Answer] = dataclasses.field(default_factory=list)
     drops: list[Drop] = dataclasses.field(default_factory=list)
-    indices: list[int] = dataclasses.field(default_factory=list)
+    left_out: list[int] = dataclasses.field(default_factory=list)
+    failure: str = ""
 
     def captured(self) -> dict[int, float]:
         """When each frame that was sent was taken."""
@@ -89,11 +95,11 @@ class Recording:
         return lines + [f"frame {sequence}: never sent" for sequence in strangers]
 
     def _count_faults(self) -> list[str]:
-        """The server's own numbers are those that are counted here."""
-        lines = []
+        """The server's own number is the one that is counted here, and the session ended well."""
         totals = [drop.total for drop in self.drops]
+        lines = [self.failure] if self.failure else []
+        if missing := self.num_frames - len(self.sent) - len(self.left_out):
+            lines.append(f"the session was over {missing} frames before the clip was")
         if totals != list(range(1, len(totals) + 1)):
             lines.append(f"the server's count of drops is {totals[-1]}, {len(totals)} arrived")
-        if self.indices != list(range(len(self.indices))):
-            lines.append("the index of the server's messages has a gap")
         return lines

@@ -26,6 +26,8 @@ def summarise(scene: Scene, recording: Recording) -> dict[str, Any]:
     late = [1000 * (frame.sent - frame.captured) for frame in recording.sent]
     return {
         "frames": {
+            "taken": recording.num_frames,
+            "left_out": len(recording.left_out),
             "sent": len(recording.sent),
             "answered": len(recording.answered()),
             "dropped": len(recording.drops),
@@ -64,6 +66,8 @@ def markdown(title: str, setting: dict[str, Any], figures: dict[str, Any]) -> st
     then, now = figures["iou_at_capture"], figures["iou_on_arrival"]
     reasons = ", ".join(f"{n} {reason}" for reason, n in frames["dropped_by_reason"].items())
     rows = [
+        ("frames taken", frames["taken"]),
+        ("frames left out here, for want of a credit", frames["left_out"]),
         ("frames sent", frames["sent"]),
         ("frames answered", frames["answered"]),
         ("frames dropped", f"{frames['dropped']} ({reasons})" if reasons else frames["dropped"]),

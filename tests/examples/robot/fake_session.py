@@ -30,6 +30,7 @@ class FakeSession(session_pb2_grpc.SessionServiceServicer):
         self._fps = fps
         self._twist = twist
         self.opened: session_pb2.SessionOpen | None = None
+        self.credits = 100
         self.frames: list[session_pb2.Frame] = []
         self.end = grpc.StatusCode.OK
         self.end_after: int | None = None
@@ -51,15 +52,19 @@ class FakeSession(session_pb2_grpc.SessionServiceServicer):
             await context.abort(self.end, "as the test wants it")
 
     def _replies(self, request: session_pb2.SessionRequest) -> list[session_pb2.SessionResponse]:
+        if request.WhichOneof("message") == "grant":
+            return []
         if request.WhichOneof("message") == "open":
             self.opened = request.open
-            return [session_pb2.SessionResponse(opened=session_pb2.SessionOpened(session_id="s"))]
+            opened = session_pb2.SessionOpened(session_id="s", frame_credits=self.credits)
+            return [session_pb2.SessionResponse(opened=opened)]
         self.frames.append(request.frame)
         if len(self.frames) % EVERY_THIRD == 0:
             return self._results(request.frame)
         dropped = session_pb2.FrameDropped(
             sequence=request.frame.stamp.sequence,
             reason=session_pb2.DROP_REASON_SUPERSEDED,
+            frame_credits=self.credits,
             dropped_total=len(self.frames) - len(self.frames) // EVERY_THIRD,
         )
         return [session_pb2.SessionResponse(dropped=dropped)]
@@ -67,7 +72,10 @@ class FakeSession(session_pb2_grpc.SessionServiceServicer):
     def _results(self, frame: session_pb2.Frame) -> list[session_pb2.SessionResponse]:
         assert self.opened is not None
         truth = self._scene.truth((frame.stamp.sequence - 1) / self._fps)
-        replies = [session_pb2.SessionResponse(accepted=session_pb2.FrameAccepted())]
+        accepted = session_pb2.FrameAccepted(
+            sequence=frame.stamp.sequence, frame_credits=self.credits
+        )
+        replies = [session_pb2.SessionResponse(accepted=accepted)]
         for task in self.opened.standing_tasks:
             reply = session_pb2.SessionResponse()
             reply.result.stamp.CopyFrom(frame.stamp)

@@ -72,13 +72,22 @@ async def test_books_that_do_not_agree_are_a_failure(tmp_path: Path) -> None:
     assert "**fault**: frame 1: answers [], 0 drops" in output
 
 
-async def test_a_failed_session_is_told_in_one_line(tmp_path: Path) -> None:
-    """The status is shown, nothing is written, and the exit code is 1."""
+async def test_a_session_that_breaks_off_is_a_failure(tmp_path: Path) -> None:
+    """The status is among the faults, and the exit code is 1."""
     session = FakeSession(SCENE, 50, as_it_is)
     session.end, session.end_after = grpc.StatusCode.UNAVAILABLE, 2
+    code, output, _ = await robot(session, tmp_path)
+    assert code == 1
+    assert "as the test wants it" in output
+
+
+async def test_a_session_that_does_not_open_is_told_in_one_line(tmp_path: Path) -> None:
+    """The reason is shown, nothing is written, and the exit code is 1."""
+    session = FakeSession(SCENE, 50, lambda response: None)
+    session.end, session.end_after = grpc.StatusCode.FAILED_PRECONDITION, 0
     code, output, errors = await robot(session, tmp_path / "none")
     assert (code, output) == (1, "")
-    assert errors.splitlines()[-1] == "nothing measured: UNAVAILABLE: as the test wants it"
+    assert errors.splitlines()[-1].startswith("nothing measured: ")
     assert not (tmp_path / "none").exists()
 
 

@@ -18,10 +18,10 @@ def books() -> Recording:
     """Three frames: answered, dropped, answered."""
     return Recording(
         NOUNS,
+        3,
         sent=[Sent(n, n / 30, n / 30) for n in (1, 2, 3)],
         answers=[answer(n, noun, noun == "bus") for n in (1, 3) for noun in NOUNS],
         drops=[Drop(2, "superseded", 1.0, 1)],
-        indices=list(range(6)),
     )
 
 
@@ -29,7 +29,7 @@ def test_whole_books_have_no_fault() -> None:
     """Every frame answered for every task or dropped once: nothing to say."""
     assert books().faults() == []
     assert books().reasons() == {"superseded": 1}
-    assert Recording(NOUNS).faults() == []
+    assert Recording(NOUNS, 0).faults() == []
 
 
 @pytest.mark.parametrize("order", [("dog", "bus"), ("bus", "dog")])
@@ -58,8 +58,10 @@ def break_books(kind: str) -> Recording:
             broken.drops.append(Drop(9, "too_old", 1.0, 2))
         case "the server's count of drops is 5, 1 arrived":
             broken.drops = [Drop(2, "superseded", 1.0, 5)]
-        case "the index of the server's messages has a gap":
-            broken.indices.remove(3)
+        case "the session was over 2 frames before the clip was":
+            broken.num_frames, broken.left_out = 6, [4]
+        case "it broke":
+            broken.failure = "it broke"
     return broken
 
 
@@ -73,7 +75,8 @@ def break_books(kind: str) -> Recording:
         "frame 1: its last answer is not marked as the last",
         "frame 9: never sent",
         "the server's count of drops is 5, 1 arrived",
-        "the index of the server's messages has a gap",
+        "the session was over 2 frames before the clip was",
+        "it broke",
     ],
 )
 def test_a_breach_is_named(fault: str) -> None:

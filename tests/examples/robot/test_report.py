@@ -19,7 +19,7 @@ AGE = 0.4  # seconds between a picture and its answer
 
 def recording(age: float = AGE, count: int = 10) -> Recording:
     """Every tenth second a picture, every other one answered with the truth, that late."""
-    made = Recording(NOUNS, sent=[Sent(n, n / 10, n / 10 + 0.002) for n in range(1, count + 1)])
+    made = Recording(NOUNS, count, [Sent(n, n / 10, n / 10 + 0.002) for n in range(1, count + 1)])
     for frame in made.sent:
         if frame.sequence % 2:
             drop = Drop(frame.sequence, "superseded", frame.sent, len(made.drops) + 1)
@@ -30,7 +30,6 @@ def recording(age: float = AGE, count: int = 10) -> Recording:
             Answer(frame.sequence, noun, (truth[noun],), frame.captured + age, noun == "dog")
             for noun in NOUNS
         ]
-    made.indices = list(range(1 + len(made.drops) + len(made.answers)))
     return made
 
 
@@ -64,7 +63,7 @@ def test_a_missed_object_counts_as_nothing() -> None:
 
 def test_a_session_without_answers_has_no_figures_but_books() -> None:
     """Nothing measured is null in JSON, never a number, and the table can still be written."""
-    silent = Recording(NOUNS, sent=[Sent(1, 0.0, 0.0)], indices=[0])
+    silent = Recording(NOUNS, 1, [Sent(1, 0.0, 0.0)])
     figures = report.summarise(SCENE, silent)
     told = json.loads(json.dumps(report.without_nan(figures), allow_nan=False))
     assert told["age_ms"]["p99"] is None
@@ -116,7 +115,7 @@ def test_the_sheet_has_a_tile_for_each_moment(count: int, size: tuple[int, int])
 def test_without_an_answer_there_is_no_sheet() -> None:
     """The error says so."""
     with pytest.raises(ValueError, match="no frame was answered"):
-        overlay.sheet(SCENE, Recording(NOUNS))
+        overlay.sheet(SCENE, Recording(NOUNS, 0))
 
 
 def test_a_film_has_every_frame(tmp_path: Path) -> None:
