@@ -100,10 +100,15 @@ def _write(
 
 
 def _setting(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("nouns", "seconds", "fps", "size", "seed", "max_frame_age", "serve_options")
-    machine = {"cores": os.cpu_count(), "machine": platform.machine()}
-    server = args.target or "legato serve, started for it"
-    return {name: getattr(args, name) for name in names} | {"server": server, **machine}
+    return {
+        "server": args.target or " ".join(["legato serve", *args.serve_options]),
+        "nouns": ", ".join(args.nouns),
+        "pictures": f"{args.size[0]}x{args.size[1]} JPEG, {args.seconds:g} s at {args.fps:g} fps",
+        "seed": args.seed,
+        "max_frame_age_s": args.max_frame_age,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "load_average": f"{os.getloadavg()[0]:.1f} over the last minute, the server's own included",
+    }
 
 
 if __name__ == "__main__":
