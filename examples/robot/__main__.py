@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=int, nargs=2, default=[640, 480], metavar="PIXELS")
     parser.add_argument("--seed", type=int, default=0, help="another scene; default %(default)d")
     parser.add_argument(
-        "--max-frame-age", type=float, default=1.0, metavar="SECONDS", help="default %(default)g"
+        "--max-frame-age", type=float, default=2.0, metavar="SECONDS", help="default %(default)g"
     )
     parser.add_argument("--out", type=Path, default=Path("build/robot"), help="default %(default)s")
     parser.add_argument("--film", choices=("gif", "mp4"), help="write the whole clip, overlaid")
