@@ -17,6 +17,7 @@ from examples.robot.scoring import match, mean
 
 _TILE = (480, 360)  # pixels of a moment on the sheet
 _CAPTION = 26  # pixels below it
+_GAP = 8  # pixels between moments
 _COLUMNS = 3
 _TRUTH = (255, 255, 255)
 
@@ -58,9 +59,10 @@ def sheet(scene: Scene, recording: Recording, moments: int = 6) -> Image.Image:
         raise ValueError("no frame was answered, so there is nothing to show")
     count = min(moments, len(ends))
     chosen = [ends[round(i * (len(ends) - 1) / max(1, count - 1))] for i in range(count)]
-    width, height = _TILE[0], _TILE[1] + _CAPTION
+    width, height = _TILE[0] + _GAP, _TILE[1] + _CAPTION + _GAP
     columns = min(_COLUMNS, count)
-    canvas = Image.new("RGB", (columns * width, -(-count // columns) * height), "white")
+    size = (columns * width - _GAP, -(-count // columns) * height - _GAP)
+    canvas = Image.new("RGB", size, "white")
     for i, end in enumerate(chosen):
         corner = (i % columns * width, i // columns * height)
         canvas.paste(_tile(scene, recording, end), corner)

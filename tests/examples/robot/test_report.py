@@ -106,7 +106,7 @@ def test_a_moment_shows_truth_and_answers() -> None:
     assert with_truth.getpixel((left + 20, top)) == (255, 255, 255)
 
 
-@pytest.mark.parametrize(("count", "size"), [(2, (480, 386)), (6, (1440, 386)), (40, (1440, 772))])
+@pytest.mark.parametrize(("count", "size"), [(2, (480, 386)), (6, (1456, 386)), (40, (1456, 780))])
 def test_the_sheet_has_a_tile_for_each_moment(count: int, size: tuple[int, int]) -> None:
     """At most six moments, three in a row; fewer answers make a smaller sheet."""
     assert overlay.sheet(SCENE, recording(count=count)).size == size
