@@ -63,6 +63,7 @@ from legato_client._session_types import (
     SessionStats,
     SessionTerms,
 )
+from legato_client._shared_memory import SharedFrame, SharedFrames, SlotsBusy, shm_namespace
 from legato_client._tasks import (
     CaptionLength,
     CaptionTask,
@@ -170,7 +171,10 @@ __all__ = [
     "SessionProtocol",
     "SessionStats",
     "SessionTerms",
+    "SharedFrame",
+    "SharedFrames",
     "SharedMemoryRefused",
+    "SlotsBusy",
     "SpatialRef",
     "Started",
     "Task",
@@ -182,4 +186,5 @@ __all__ = [
     "Unfinished",
     "Unimplemented",
     "Usage",
+    "shm_namespace",
 ]

@@ -15,6 +15,7 @@ from legato_client import _channel, _methods, _server
 from legato_client._errors import Busy, PermissionDenied, Unimplemented
 from legato_client._images import ImageInput, is_ready, to_image
 from legato_client._settings import Settings
+from legato_client._shared_memory import SharedFrame, shm_namespace
 from legato_client._transport import Transport
 
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -30,7 +31,9 @@ class Caller:
         self._server: _server.ServerInfo | None = None
 
     async def picture(self, image: ImageInput) -> media_pb2.Image:
-        """The protobuf picture."""
+        """The protobuf picture; one in shared memory only where the server reads it."""
+        if isinstance(image, SharedFrame):
+            _server.check_shared_memory(await self._known_server(), shm_namespace())
         if is_ready(image):
             return to_image(image)
         return await self._transport.run(functools.partial(to_image, image))

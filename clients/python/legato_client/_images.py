@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from legato.v1 import media_pb2
 
 from legato_client._raw import RawFrame
+from legato_client._shared_memory import SharedFrame
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +44,7 @@ class HeldImage(CachedImage):
 
 
 ImageInput: TypeAlias = (
-    "str | os.PathLike[str] | bytes | bytearray | CachedImage | RawFrame"
+    "str | os.PathLike[str] | bytes | bytearray | CachedImage | RawFrame | SharedFrame"
     " | PILImage.Image | np.ndarray[Any, Any]"
 )
 
@@ -54,8 +55,8 @@ def to_image(image: ImageInput) -> media_pb2.Image:
     A string or path names a file, bytes are a JPEG, PNG or WebP file, an array is uint8 of shape
     (height, width), (height, width, 3) RGB or (height, width, 4) RGBA, and a Pillow picture is
     turned upright by its EXIF orientation and sent losslessly. `RawFrame` is for pixels of other
-    formats. Raises OSError for an unreadable file, ValueError for an array of another shape or
-    type, TypeError for anything else.
+    formats, and a `SharedFrame` lies in memory that the server reads itself. Raises OSError for an
+    unreadable file, ValueError for an array of another shape or type, TypeError for anything else.
     """
     if isinstance(image, CachedImage):
         return media_pb2.Image(image_id=image.image_id)
@@ -63,7 +64,7 @@ def to_image(image: ImageInput) -> media_pb2.Image:
         return _encoded(bytes(image))
     if isinstance(image, str | os.PathLike):
         return _encoded(Path(image).read_bytes())
-    if isinstance(image, RawFrame):
+    if isinstance(image, RawFrame | SharedFrame):
         return image.to_image()
     array_or_picture: Any = image  # its class is looked up by name, which narrows nothing
     if _is_instance(image, "numpy", "ndarray"):
@@ -75,7 +76,7 @@ def to_image(image: ImageInput) -> media_pb2.Image:
 
 def is_ready(image: ImageInput) -> bool:
     """Whether `to_image` has nothing to read, copy or encode."""
-    return isinstance(image, CachedImage | bytes)
+    return isinstance(image, CachedImage | SharedFrame | bytes)
 
 
 def _is_instance(value: object, module: str, name: str) -> bool:

@@ -10,6 +10,7 @@ from PIL import Image, ImageOps
 
 from legato_client._images import CachedImage, ImageInput
 from legato_client._raw import RawFrame
+from legato_client._shared_memory import SharedFrame
 
 _PACKED = {  # format: mode, and the order of its bytes in a row
     "rgb8": ("RGB", "RGB"),
@@ -25,8 +26,8 @@ _CHROMA = [min(255, max(0, round((value - 128) * 255 / 224 + 128))) for value in
 
 def open_upright(image: ImageInput) -> Image.Image:
     """An upright RGB copy; TypeError for a picture whose pixels only the server has."""
-    if isinstance(image, CachedImage):
-        raise TypeError("only the server has the pixels of a cached image")
+    if isinstance(image, CachedImage | SharedFrame):
+        raise TypeError("only the server has the pixels of a cached or shared image")
     if isinstance(image, RawFrame):
         return _from_frame(image).convert("RGB")
     source: Any = image

@@ -71,17 +71,30 @@ class RawFrame:
         if name in _FORMATS and _FORMATS[name][1] != channels:
             raise ValueError(f"{name} needs {_FORMATS[name][1]} channels, got {array.shape}")
         rows, width = array.shape[:2]
-        return cls(array.tobytes(), width, rows * 2 // 3 if name == "nv12" else rows, name)
+        whole = array if array.flags.c_contiguous else array.copy(order="C")
+        return cls(whole, width, rows * 2 // 3 if name == "nv12" else rows, name)
 
     def to_image(self) -> media_pb2.Image:
         """The protobuf picture."""
         image = media_pb2.Image()
-        layout = image.raw.layout
-        layout.width, layout.height = self.width, self.height
-        layout.format = _FORMATS[self.format][0]
-        layout.row_stride_bytes = self.row_bytes
-        image.raw.data = self.data if isinstance(self.data, bytes) else bytes(_view(self.data))
+        image.raw.layout.CopyFrom(self.layout)
+        image.raw.data = self.data if isinstance(self.data, bytes) else bytes(self.view)
         return image
+
+    @property
+    def layout(self) -> media_pb2.PixelLayout:
+        """The protobuf shape."""
+        return media_pb2.PixelLayout(
+            width=self.width,
+            height=self.height,
+            row_stride_bytes=self.row_bytes,
+            format=_FORMATS[self.format][0],
+        )
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, not copied."""
+        return _view(self.data).cast("B")
 
     @property
     def row_bytes(self) -> int:

@@ -22,6 +22,7 @@ from legato_client._images import ImageInput
 from legato_client._session_plan import SessionPlan
 from legato_client._session_state import SessionState
 from legato_client._session_types import Answer, SessionStats, SessionTerms
+from legato_client._shared_memory import SharedFrame
 from legato_client._status_async import ServerStatus
 from legato_client._transport_async import AsyncTransport
 from legato_client._types import FrameStamp
@@ -103,7 +104,8 @@ class AsyncSession:
         """Send a frame; its sequence, or None when it was left out for want of room.
 
         A `stamp` comes back with the answers; without a sequence of its own it gets the next one.
-        `extra_tasks` are for this frame only, and a frame that `must_run` is never dropped.
+        `extra_tasks` are for this frame only, and a frame that `must_run` is never dropped. A
+        `SharedFrame` that was sent is released by the session, as soon as the server has it.
 
         Raises DeadlineExceeded when there was no room in time, and SessionProtocol for a sequence
         that does not grow.
@@ -112,11 +114,12 @@ class AsyncSession:
             self._state.skip()
             return None
         self._state.reserve()
+        slot = image if isinstance(image, SharedFrame) else None
         try:
             picture = await self._calls.picture(image)
             self._state.check_takes_frames()
             sequence, message = self._state.frame(
-                picture, stamp, extra_tasks, skip_standing_tasks, must_run
+                picture, slot, stamp, extra_tasks, skip_standing_tasks, must_run
             )
         except BaseException:
             self._state.release()

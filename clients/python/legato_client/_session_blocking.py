@@ -20,6 +20,7 @@ from legato_client._images import ImageInput
 from legato_client._session_plan import SessionPlan
 from legato_client._session_state import SessionState
 from legato_client._session_types import Answer, SessionStats, SessionTerms
+from legato_client._shared_memory import SharedFrame
 from legato_client._transport_blocking import BlockingTransport, run
 from legato_client._types import FrameStamp
 
@@ -96,7 +97,8 @@ class Session:
         """Send a frame; its sequence, or None when it was left out for want of room.
 
         A `stamp` comes back with the answers; without a sequence of its own it gets the next one.
-        `extra_tasks` are for this frame only, and a frame that `must_run` is never dropped.
+        `extra_tasks` are for this frame only, and a frame that `must_run` is never dropped. A
+        `SharedFrame` that was sent is released by the session, as soon as the server has it.
 
         Raises DeadlineExceeded when there was no room in time, and SessionProtocol for a sequence
         that does not grow.
@@ -106,12 +108,13 @@ class Session:
                 self._state.skip()
                 return None
             self._state.reserve()
+        slot = image if isinstance(image, SharedFrame) else None
         try:
             picture = run(self._calls.picture(image))
             with self._changed:
                 self._state.check_takes_frames()
                 sequence, message = self._state.frame(
-                    picture, stamp, extra_tasks, skip_standing_tasks, must_run
+                    picture, slot, stamp, extra_tasks, skip_standing_tasks, must_run
                 )
                 self._requests.put(message)
         except BaseException:

@@ -27,6 +27,7 @@ from legato_client._session_types import (
     SessionStats,
     SessionTerms,
 )
+from legato_client._shared_memory import SharedFrame
 from legato_client._types import FrameStamp
 from legato_client._wire import to_bytes
 
@@ -52,6 +53,7 @@ class SessionState:
         self._reserved = 0
         self._unacknowledged: set[int] = set()
         self._open: set[int] = set()
+        self._slots: dict[int, SharedFrame] = {}  # of unacknowledged frames
         self._going_away = False
         self._finished = False
         self._over = False
@@ -134,6 +136,7 @@ class SessionState:
     def frame(
         self,
         image: media_pb2.Image,
+        slot: SharedFrame | None,
         stamp: FrameStamp | None,
         extra_tasks: Sequence[_tasks.Task],
         skip_standing_tasks: bool,
@@ -141,7 +144,8 @@ class SessionState:
     ) -> tuple[int, bytes]:
         """The frame's sequence and message; uses up a reserved credit, and `image`.
 
-        A stamp without a sequence gets the next one. Raises SessionProtocol when it has one that
+        A stamp without a sequence gets the next one. `slot` is released once the server has the
+        frame, or will not have it any more. Raises SessionProtocol when it has one that
         does not grow.
         """
         stamp = stamp or FrameStamp()
@@ -164,6 +168,8 @@ class SessionState:
         self._last_sequence = sequence
         self._unacknowledged.add(sequence)
         self._open.add(sequence)
+        if slot is not None:
+            self._slots[sequence] = slot
         self.stats = dataclasses.replace(self.stats, sent=self.stats.sent + 1)
         return sequence, data
 
@@ -221,7 +227,7 @@ class SessionState:
                 self._opened(message.opened)
             case "accepted":
                 self._credits = message.accepted.frame_credits
-                self._unacknowledged.discard(message.accepted.sequence)
+                self._acknowledge(message.accepted.sequence)
             case "dropped":
                 return self._dropped(message.dropped)
             case "delta":
@@ -237,14 +243,14 @@ class SessionState:
         """The stream ended, with OK or an error; only the first end counts."""
         if self._over:
             return
-        self._over = True
+        self._end()
         if error is None and self._open:
             error = IncompleteStream(f"the session ended with {len(self._open)} frames unanswered")
         self._error = error
 
     def close(self) -> None:
         """The program wants no more; what is unanswered is its own doing."""
-        self._over = True
+        self._end()
 
     def _opened(self, opened: session_pb2.SessionOpened) -> None:
         self._credits = opened.frame_credits
@@ -270,8 +276,19 @@ class SessionState:
         return _convert_session.result(result, self.terms.model if self.terms else "")
 
     def _settle(self, sequence: int) -> None:
-        self._unacknowledged.discard(sequence)
+        self._acknowledge(sequence)
         self._open.discard(sequence)
+
+    def _acknowledge(self, sequence: int) -> None:
+        self._unacknowledged.discard(sequence)
+        slot = self._slots.pop(sequence, None)
+        if slot is not None:
+            slot.release()
+
+    def _end(self) -> None:
+        self._over = True
+        for sequence in list(self._slots):
+            self._acknowledge(sequence)
 
 
 def _not_open() -> SessionProtocol:

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from legato.v1 import media_pb2
 
+from legato_client._raw import RawFrame
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -28,13 +30,7 @@ HEADER_SIZE = 64
 _MAGIC = b"LEGATO01"
 _GENERATION = struct.Struct("<Q")
 _GENERATION_AT = len(_MAGIC)  # from the header's start
-_FORMAT_OF_CHANNELS = {
-    1: media_pb2.PIXEL_FORMAT_MONO8,
-    3: media_pb2.PIXEL_FORMAT_RGB8,
-    4: media_pb2.PIXEL_FORMAT_RGBA8,
-}
-
-Frame: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, Any]"
+Frame: TypeAlias = "bytes | bytearray | memoryview | RawFrame | np.ndarray[Any, Any]"
 
 
 class SlotsBusy(BufferError):
@@ -88,7 +84,7 @@ class SharedFrames:
     """`num_slots` slots of `slot_bytes` bytes each; safe to use from several threads.
 
         with SharedFrames(slot_bytes=1920 * 1080 * 3) as frames, frames.write(array) as frame:
-            stub.Detect(DetectRequest(image=frame.to_image(), object="cup"))
+            client.detect(frame, "cup")
 
     The region is this user's alone and leaves with `close`, or with the last reference; a process
     that is killed leaves it behind. Raises OSError when shared memory has no room for it.
@@ -131,8 +127,8 @@ class SharedFrames:
         """Copy a frame into a free slot, waiting up to `timeout` seconds for one.
 
         An array is uint8 of shape (height, width), (height, width, 3) RGB or (height, width, 4)
-        RGBA. Bytes are pixels of `layout`, or without one an image file, of `mime_type` if that is
-        given. `layout` also says what an array's channels are if they are not these. Raises
+        RGBA; a `RawFrame` has a shape of its own. Bytes are pixels of `layout`, or without one an
+        image file, of `mime_type` if that is given. Raises
         `SlotsBusy`, and ValueError for a frame that does not fit a slot or after `close`.
         """
         image = media_pb2.SharedImage(region=self.region)
@@ -223,16 +219,8 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
 
 
 def _bytes_of(frame: Frame) -> tuple[memoryview, media_pb2.PixelLayout | None]:
-    """A frame's bytes, and the layout of an array's."""
+    """A frame's bytes, and the layout of one that has a shape."""
     if isinstance(frame, bytes | bytearray | memoryview):
         return memoryview(frame).cast("B"), None
-    channels = frame.shape[2] if frame.ndim == 3 else 1
-    if frame.dtype.name != "uint8" or frame.ndim not in (2, 3) or frame.size == 0:
-        raise ValueError(f"need a uint8 array of 2 or 3 axes, got {frame.dtype} {frame.shape}")
-    if channels not in _FORMAT_OF_CHANNELS:
-        raise ValueError(f"need an array of 1, 3 or 4 channels, got {frame.shape}")
-    layout = media_pb2.PixelLayout(
-        width=frame.shape[1], height=frame.shape[0], format=_FORMAT_OF_CHANNELS[channels]
-    )
-    whole = frame if frame.flags.c_contiguous else frame.copy(order="C")
-    return whole.data.cast("B"), layout
+    shaped = frame if isinstance(frame, RawFrame) else RawFrame.from_array(frame)
+    return shaped.view, shaped.layout
