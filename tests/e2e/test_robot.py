@@ -16,7 +16,7 @@ NOUNS = ("bus", "dog")
 SCENE = compose(NOUNS, 0, (320, 240))
 FPS, COUNT = 10.0, 16  # more than two cores answer
 LONG = 60.0  # seconds; a machine under load must not make frames too old
-LEAST_OVERLAP = 0.85  # alone, every box of 432 had 0.91 or more
+LEAST_OVERLAP = 0.85  # alone, every box of 288 had 0.91 or more
 
 
 async def _play(address: str) -> Recording:
