@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -39,11 +38,11 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
         session_id = rpc.request_id
         # None without a deadline, whatever the typing of grpc says.
         left: float | None = context.time_remaining()
-        deadline = rpc.deadline = math.inf if left is None else time.monotonic() + left
+        rpc.deadline = None if left is None else time.monotonic() + left
         with self._registry.place(session_id):
             opening = await self._opening(request_iterator)
             session = Session(
-                session_id, opening, self._dispatcher, deadline, self._limits, CONTRACT_REVISION
+                session_id, opening, self._dispatcher, self._limits, CONTRACT_REVISION
             )
             # Also when the handler never gets to run its `finally`.
             context.add_done_callback(lambda _: session.release())  # type: ignore[arg-type]  # a nominal type in the stubs

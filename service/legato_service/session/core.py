@@ -45,7 +45,7 @@ class Workers(Protocol[Worked_contra]):
         ...
 
     def abort(self, frame: Worked_contra) -> None:
-        """Forget the frame; what is still said of it is not heard."""
+        """Forget the frame; what is still said of it is not heard. Harmless when repeated."""
         ...
 
 

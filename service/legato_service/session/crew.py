@@ -45,7 +45,10 @@ class Listener(Protocol):
 
 
 class Crew:
-    """The workers of one session. A frame may run for `patience` seconds, not beyond `deadline`."""
+    """The workers of one session. A frame may run for `patience` seconds.
+
+    The end of the call, its deadline included, is not theirs to know: it aborts them all.
+    """
 
     def __init__(
         self,
@@ -53,13 +56,11 @@ class Crew:
         listener: Listener,
         session_id: str,
         *,
-        deadline: float,
         patience: float,
     ) -> None:
         self._dispatcher = dispatcher
         self._listener = listener
         self._session_id = session_id
-        self._deadline = deadline
         self._patience = patience
         self._runs: dict[Job, FrameRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -67,7 +68,7 @@ class Crew:
     def start(self, job: Job) -> None:
         """Run a frame."""
         request_id = f"{self._session_id}#{job.sequence}"
-        deadline = min(self._deadline, time.monotonic() + self._patience)
+        deadline = time.monotonic() + self._patience
         run = FrameRun(self._dispatcher, self._listener, job, request_id, deadline)
         self._runs[job] = run
         task = asyncio.create_task(run.run(), name=f"frame {request_id}")

@@ -51,7 +51,6 @@ class Session:
         session_id: str,
         opening: pb.SessionOpen,
         dispatcher: Dispatcher,
-        deadline: float,
         limits: SessionLimits,
         contract_revision: int,
     ) -> None:
@@ -61,9 +60,7 @@ class Session:
         self._session_id = session_id
         self._heartbeat = wire.heartbeat(opening)
         self._planner = Planner(dispatcher, opening, terms.max_frame_age)
-        self._crew = Crew(
-            dispatcher, self, session_id, deadline=deadline, patience=limits.frame_deadline
-        )
+        self._crew = Crew(dispatcher, self, session_id, patience=limits.frame_deadline)
         self._core: SessionCore[Job] = SessionCore(terms, self._crew)
         self._script = wire.Script(session_id)
         self._failure: LegatoError | None = None

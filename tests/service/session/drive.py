@@ -31,7 +31,8 @@ class HandWorkers:
 
     def abort(self, frame: Frame) -> None:
         """A frame runs no more."""
-        self.running.remove(frame)
+        if frame in self.running:
+            self.running.remove(frame)
 
 
 class Ledger:
