@@ -1,4 +1,8 @@
-"""`core` values as protobuf responses. Pure."""
+"""`core` values as protobuf responses. Pure.
+
+Messages on the way of every answer are filled in place: protobuf copies a message that is given to
+another one's constructor, which takes several times as long.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +35,18 @@ def caption(result: core.CaptionResult) -> task_pb2.CaptionResult:
 
 def detect(result: core.DetectResult) -> task_pb2.DetectResult:
     """All boxes."""
-    return task_pb2.DetectResult(objects=[_object(found) for found in result.objects])
+    message = task_pb2.DetectResult()
+    for found in result.objects:
+        _fill_object(message.objects.add(), found)
+    return message
 
 
 def point(result: core.PointResult) -> task_pb2.PointResult:
     """All points."""
-    return task_pb2.PointResult(points=[_pointed(found) for found in result.points])
+    message = task_pb2.PointResult()
+    for found in result.points:
+        _fill_pointed(message.points.add(), found)
+    return message
 
 
 def segment(result: core.SegmentResult) -> task_pb2.SegmentResult:
@@ -46,12 +56,9 @@ def segment(result: core.SegmentResult) -> task_pb2.SegmentResult:
 
 def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
     """How one task of a request ended, when it ended well."""
-    message = task_pb2.TaskResult(
-        task_id=task_id,
-        finish_reason=_FINISH[done.finish_reason],
-        usage=usage(done.usage),
-        timings=timings(done.timings),
-    )
+    message = task_pb2.TaskResult(task_id=task_id, finish_reason=_FINISH[done.finish_reason])
+    _fill_usage(message.usage, done.usage)
+    _fill_timings(message.timings, done.timings)
     match done.result:
         case core.QueryResult() as result:
             message.query.CopyFrom(query(result))
@@ -78,38 +85,23 @@ def info(
     request_id: str, model: str, done: Done, stamp: media_pb2.FrameStamp | None
 ) -> inference_pb2.ResponseInfo:
     """What an answer tells beside its result; `stamp` None when the request had none."""
-    return inference_pb2.ResponseInfo(
+    message = inference_pb2.ResponseInfo(
         request_id=request_id,
         model=model,
         finish_reason=_FINISH[done.finish_reason],
-        usage=usage(done.usage),
-        timings=timings(done.timings),
         image=image(done.image),
         stamp=stamp,
     )
+    _fill_usage(message.usage, done.usage)
+    _fill_timings(message.timings, done.timings)
+    return message
 
 
 def usage(value: core.Usage) -> task_pb2.Usage:
     """Tokens in and out."""
-    return task_pb2.Usage(
-        input_tokens=value.input_tokens,
-        output_tokens=value.output_tokens,
-        cached_tokens=value.cached_tokens,
-        image_tokens=value.image_tokens,
-        reasoning_tokens=value.reasoning_tokens,
-    )
-
-
-def timings(value: core.Timings) -> task_pb2.Timings:
-    """Where the time went."""
-    return task_pb2.Timings(
-        queue=duration(value.queue),
-        image=duration(value.image),
-        prefill=duration(value.prefill),
-        first_token=duration(value.first_token),
-        decode=duration(value.decode),
-        total=duration(value.total),
-    )
+    message = task_pb2.Usage()
+    _fill_usage(message, value)
+    return message
 
 
 def image(value: core.ImageInfo | None) -> media_pb2.ImageInfo | None:
@@ -127,7 +119,7 @@ def image(value: core.ImageInfo | None) -> media_pb2.ImageInfo | None:
 def duration(seconds: float) -> duration_pb2.Duration:
     """Seconds, to the nanosecond."""
     message = duration_pb2.Duration()
-    message.FromNanoseconds(round(seconds * 1e9))
+    _fill_duration(message, seconds)
     return message
 
 
@@ -191,9 +183,13 @@ def delta(event: core.Event) -> inference_pb2.GenerateResponse:
             )
             return inference_pb2.GenerateResponse(reasoning=reasoning)
         case core.PointEvent():
-            return inference_pb2.GenerateResponse(point=_pointed(event))
+            message = inference_pb2.GenerateResponse()
+            _fill_pointed(message.point, event)
+            return message
         case core.ObjectEvent():
-            return inference_pb2.GenerateResponse(object=_object(event))
+            message = inference_pb2.GenerateResponse()
+            _fill_object(message.object, event)
+            return message
         case core.OutlineEvent():
             outline = inference_pb2.OutlineDelta(
                 index=event.index,
@@ -221,12 +217,38 @@ def _grounding(value: core.Grounding) -> task_pb2.Grounding:
     )
 
 
-def _object(value: core.ObjectEvent) -> geometry_pb2.DetectedObject:
-    return geometry_pb2.DetectedObject(box=_box(value.box), label=value.label)
+def _fill_usage(message: task_pb2.Usage, value: core.Usage) -> None:
+    message.input_tokens = value.input_tokens
+    message.output_tokens = value.output_tokens
+    message.cached_tokens = value.cached_tokens  # these three are told even when they are 0
+    message.image_tokens = value.image_tokens
+    message.reasoning_tokens = value.reasoning_tokens
 
 
-def _pointed(value: core.PointEvent) -> geometry_pb2.PointedObject:
-    return geometry_pb2.PointedObject(point=_point(value.point), label=value.label)
+def _fill_timings(message: task_pb2.Timings, value: core.Timings) -> None:
+    _fill_duration(message.queue, value.queue)
+    _fill_duration(message.image, value.image)
+    _fill_duration(message.prefill, value.prefill)
+    _fill_duration(message.first_token, value.first_token)
+    _fill_duration(message.decode, value.decode)
+    _fill_duration(message.total, value.total)
+
+
+def _fill_duration(message: duration_pb2.Duration, seconds: float) -> None:
+    """Not negative. Filled, it is there even when it is 0."""
+    message.seconds, message.nanos = divmod(round(seconds * 1e9), 1_000_000_000)
+
+
+def _fill_object(message: geometry_pb2.DetectedObject, value: core.ObjectEvent) -> None:
+    message.label = value.label
+    box, at = message.box, value.box
+    box.x_min, box.y_min, box.x_max, box.y_max = at.x_min, at.y_min, at.x_max, at.y_max
+
+
+def _fill_pointed(message: geometry_pb2.PointedObject, value: core.PointEvent) -> None:
+    message.label = value.label
+    point, at = message.point, value.point
+    point.x, point.y = at.x, at.y
 
 
 def _outline(value: core.Outline) -> geometry_pb2.Outline:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, closing, contextmanager
 from typing import Any, Protocol
 
 import grpc
@@ -29,6 +27,7 @@ from legato_engine.stream import StreamReport
 from legato_service import call
 from legato_service.engine import Engine, Stream
 from legato_service.gate import Admitted, Gate
+from legato_service.patience import Patience
 from legato_service.picture import NewPicture, Picture, PictureIntake
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -162,36 +161,23 @@ async def follow(
 ) -> AsyncGenerator[StreamReport | None]:
     """The reports up to `Done`; None after each `silence` seconds without one.
 
-    A report that is being waited for survives the silences: waiting is never restarted.
     Raises the request's own error, or `DeadlineExceeded` when the engine does not end it in time.
     """
-    pending: asyncio.Future[StreamReport] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.ensure_future(stream.__anext__())
-            left = deadline - time.monotonic()
-            patience = min(left, math.inf if silence is None else silence)
-            done, _ = await asyncio.wait({pending}, timeout=max(patience, 0))
-            if done:
-                report, pending = _result(pending), None
-                _record(report)
-                yield report
-                if isinstance(report, Done):
-                    return
-            elif patience == left:
-                raise DeadlineExceeded("the deadline passed")
-            else:
-                yield None
-    finally:
-        if pending is not None and not pending.cancel() and not pending.cancelled():
-            pending.exception()  # seen, so that the loop does not complain of it
-
-
-def _result(future: asyncio.Future[StreamReport]) -> StreamReport:
-    try:
-        return future.result()
-    except StopAsyncIteration:
-        raise InternalError("a stream ended without its result") from None
+    with closing(Patience()) as patience:
+        report: StreamReport | None = None
+        while not isinstance(report, Done):
+            bound = deadline if silence is None else min(deadline, time.monotonic() + silence)
+            try:
+                with patience.until(bound):  # cut short, a read loses nothing
+                    report = await stream.__anext__()
+            except TimeoutError:
+                if bound == deadline:
+                    raise DeadlineExceeded("the deadline passed") from None
+                report = None
+            except StopAsyncIteration:
+                raise InternalError("a stream ended without its result") from None
+            _record(report)
+            yield report
 
 
 async def started(stream: Stream, deadline: float) -> Started:
@@ -205,11 +191,12 @@ async def started(stream: Stream, deadline: float) -> Started:
 
 async def outcome(stream: Stream, deadline: float) -> Done:
     """The request's `Done`; everything before it is repeated there. Raises as `follow` does."""
-    try:
-        async with asyncio.timeout(deadline - time.monotonic()):
-            done = await stream.done()
-    except TimeoutError:
-        raise DeadlineExceeded("the deadline passed") from None
+    with closing(Patience()) as patience:
+        try:
+            with patience.until(deadline):
+                done = await stream.done()
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed") from None
     _record(done)
     return done
 
@@ -222,7 +209,7 @@ async def answer(stream: Stream, deadline: float) -> Done:
     return done
 
 
-def _record(report: StreamReport) -> None:
+def _record(report: StreamReport | None) -> None:
     """Tell the log line what the request cost; several requests of one RPC add up."""
     if isinstance(report, Done):
         rpc = call.current()

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 import structlog
-from legato.v1 import inference_pb2
+from legato.v1 import inference_pb2, task_pb2
 from legato_service import trace
 from legato_service.arguments import parse
 
@@ -23,14 +23,25 @@ def lines_of(logs, method=QUERY):
 
 
 async def test_a_request_without_id_gets_one_everywhere():
-    """The id that the server makes is in the answer, in all metadata and at the engine."""
+    """The id that the server makes is in the answer, in its trailers and at the engine."""
     async with running() as server:
         call = server.inference.Query(QUESTION)
         info = (await call).info
         assert info.request_id
-        for metadata in (await call.initial_metadata(), await call.trailing_metadata()):
-            assert dict(metadata)["x-request-id"] == info.request_id
+        assert dict(await call.trailing_metadata())["x-request-id"] == info.request_id
         assert server.engine.requests[0].request_id == info.request_id
+
+
+async def test_a_stream_tells_its_id_before_anything_else():
+    """Metadata in front of the first event, and behind the last, name the request."""
+    task = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
+    async with running() as server:
+        call = server.inference.Generate(inference_pb2.GenerateRequest(task=task))
+        events = [event async for event in call]
+        request_id = events[0].started.request_id
+        assert request_id
+        for metadata in (await call.initial_metadata(), await call.trailing_metadata()):
+            assert dict(metadata)["x-request-id"] == request_id
 
 
 async def test_bytes_that_are_no_message_are_refused_politely():

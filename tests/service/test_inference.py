@@ -57,7 +57,6 @@ async def test_info_tells_about_the_request():
             )
         )
         info = (await call).info
-        assert ("x-request-id", "robot-1") in tuple(await call.initial_metadata())
         assert ("x-request-id", "robot-1") in tuple(await call.trailing_metadata())
     assert info.request_id == "robot-1"
     assert info.model == "fake-1"

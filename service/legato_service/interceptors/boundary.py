@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -23,6 +23,7 @@ from legato_service.call import CURRENT, Call
 from legato_service.dispatch import Context
 from legato_service.errors import Failure, failure
 from legato_service.metadata import REQUEST_ID
+from legato_service.patience import Patience
 
 log = structlog.get_logger("legato.rpc")
 
@@ -55,9 +56,7 @@ class Boundary(grpc.aio.ServerInterceptor):
                 request = _request(handler, received)
                 if not handler.request_streaming:
                     call.received = received
-                response = await inner(request, context)
-                await context.send_initial_metadata(((REQUEST_ID, call.request_id),))
-                return response
+                return await inner(request, context)
 
         async def many(received: Any, context: Context) -> None:
             async with (
@@ -80,18 +79,19 @@ class Boundary(grpc.aio.ServerInterceptor):
         A call refused before that is still retryable by the client's own policy.
         """
         first = True
-        async for response in responses:
-            if first:
-                await context.send_initial_metadata(((REQUEST_ID, call.request_id),))
-                first = False
-            try:
-                async with asyncio.timeout(self._stall_timeout):
-                    await context.write(response)
-            except TimeoutError:
-                raise ClientTooSlow(
-                    f"no message was taken for {self._stall_timeout:g} s",
-                    limit_ms=round(self._stall_timeout * 1000),
-                ) from None
+        with closing(Patience()) as patience:
+            async for response in responses:
+                if first:
+                    await context.send_initial_metadata(((REQUEST_ID, call.request_id),))
+                    first = False
+                try:
+                    with patience.until(time.monotonic() + self._stall_timeout):
+                        await context.write(response)
+                except TimeoutError:
+                    raise ClientTooSlow(
+                        f"no message was taken for {self._stall_timeout:g} s",
+                        limit_ms=round(self._stall_timeout * 1000),
+                    ) from None
 
 
 def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
