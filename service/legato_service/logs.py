@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 
+from legato_service.log_lines import LineWriter
+
 if TYPE_CHECKING:
-    from structlog.typing import Processor
+    from structlog.typing import EventDict, Processor
 
 
 def configure(level: str, *, terminal: bool) -> None:
@@ -18,23 +22,37 @@ def configure(level: str, *, terminal: bool) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    last: list[Processor] = (
-        [structlog.dev.ConsoleRenderer()]
-        if terminal
-        else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    )
     number = logging.getLevelNamesMapping()[level.upper()]
+    last: list[Processor] = [structlog.dev.ConsoleRenderer()]
+    factory: Callable[..., Any] = structlog.WriteLoggerFactory(file=sys.stderr)
+    if not terminal:
+        last = [structlog.processors.format_exc_info, _json]
+        lines = LineWriter(sys.stderr.buffer)
+        factory = lambda *_: lines  # noqa: E731 - all loggers write to one place
     structlog.configure(
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=factory,
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last, _text],
         )
     )
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+
+
+_encode = msgspec.json.Encoder(enc_hook=repr).encode
+
+
+def _json(_logger: object, _method: str, event: EventDict) -> bytes:
+    """A line of JSON; what JSON has no form for as Python shows it."""
+    return _encode(event)
+
+
+def _text(_logger: object, _method: str, line: Any) -> str:
+    """A line as the standard library's handlers write it."""
+    return line.decode() if isinstance(line, bytes) else line

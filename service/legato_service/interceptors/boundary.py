@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, closing
+from contextlib import aclosing, closing
+from types import TracebackType
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -21,12 +22,13 @@ from legato_engine.errors import ClientTooSlow, InternalError, InvalidRequest, L
 from legato_service import metadata
 from legato_service.call import CURRENT, Call
 from legato_service.dispatch import Context
-from legato_service.errors import Failure, failure
+from legato_service.errors import failure
 from legato_service.metadata import REQUEST_ID
 from legato_service.patience import Patience
 
 log = structlog.get_logger("legato.rpc")
 
+_WHEN_SAID = ("tenant", "priority", "client", "trace_id", "previous_attempts", "reply")
 QUIET = ("/grpc.health.", "/grpc.reflection.")  # logged at debug level
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # here every message is opaque
@@ -37,6 +39,7 @@ class Boundary(grpc.aio.ServerInterceptor):
 
     def __init__(self, stall_timeout: float) -> None:
         self._stall_timeout = stall_timeout
+        self._known: dict[str, Handler] = {}  # by method, wrapped; a server's handlers never change
 
     async def intercept_service(
         self,
@@ -44,26 +47,32 @@ class Boundary(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         """The wrapped handler; an unknown method stays grpc's to refuse."""
-        handler = await continuation(handler_call_details)
-        return handler and self._wrapped(handler, handler_call_details.method)
+        method = handler_call_details.method
+        wrapped = self._known.get(method)
+        if wrapped is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            wrapped = self._known[method] = self._wrapped(handler, method)
+        return wrapped
 
     def _wrapped(self, handler: Handler, method: str) -> Handler:
         inner = _behaviour(handler)
         serialize = handler.response_serializer
 
         async def one(received: Any, context: Context) -> Any:
-            async with _edge(method, context) as call:
+            async with _Edge(method, context) as call:
+                metadata.read(call, context.invocation_metadata())
                 request = _request(handler, received)
                 if not handler.request_streaming:
                     call.received = received
                 return await inner(request, context)
 
         async def many(received: Any, context: Context) -> None:
-            async with (
-                _edge(method, context) as call,
-                aclosing(inner(_request(handler, received), context)) as responses,
-            ):
-                await self._write(responses, context, call)
+            async with _Edge(method, context) as call:
+                metadata.read(call, context.invocation_metadata())
+                async with aclosing(inner(_request(handler, received), context)) as responses:
+                    await self._write(responses, context, call)
 
         if handler.request_streaming and handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(many, None, serialize)
@@ -108,51 +117,69 @@ def _request(handler: Handler, received: Any) -> Any:
     grpc's own parsing answers malformed bytes with UNKNOWN and the parser's text.
     """
     parse = handler.request_deserializer
-
-    def message(data: bytes) -> Any:
-        try:
-            return parse(data) if parse else data
-        except DecodeError:
-            raise InvalidRequest("the request is not a valid protobuf message") from None
-
-    async def messages() -> AsyncIterator[Any]:
-        async for data in received:
-            yield message(data)
-
-    return messages() if handler.request_streaming else message(received)
+    if handler.request_streaming:
+        return _messages(parse, received)
+    return _message(parse, received)
 
 
-@asynccontextmanager
-async def _edge(method: str, context: Context) -> AsyncIterator[Call]:
-    """An RPC from its first line to its log line; a failure inside ends it with its status."""
-    call = Call(method)
-    CURRENT.set(call)
-    outcome: Failure | None = None
+def _message(parse: Callable[[bytes], Any] | None, data: bytes) -> Any:
     try:
-        metadata.read(call, context.invocation_metadata())
-        yield call
-    except asyncio.CancelledError:
-        late = call.deadline is not None and time.monotonic() >= call.deadline
-        _log_end(call, "DEADLINE_EXCEEDED" if late else "CANCELLED")
-        raise
-    except grpc.aio.AbortError:  # the handler answered with a status of its own
-        _log_end(call, _code_name(context))
-        raise
-    except LegatoError as error:
-        if isinstance(error, InternalError):
-            log.error("internal_error", request_id=call.request_id, exc_info=error)
-        outcome = failure(error, call.request_id)
-    except Exception as error:
-        log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
-        outcome = failure(error, call.request_id)
-    if outcome is None:
-        context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
-        asyncio.get_running_loop().call_soon(_log_end, call, "OK")  # the answer leaves first
-    else:
-        # Logged first: the abort of a peer that reads nothing may wait as long as its connection.
+        return parse(data) if parse else data
+    except DecodeError:
+        raise InvalidRequest("the request is not a valid protobuf message") from None
+
+
+async def _messages(
+    parse: Callable[[bytes], Any] | None, received: AsyncIterator[bytes]
+) -> AsyncIterator[Any]:
+    async for data in received:
+        yield _message(parse, data)
+
+
+class _Edge:
+    """An RPC from its first line to its log line; a failure inside ends it with its status."""
+
+    __slots__ = ("_call", "_context")
+
+    def __init__(self, method: str, context: Context) -> None:
+        self._call = Call(method)
+        self._context = context
+
+    async def __aenter__(self) -> Call:
+        CURRENT.set(self._call)
+        return self._call
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        call = self._call
+        match error:
+            case None:
+                self._context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
+                # The answer leaves first.
+                asyncio.get_running_loop().call_soon(_log_end, call, "OK")
+            case asyncio.CancelledError():
+                late = call.deadline is not None and time.monotonic() >= call.deadline
+                _log_end(call, "DEADLINE_EXCEEDED" if late else "CANCELLED")
+            case grpc.aio.AbortError():  # the handler answered with a status of its own
+                _log_end(call, _code_name(self._context))
+            case LegatoError():
+                if isinstance(error, InternalError):
+                    log.error("internal_error", request_id=call.request_id, exc_info=error)
+                await self._refuse(error)
+            case Exception():
+                log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
+                await self._refuse(error)
+
+    async def _refuse(self, error: Exception) -> None:
+        """Log, then abort: that of a peer that reads nothing may wait as long as its connection."""
+        call, outcome = self._call, failure(error, self._call.request_id)
         _log_end(call, outcome.code.name, outcome.reason)
         trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
-        await context.abort(outcome.code, outcome.message, trailers)
+        await self._context.abort(outcome.code, outcome.message, trailers)
 
 
 def _code_name(context: Context) -> str:
@@ -166,7 +193,7 @@ def _log_end(call: Call, code: str, reason: str = "") -> None:
     fields: dict[str, object] = {"request_id": call.request_id, "method": call.method, "code": code}
     if reason:
         fields["reason"] = reason
-    for name in ("tenant", "priority", "client", "trace_id", "previous_attempts", "reply"):
+    for name in _WHEN_SAID:
         value = getattr(call, name)
         if value:
             fields[name] = value

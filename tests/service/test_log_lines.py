@@ -1,0 +1,85 @@
+"""Log lines: batched, in order, and none is lost."""
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+
+from legato_service.log_lines import LineWriter
+
+PROGRAM = """
+import asyncio, sys
+from legato_service import logs
+import structlog
+async def main():
+    logs.configure("info", terminal=False)
+    log = structlog.get_logger()
+    log.debug("hidden")
+    log.info("first", value=1.5, odd={1, 2}.__class__)
+    try:
+        raise ValueError("why")
+    except ValueError:
+        log.exception("second")
+    log.info("third")
+    __import__("logging").getLogger("library").warning("fourth")
+asyncio.run(main())
+"""
+
+
+class Recorder(io.BytesIO):
+    """A file that counts its writes."""
+
+    writes = 0
+
+    def write(self, data):
+        """Count, then write."""
+        self.writes += 1
+        return super().write(data)
+
+
+async def test_lines_of_an_instant_are_written_together():
+    """One write for all of them, soon, in order."""
+    file = Recorder()
+    lines = LineWriter(file)
+    for index in range(100):
+        lines.info(b"%d" % index)
+    assert file.writes == 0
+    while not file.getvalue():  # noqa: ASYNC110 - a timer of the loop's own
+        await asyncio.sleep(0.01)
+    assert file.writes == 1
+    assert file.getvalue().split() == [b"%d" % index for index in range(100)]
+    lines.info(b"later")
+    while b"later" not in file.getvalue():  # noqa: ASYNC110 - as above
+        await asyncio.sleep(0.01)
+
+
+async def test_a_warning_leaves_at_once_behind_what_waited():
+    """Whoever reads the log of a crash finds what came before it."""
+    file = Recorder()
+    lines = LineWriter(file)
+    lines.info(b"before")
+    lines.warning(b"trouble")
+    assert file.getvalue() == b"before\ntrouble\n"
+
+
+def test_lines_without_a_loop_leave_at_once():
+    """Nothing would flush them later."""
+    file = Recorder()
+    LineWriter(file).info(b"alone")
+    assert file.getvalue() == b"alone\n"
+
+
+def test_every_line_is_json_and_none_is_lost_at_the_end():
+    """Times, levels, errors and records of libraries, all of them written when the process ends."""
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, env=environment, check=True
+    )
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert {line["event"] for line in lines} == {"first", "second", "third", "fourth"}
+    first = next(line for line in lines if line["event"] == "first")
+    assert (first["value"], first["odd"], first["level"]) == (1.5, "<class 'set'>", "info")
+    assert first["timestamp"].endswith("Z")
+    second = next(line for line in lines if line["event"] == "second")
+    assert "ValueError: why" in second["exception"]
