@@ -27,6 +27,7 @@ MAX_STOPS, MAX_STOP = 8, 64
 MAX_TASKS, MAX_TASK_ID = 32, 64
 MIN_HEARTBEAT = 0.1  # seconds; shorter ones are raised to it
 
+_ALL_DEFAULTS = core.SamplingParams()
 _LENGTHS = {
     task_pb2.CAPTION_LENGTH_UNSPECIFIED: core.CaptionLength.NORMAL,
     task_pb2.CAPTION_LENGTH_SHORT: core.CaptionLength.SHORT,
@@ -172,6 +173,8 @@ def tasks(
 
 def sampling(message: task_pb2.Sampling, path: str = "") -> core.SamplingParams:
     """How to sample; absent fields stay None."""
+    if not message.ListFields():
+        return _ALL_DEFAULTS
     at = f"{path}sampling."
     if message.HasField("temperature") and not 0 <= message.temperature < math.inf:
         raise InvalidField("must be finite and at least 0", field=f"{at}temperature")
