@@ -37,6 +37,7 @@ class ServiceLink:
         self._loop = asyncio.get_running_loop()
         self._unsent = FrameWriter()  # what is to leave before and between the engine's readings
         self._engine: socket.socket | None = None
+        self._flush_due = False
         self._reporters: dict[socket.socket, FrameReader] = {}
         self._listeners = (
             self._listen(_COMMANDS, self._take_commands),
@@ -45,10 +46,13 @@ class ServiceLink:
         self._closed = False
 
     def send(self, command: Command) -> None:
-        """Enqueue a command; never blocks."""
-        if not self._closed:
-            self._unsent.add(encode(command))
-            self._flush()
+        """Enqueue a command; never blocks. Those of one turn of the loop leave together."""
+        if self._closed:
+            return
+        self._unsent.add(encode(command))
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
 
     def close(self) -> None:
         """Deliver reports that already arrived, then close the sockets and remove the folder."""
@@ -85,6 +89,7 @@ class ServiceLink:
 
     def _flush(self) -> None:
         """Send what the kernel takes, and the rest when it says that it takes more."""
+        self._flush_due = False
         if self._engine is None:
             return
         try:

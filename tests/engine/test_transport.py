@@ -37,6 +37,7 @@ async def test_commands_from_before_the_engine_came():
     link.send(sent[2])
     received: list[object] = []
     while len(received) < 3:
+        await asyncio.sleep(0)  # the link sends at the end of the turn
         commands.wait(1000)
         received += commands.receive()
     assert received == sent
