@@ -247,13 +247,7 @@ class EngineClient:
 
     def _on_report(self, report: Report) -> None:
         match report:
-            case Heartbeat():
-                self._on_heartbeat(report)
-            case Loading():
-                self.progress = report
-            case Ready():
-                self._on_ready(report)
-            case Queued() | Started() | Delta() | Done() | Failed():
+            case Delta() | Done() | Started() | Queued() | Failed():
                 stream = self._streams.get(report.request_id)
                 if stream is not None:  # else aborted a moment ago
                     stream.feed(report)
@@ -261,6 +255,12 @@ class EngineClient:
                         self._forget(stream)
                 elif isinstance(report, Failed):
                     self._calls.settle(report)
+            case Heartbeat():
+                self._on_heartbeat(report)
+            case Loading():
+                self.progress = report
+            case Ready():
+                self._on_ready(report)
             case ImageHeld() | ImageDropped():
                 self._calls.settle(report)
 

@@ -8,7 +8,15 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from legato_engine.core import Event, OutlineEvent, ReasoningDelta, Request, TextDelta
+from legato_engine.core import (
+    Event,
+    ObjectEvent,
+    OutlineEvent,
+    PointEvent,
+    ReasoningDelta,
+    Request,
+    TextDelta,
+)
 from legato_engine.errors import InternalError, LegatoError, from_value
 from legato_engine.messages import Delta, Done, Failed, Queued, Started
 
@@ -145,6 +153,8 @@ def merge_events(events: list[Event]) -> tuple[Event, ...]:
 
 
 def _join(left: Event, right: Event) -> Event | None:
+    if type(left) is not type(right) or isinstance(left, PointEvent | ObjectEvent):
+        return None
     match left, right:
         case TextDelta(), TextDelta():
             return TextDelta(text=left.text + right.text, tokens=left.tokens + right.tokens)
