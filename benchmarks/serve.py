@@ -38,12 +38,14 @@ _SERVICE = "/legato.v1.InferenceService/"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of request; `name` is the RPC."""
+    """One kind of request; `name` is the RPC, `answers` how many of `counted` one request gets."""
 
     title: str
     name: str
     request: Message
     in_flight: int
+    counted: str = "calls"
+    answers: int = 1
 
     @property
     def streams(self) -> bool:
@@ -76,8 +78,15 @@ def cases(length: int) -> list[Case]:
     return [
         Case("Query", "Query", pb.QueryRequest(question="What is in the picture?"), 64),
         Case(f"Detect, {len(photo.image.encoded.data) // 1024} KiB JPEG", "Detect", photo, 16),
-        Case(f"Generate, {length} points", "Generate", points_request, 16),
-        Case(f"Generate, {length} words", "Generate", pb.GenerateRequest(task=words), 16),
+        Case(f"Generate, {length} points", "Generate", points_request, 16, "points", length),
+        Case(
+            f"Generate, {length} words",
+            "Generate",
+            pb.GenerateRequest(task=words),
+            16,
+            "words",
+            length,
+        ),
     ]
 
 
@@ -93,7 +102,11 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn of one contender; CPU is microseconds a request, or a message of a stream."""
+    """One turn of one contender.
+
+    `per_second` and CPU, in microseconds, are of what the case counts: calls, or answers of
+    streams. Our server joins words that it cannot send as fast as they come; points never.
+    """
 
     per_second: float
     p50_ms: float
@@ -170,16 +183,17 @@ def measure(case: Case, contender: Contender, seconds: float, senders: int) -> S
     seen: Record = run(case.plan(contender.target, seconds, senders))
     if seen.errors:
         raise RuntimeError(f"{case.title} on {contender.name}: {dict(seen.errors)}")
-    counted = seen.messages if case.streams else seen.due
     after = _used(contender)
-    own, engine = (1e6 * (b - a) / counted for a, b in zip(before, after, strict=True))
+    answers = seen.due * case.answers
+    own, engine = (1e6 * (b - a) / answers for a, b in zip(before, after, strict=True))
+    messages = (seen.first.count + seen.gap.count) / seen.due + case.streams  # and `started`
     return Sample(
-        per_second=(seen.messages if case.streams else seen.completed) / seconds,
+        per_second=seen.messages / messages * case.answers / seconds,
         p50_ms=seen.latency.percentile(50) * 1e3,
         cpu_us=own,
         engine_cpu_us=engine,
         sender_cpu_share=seen.cpu_share,
-        messages_per_request=seen.messages / max(seen.completed, 1),
+        messages_per_request=messages,
     )
 
 
@@ -215,7 +229,7 @@ def row(case: Case, samples: dict[str, list[Sample]]) -> list[str]:
     per_core = statistics.median(theirs.cpu_us / ours.cpu_us for theirs, ours in pairs)
     return [
         case.title,
-        "messages" if case.streams else "calls",
+        case.counted,
         f"{median(bare, 'per_second'):.0f}",
         f"{median(legato, 'per_second'):.0f}",
         f"{share:.0%}",
