@@ -1,0 +1,52 @@
+"""The comparison's arithmetic and its bare server."""
+
+from typing import Any
+
+import grpc
+from legato.v1 import inference_pb2 as pb
+from legato.v1 import inference_pb2_grpc
+
+from benchmarks.echo import Answers
+from benchmarks.serve import Case, Sample, _one_each, cases, echo_server, row
+
+STREAM = [
+    pb.GenerateResponse(index=0, started=pb.Started(model="null")),
+    pb.GenerateResponse(index=1, text=pb.TextDelta(text="nobody looked at it")),
+    pb.GenerateResponse(index=2, finished=pb.Finished()),
+]
+
+
+def sample(per_second, cpu_us):
+    """A turn."""
+    return Sample(per_second, 1.0, cpu_us, 5.0, 0.5, 1.0)
+
+
+def test_joined_words_are_replayed_one_by_one():
+    """The bare server sends a message a word, whatever ours had joined, with gapless indices."""
+    messages = [pb.GenerateResponse.FromString(data) for data in _one_each(STREAM)]
+    assert [message.index for message in messages] == list(range(6))
+    assert "".join(m.text.text for m in messages).split() == ["nobody", "looked", "at", "it"]
+    assert messages[0].HasField("started")
+    assert messages[-1].HasField("finished")
+
+
+def test_the_bare_server_says_what_it_was_given():
+    """Unary answers by RPC, streams by task, unchanged."""
+    answer = pb.QueryResponse(answer="yes")
+    words: Any = cases(3)[-1].request
+    recorded = Answers(
+        {"Query": answer.SerializeToString()}, {"query": [m.SerializeToString() for m in STREAM]}
+    )
+    with echo_server(recorded) as bare, grpc.insecure_channel(bare.target) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        assert stub.Query(pb.QueryRequest(question="anything"), wait_for_ready=True) == answer
+        assert list(stub.Generate(words)) == STREAM
+
+
+def test_shares_are_medians_of_turns_that_met_the_same_machine():
+    """A turn is compared with its neighbour, so that a machine that slows down is nobody's loss."""
+    bare = [sample(1000, 100), sample(500, 200), sample(250, 400)]
+    ours = [sample(800, 125), sample(400, 250), sample(100, 1000)]
+    cells = row(Case("Query", "Query", pb.QueryRequest(), 1), {"bare": bare, "legato": ours})
+    assert cells[4] == "80%"
+    assert cells[8] == "80%"
