@@ -30,7 +30,7 @@ from benchmarks import cpu, record, serve_ghz, serve_sessions
 from benchmarks.echo import Answers
 from benchmarks.rpc import picture
 
-NULL = ("--model", "null", "--null-objects", "100000", "--log-level", "info")
+NULL = ("--model", "null", "--null-objects", "100000", "--max-sessions", "10000")
 START_TIMEOUT = 60.0
 SIZE = (640, 480)
 _SERVICE = "/legato.v1.InferenceService/"
