@@ -309,6 +309,9 @@ func TestSession(t *testing.T) {
 			t.Errorf("sent %d", got)
 		}
 	}
+	if session.FrameCredits() != 2 {
+		t.Errorf("%d credits with two frames unresolved", session.FrameCredits())
+	}
 	session.CloseSend()
 	var end error
 	accepted := 0

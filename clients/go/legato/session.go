@@ -82,10 +82,11 @@ type Frame struct {
 // Each frame sent gets exactly one of: a [FrameResult] for each of its tasks, the last with Last; or one
 // [FrameDropped].
 type Session struct {
-	terms   SessionTerms
-	stream  grpc.BidiStreamingClient[legatov1.SessionRequest, legatov1.SessionResponse]
-	cancel  context.CancelFunc
-	credits atomic.Uint32
+	terms      SessionTerms
+	stream     grpc.BidiStreamingClient[legatov1.SessionRequest, legatov1.SessionResponse]
+	cancel     context.CancelFunc
+	window     atomic.Uint32 // frames that may be unresolved, as the server said last
+	unresolved sync.Map      // by sequence: frames sent, neither accepted nor dropped
 
 	sending  sync.Mutex
 	sequence uint64
@@ -132,15 +133,25 @@ func (c *Client) openSession(ctx context.Context, open *legatov1.SessionOpen) (*
 		return nil, incomplete("the session did not begin with its terms")
 	}
 	session.terms = termsOf(message.GetOpened())
-	session.credits.Store(session.terms.FrameCredits)
+	session.window.Store(session.terms.FrameCredits)
 	return session, nil
 }
 
 // Terms are what the server granted.
 func (s *Session) Terms() SessionTerms { return s.terms }
 
-// FrameCredits are the frames that may be sent now, as the server said last.
-func (s *Session) FrameCredits() uint32 { return s.credits.Load() }
+// FrameCredits are the frames that may be sent now: the server's window, less those that it has neither accepted nor
+// dropped yet, as far as Recv has read. What is sent beyond them is dropped, or takes a waiting frame's place.
+func (s *Session) FrameCredits() uint32 {
+	free := s.window.Load()
+	s.unresolved.Range(func(any, any) bool {
+		if free > 0 {
+			free--
+		}
+		return free > 0
+	})
+	return free
+}
 
 // Send gives the server a frame and returns its sequence. It waits while the connection is full.
 func (s *Session) Send(frame Frame) (sequence uint64, err error) {
@@ -154,6 +165,7 @@ func (s *Session) Send(frame Frame) (sequence uint64, err error) {
 		message.Stamp.Sequence = s.sequence + 1
 	}
 	s.sequence = message.Stamp.Sequence
+	s.unresolved.Store(s.sequence, nil)
 	return s.sequence, s.send(&legatov1.SessionRequest{Message: &legatov1.SessionRequest_Frame{Frame: message}})
 }
 
@@ -207,9 +219,13 @@ func (s *Session) Recv() (SessionEvent, error) {
 		case nil: // newer than this package
 			continue
 		case *FrameAccepted:
-			s.credits.Store(event.FrameCredits)
+			s.unresolved.Delete(event.Sequence)
+			s.window.Store(event.FrameCredits)
 		case *FrameDropped:
-			s.credits.Store(event.FrameCredits)
+			s.unresolved.Delete(event.Sequence)
+			s.window.Store(event.FrameCredits)
+		case *FrameResult: // says accepted too
+			s.unresolved.Delete(event.Stamp.Sequence)
 		}
 		return event, nil
 	}
