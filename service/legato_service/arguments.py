@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--priority-seconds",
         metavar="SECONDS",
-        type=_seconds,
+        type=_not_negative,
         default=engine.priority_seconds,
         help="how long to wait makes up for one step of priority (metadata legato-priority, "
         "-100..100, higher goes first); 0 ignores priorities",
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-session-age",
         metavar="SECONDS",
-        type=float,
+        type=_not_negative,
         default=service.max_session_age,
         help="after which a session is told to go away",
     )
@@ -119,14 +119,14 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--image-ttl",
         metavar="SECONDS",
-        type=float,
+        type=_not_negative,
         default=service.image_ttl,
         help="how long an uploaded picture is held unless its caller says",
     )
     add(
         "--image-max-ttl",
         metavar="SECONDS",
-        type=float,
+        type=_not_negative,
         default=service.image_max_ttl,
         help="how long a caller may have a picture held",
     )
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--drain-grace",
         metavar="SECONDS",
-        type=float,
+        type=_not_negative,
         default=service.drain_grace,
         help="how long running requests may go on after SIGTERM",
     )
@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     null.add_argument(
         "--null-step-ms",
         metavar="MS",
-        type=_duration,
+        type=_not_negative,
         default=engine.null_step_ms,
         help="time between two tokens; 0 answers at once and lets all run",
     )
@@ -175,13 +175,6 @@ def _fraction(text: str) -> float:
     return number
 
 
-def _duration(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError("must be finite and not negative")
-    return number
-
-
 def _whole(text: str) -> int:
     number = int(text)
     if number < 0:
@@ -189,10 +182,10 @@ def _whole(text: str) -> int:
     return number
 
 
-def _seconds(text: str) -> float:
+def _not_negative(text: str) -> float:
     number = float(text)
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError("must be a number of seconds, not negative")
+        raise argparse.ArgumentTypeError("must be finite and not negative")
     return number
 
 
