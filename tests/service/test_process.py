@@ -135,7 +135,7 @@ async def test_an_operators_drain_ends_the_process():
             waiting = stub(channel).Generate(STREAM)
             assert (await waiting.read()).HasField("started")
             await admin(channel).Drain(drain_in(600))
-            assert (await running.line("draining"))["grace"] == 600
+            assert 590 < (await running.line("draining"))["grace"] <= 600  # what is left of it
             assert (await refusal(stub(channel).Query(question("hello")))).reason == "DRAINING"
             waiting.cancel()
             assert await running.code() == 0
