@@ -29,7 +29,7 @@ from legato_engine.image_cache import ImageCache
 from legato_engine.image_holds import ImageHolds
 from legato_engine.image_jobs import ImageJobs
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.messages import ModelInfo, Report
+from legato_engine.messages import ModelInfo, RequestReport
 from legato_engine.models import registry
 from legato_engine.models.model import Model, ModelFrontend, PreparedImage
 from legato_engine.preprocess import Preprocessor
@@ -107,7 +107,7 @@ class Assembly:
         self,
         *,
         namespace: str,
-        send: Callable[[Report], None],
+        send: Callable[[RequestReport], None],
         wake: Callable[[], None],
         observer: Observer | None = None,
     ) -> EngineCore:

@@ -6,15 +6,25 @@ import asyncio
 from collections.abc import Callable
 
 from legato_engine.errors import LegatoError, from_value
-from legato_engine.messages import Abort, DropImage, Failed, HoldImage, ImageDropped, ImageHeld
+from legato_engine.messages import (
+    Abort,
+    DropImage,
+    Failed,
+    HoldImage,
+    ImageDropped,
+    ImageHeld,
+    StopElsewhere,
+    Stopped,
+)
 
-Answer = ImageHeld | ImageDropped
+Question = HoldImage | DropImage | StopElsewhere
+Answer = ImageHeld | ImageDropped | Stopped
 
 
 class PendingCalls:
     """Belongs to one event loop."""
 
-    def __init__(self, send: Callable[[HoldImage | DropImage | Abort], None]) -> None:
+    def __init__(self, send: Callable[[Question | Abort], None]) -> None:
         self._send = send
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
 
@@ -22,7 +32,7 @@ class PendingCalls:
         """Commands without an answer yet."""
         return len(self._waiting)
 
-    async def ask(self, command: HoldImage | DropImage) -> Answer:
+    async def ask(self, command: Question) -> Answer:
         """The answer; its `Failed` is raised. Who is cancelled meanwhile has the engine forget it.
 
         Nothing is awaited before the command is sent.

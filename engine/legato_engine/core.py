@@ -165,6 +165,7 @@ class ImageInfo(Value, frozen=True):
 class Request(Value, frozen=True):
     """One task on at most one image, as the service hands it to the engine.
 
+    `request_id` is unique in the engine, see `caller_id`.
     `deadline` is absolute `time.monotonic()` seconds (one clock for all processes of a host).
     Of those who wait a higher `priority` goes first; `tenant` is whom the request counts for.
     Without `deltas` only the whole result is told, which repeats what they would have said.
@@ -183,6 +184,27 @@ class Request(Value, frozen=True):
     deltas: bool = True
     priority: int = 0
     tenant: str = ""
+
+
+def without_link(request_id: str) -> str:
+    """The id without the number and the `@` that a service process beside the first puts before it.
+
+    No caller's id holds an `@`.
+    """
+    return request_id.rpartition("@")[2]
+
+
+def scoped_id(request_id: str) -> str:
+    """The id as its service process knows the request: several tasks of one call are one.
+
+    A task has a `#` and its number behind; no caller's id holds a `#`.
+    """
+    return without_link(request_id).partition("#")[0]
+
+
+def caller_id(request_id: str) -> str:
+    """What the caller named the request, without the tenant's name and the `/` before it."""
+    return scoped_id(request_id).rpartition("/")[2]
 
 
 # ---------------------------------------------------------------- what comes back

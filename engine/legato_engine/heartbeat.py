@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
+from legato_engine.links import Audience, Woken
 from legato_engine.messages import Heartbeat, Load
-from legato_engine.transport import ReportSender
 
 _NOTICE = 0.01  # seconds that a busy main thread has to renew a beat before it leaves
 
@@ -27,41 +28,55 @@ class Vitals:
 
 
 class HeartbeatThread:
-    """Beats every `interval` seconds until `stop`; calls `orphaned` when the parent is gone."""
+    """Beats every `interval` seconds until `stop`; calls `orphaned` when the parent is gone.
+
+    Whoever knocks at `door`, a listening descriptor, hears a beat at once.
+    """
 
     def __init__(
         self,
-        endpoint: str,
+        door: int,
         vitals: Vitals,
         *,
         interval: float,
         parent: int,
         orphaned: Callable[[], None],
     ) -> None:
-        self._endpoint = endpoint
+        self._audience = Audience(door)
         self._vitals = vitals
         self._interval = interval
         self._parent = parent
         self._orphaned = orphaned
-        self._stopped = threading.Event()
+        self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="legato-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Beat no more."""
-        self._stopped.set()
+        os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
+        self._audience.close()
+        os.close(self._stop_fd)
 
     def _run(self) -> None:
-        sender = ReportSender(self._endpoint)
         notice = min(_NOTICE, self._interval / 2)
         while True:
             if os.getppid() != self._parent:
                 self._orphaned()
-            sender.send(self._vitals.beat)
-            if self._stopped.wait(self._interval - notice):
-                break
+            self._audience.send(self._vitals.beat)
+            if self._stops_within(self._interval - notice):
+                return
             self._vitals.due = True
-            if self._stopped.wait(notice):
-                break
-        sender.close(linger_ms=0)
+            if self._stops_within(notice):
+                return
+
+    def _stops_within(self, seconds: float) -> bool:
+        """Wait; newcomers are told meanwhile."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            match self._audience.wait(self._stop_fd, left):
+                case Woken.STOP:
+                    return True
+                case Woken.NEWCOMER:
+                    self._audience.send(self._vitals.beat)
+        return False

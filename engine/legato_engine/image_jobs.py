@@ -11,7 +11,14 @@ import structlog
 
 from legato_engine.errors import InternalError, LegatoError, to_value
 from legato_engine.image_holds import ImageHolds
-from legato_engine.messages import DropImage, Failed, HoldImage, ImageDropped, ImageHeld, Report
+from legato_engine.messages import (
+    DropImage,
+    Failed,
+    HoldImage,
+    ImageDropped,
+    ImageHeld,
+    RequestReport,
+)
 from legato_engine.models.model import PreparedImage
 from legato_engine.preprocess import Picture, Preprocessor
 
@@ -31,7 +38,7 @@ class ImageJobs:
         preprocessor: Preprocessor,
         holds: ImageHolds[PreparedImage],
         *,
-        send: Callable[[Report], None],
+        send: Callable[[RequestReport], None],
         wake: Callable[[], None],
     ) -> None:
         self._preprocessor = preprocessor

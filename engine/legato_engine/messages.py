@@ -1,6 +1,6 @@
-"""All that crosses the line between the service process and an engine process.
+"""All that crosses the line between a service process and an engine process.
 
-Two one-way sockets carry these, msgpack-encoded: commands to the engine, reports from it. Reports
+Sockets carry these, msgpack-encoded: commands to the engine, reports from it. Reports
 of one request come in order: `Queued`? `Started` `Delta`* then exactly one `Done` or `Failed`;
 `Delta`s only when the request wants them. `HoldImage` and `DropImage` are answered once, by
 `ImageHeld`, `ImageDropped` or `Failed`.
@@ -62,11 +62,22 @@ class DropImage(Value, frozen=True):
     owner: str
 
 
+class StopElsewhere(Value, frozen=True):
+    """`Stop` the requests that `target` names, all when it is empty, of the other processes' only.
+
+    A target names a request by its caller's id, of one tenant where it has a tenant's `name/` in
+    front. Answered by `Stopped`.
+    """
+
+    request_id: str
+    target: str = ""
+
+
 class Shutdown(Value, frozen=True):
     """Finish nothing, exit 0."""
 
 
-Command = Submit | Abort | Stop | HoldImage | DropImage | Shutdown
+Command = Submit | Abort | Stop | HoldImage | DropImage | StopElsewhere | Shutdown
 
 
 class ModelInfo(Value, frozen=True):
@@ -203,18 +214,17 @@ class Failed(Value, frozen=True):
     error: ErrorValue
 
 
-Report = (
-    Loading
-    | Ready
-    | Heartbeat
-    | Queued
-    | Started
-    | Delta
-    | Done
-    | ImageHeld
-    | ImageDropped
-    | Failed
-)
+class Stopped(Value, frozen=True):
+    """How many requests a `StopElsewhere` stopped; several tasks of one call are one."""
+
+    request_id: str
+    count: int
+
+
+RequestReport = Queued | Started | Delta | Done | ImageHeld | ImageDropped | Failed
+"""What concerns one request or picture."""
+
+Report = Loading | Ready | Heartbeat | RequestReport | Stopped
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

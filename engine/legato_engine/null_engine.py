@@ -39,7 +39,7 @@ from legato_engine.messages import (
     Load,
     ModelInfo,
     Queued,
-    Report,
+    RequestReport,
     Started,
 )
 from legato_engine.null_answer import Answer, answer
@@ -89,7 +89,7 @@ class NullEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, *, namespace: str, send: Callable[[Report], None]
+        self, config: EngineConfig, *, namespace: str, send: Callable[[RequestReport], None]
     ) -> None:
         self._period = config.null_step_ms / 1000
         self._max_running = config.max_running if self._period else sys.maxsize

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import faulthandler
 import gc
 import logging
 import math
@@ -22,6 +19,7 @@ import structlog
 from legato_engine import null_engine
 from legato_engine.config import EngineConfig
 from legato_engine.heartbeat import HeartbeatThread, Vitals
+from legato_engine.links import Links
 from legato_engine.messages import (
     Abort,
     Command,
@@ -35,14 +33,14 @@ from legato_engine.messages import (
     Loading,
     ModelInfo,
     Ready,
-    Report,
+    RequestReport,
     Shutdown,
     Stop,
     Submit,
 )
 from legato_engine.step_stats import StepStats
+from legato_engine.supervisor import bind_to_parent
 from legato_engine.timeline import StepFeed, StepListener, Timeline
-from legato_engine.transport import CommandReceiver, ReportSender
 
 if TYPE_CHECKING:
     from legato_engine.engine import (
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
 
     Core = EngineCore | NullEngine
 
-_PR_SET_PDEATHSIG = 1
 _GC_THRESHOLD = 50_000  # containers made and not freed
 _LINGER_MS = 500  # what was reported before the end still leaves
 _log = structlog.get_logger()
@@ -63,60 +60,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     configure_logging()
-    _bind_to_parent(arguments.parent)
+    bind_to_parent(arguments.parent)
     vitals = Vitals()
-    reports = ReportSender(arguments.endpoint)
+    wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    door, vitals_door = arguments.doors
+    links = Links(door, wake_fd)
     heartbeat = HeartbeatThread(
-        arguments.endpoint,
+        vitals_door,
         vitals,
         interval=config.heartbeat_interval,
         parent=arguments.parent,
         orphaned=lambda: os._exit(1),
     )
     try:
-        serve(config, arguments.endpoint, arguments.namespace, reports, vitals)
+        serve(config, arguments.namespace, links, wake_fd, vitals)
     except Exception:  # noqa: BLE001 - any fault may have left the device in an unknown state
         _log.exception("engine fails")
         return 1
     finally:
         heartbeat.stop()
-        reports.close(_LINGER_MS)
+        links.close(_LINGER_MS)
     return 0
 
 
-def serve(
-    config: EngineConfig, endpoint: str, namespace: str, reports: ReportSender, vitals: Vitals
-) -> None:
+def serve(config: EngineConfig, namespace: str, links: Links, wake_fd: int, vitals: Vitals) -> None:
     """Load the model and run requests until `Shutdown`; raises what the device or a tick raises."""
-    wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     stats = StepStats()
-    core, model = _open(config, namespace, reports, wake_fd, stats)
-    commands = CommandReceiver(endpoint, wake_fd)
+    core, model = _open(config, namespace, links, wake_fd, stats)
     _publish(core, stats, vitals)
-    reports.send(Ready(model=model, pid=os.getpid()))
+    links.broadcast(Ready(model=model, pid=os.getpid()))
     _log.info("engine ready", model=model.name, device=model.device)
-    try:
-        _freeze()
-        _loop(Serving(core, stats, commands, reports, wake_fd, vitals))
-    finally:
-        commands.close()
+    _freeze()
+    _loop(Serving(core, stats, links, vitals))
 
 
 def _open(
-    config: EngineConfig, namespace: str, reports: ReportSender, wake_fd: int, stats: StepStats
+    config: EngineConfig, namespace: str, links: Links, wake_fd: int, stats: StepStats
 ) -> tuple[Core, ModelInfo]:
     """The engine that the configuration names, ready to run, and what it serves."""
     if config.model == null_engine.NAME:
-        core = null_engine.NullEngine(config, namespace=namespace, send=reports.post)
+        core = null_engine.NullEngine(config, namespace=namespace, send=links.post)
         return core, null_engine.info(config)
     from legato_engine.assembly import assemble  # loads torch, in seconds
 
     assembly = assemble(
-        config, lambda stage, fraction: reports.send(Loading(stage=stage, fraction=fraction))
+        config, lambda stage, fraction: links.broadcast(Loading(stage=stage, fraction=fraction))
     )
     return assembly.core(
         namespace=namespace,
-        send=lambda report: _report(reports, report),
+        send=lambda report: _report(links, report),
         wake=lambda: os.eventfd_write(wake_fd, 1),
         observer=StepFeed(assembly.runner.times, (stats, *_timelines(config))),
     ), assembly.info
@@ -136,9 +128,7 @@ class Serving(NamedTuple):
 
     core: Core
     stats: StepStats
-    commands: CommandReceiver
-    reports: ReportSender
-    wake_fd: int
+    links: Links
     vitals: Vitals
 
 
@@ -148,26 +138,19 @@ def _loop(serving: Serving) -> None:
     With nothing to run the loop sleeps until woken. What is published before it sleeps is
     therefore true for as long as it sleeps.
     """
-    core, vitals = serving.core, serving.vitals
+    core, links, vitals = serving.core, serving.links, serving.vitals
     while True:
-        all_sent = serving.reports.flush()
+        links.flush()
         if not core.busy:
             _publish(core, serving.stats, vitals)
-            _sleep(serving, all_sent=all_sent)
+            links.wait(_timeout_ms(core.next_deadline()))
         elif vitals.due:
             _publish(core, serving.stats, vitals)
-        for command in serving.commands.receive():
+        for command in links.receive():
             if isinstance(command, Shutdown):
                 return
             _apply(core, command)
         core.step()
-
-
-def _sleep(serving: Serving, *, all_sent: bool) -> None:
-    """Until there is a command, a prepared picture, a deadline, or room for unsent reports."""
-    timeout_ms = _timeout_ms(serving.core.next_deadline())
-    serving.commands.wait(timeout_ms, None if all_sent else serving.reports)
-    _clear(serving.wake_fd)
 
 
 def _freeze() -> None:
@@ -181,12 +164,12 @@ def _freeze() -> None:
     gc.set_threshold(_GC_THRESHOLD)
 
 
-def _report(reports: ReportSender, report: Report) -> None:
+def _report(links: Links, report: RequestReport) -> None:
     """An end leaves at once, ahead of the rest of its tick; what is only progress can wait."""
     if isinstance(report, Done | Failed | ImageHeld | ImageDropped):
-        reports.send(report)
+        links.send(report)
     else:
-        reports.post(report)
+        links.post(report)
 
 
 def _apply(core: Core, command: Command) -> None:
@@ -219,11 +202,6 @@ def _timeout_ms(deadline: float) -> int | None:
     return max(0, math.ceil((deadline - time.monotonic()) * 1000))
 
 
-def _clear(wake_fd: int) -> None:
-    with contextlib.suppress(BlockingIOError):  # woken by a command or by the time
-        os.eventfd_read(wake_fd)
-
-
 def configure_logging() -> None:
     """JSON lines on stderr, the standard library's records included."""
     shared: list[structlog.typing.Processor] = [
@@ -248,21 +226,12 @@ def configure_logging() -> None:
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
 
 
-def _bind_to_parent(parent: int) -> None:
-    """Only the service decides when to stop, and its death is the engine's."""
-    faulthandler.enable()  # SIGABRT writes the stacks of a process that hangs
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="legato_engine.process", description=__doc__)
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
-    parser.add_argument("--endpoint", required=True, help="folder of the sockets")
+    parser.add_argument(
+        "--doors", required=True, type=int, nargs=2, help="inherited sockets, see transport.Doors"
+    )
     parser.add_argument("--namespace", required=True, help="prefix of the blobs to read")
     parser.add_argument("--parent", required=True, type=int, help="process id of the service")
     return parser.parse_args(argv)

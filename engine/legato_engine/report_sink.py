@@ -9,7 +9,7 @@ from collections.abc import Sequence as Many
 
 from legato_engine.core import Event, FinishReason, ImageInfo, Timings, Usage
 from legato_engine.errors import LegatoError, to_value
-from legato_engine.messages import Delta, Done, Failed, Queued, Report, Started
+from legato_engine.messages import Delta, Done, Failed, Queued, RequestReport, Started
 from legato_engine.sequence import Sequence
 
 
@@ -27,7 +27,7 @@ class Ticket:
 class ReportSink:
     """A `scheduler.Sink`. Knows a request from `expect` to its end."""
 
-    def __init__(self, model: str, send: Callable[[Report], None]) -> None:
+    def __init__(self, model: str, send: Callable[[RequestReport], None]) -> None:
         self._model = model
         self._send = send
         self._tickets: dict[str, Ticket] = {}

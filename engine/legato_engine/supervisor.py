@@ -1,13 +1,17 @@
-"""One incarnation of the engine process, and how long to wait before the next one."""
+"""A child process: its start, its end, how long to wait before the next, and its own side of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import faulthandler
 import os
 import signal
+import sys
 from collections.abc import Sequence
 
+_PR_SET_PDEATHSIG = 1
 _ABORT_GRACE = 2.0  # seconds to dump stacks after SIGABRT
 
 
@@ -29,7 +33,7 @@ class Backoff:
         return delay
 
 
-class EngineProcess:
+class ChildProcess:
     """A child process in a session of its own; stdout and stderr are inherited."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -37,10 +41,13 @@ class EngineProcess:
         self.pid = process.pid
 
     @classmethod
-    async def spawn(cls, command: Sequence[str]) -> EngineProcess:
-        """Start it; `OSError` when there is nothing to execute."""
+    async def spawn(cls, command: Sequence[str], inherited: Sequence[int] = ()) -> ChildProcess:
+        """Start it with these descriptors; `OSError` when there is nothing to execute."""
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=tuple(inherited),
         )
         return cls(process)
 
@@ -69,3 +76,17 @@ class EngineProcess:
         """SIGKILL to the whole process group, whatever is left of it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def bind_to_parent(parent: int) -> None:
+    """For the child, first of all: only this parent decides when it stops, whose death is its own.
+
+    Signals that a terminal or a service manager sends to everybody are for the parent to act upon.
+    """
+    faulthandler.enable()  # SIGABRT writes the stacks of a process that hangs
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)

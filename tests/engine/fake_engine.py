@@ -24,6 +24,7 @@ from legato_engine.core import (
     Usage,
 )
 from legato_engine.errors import ImageNotFound, ImageUndecodable, to_value
+from legato_engine.links import Audience, Links
 from legato_engine.messages import (
     Abort,
     Delta,
@@ -41,8 +42,8 @@ from legato_engine.messages import (
     Shutdown,
     Started,
     Stop,
+    Submit,
 )
-from legato_engine.transport import CommandReceiver, ReportSender
 
 INFO = ModelInfo(
     name="fake",
@@ -63,27 +64,27 @@ def asked(request: Request) -> str:
     return request.task.question
 
 
-def answer(reports, request, namespace):
+def answer(links, request, namespace):
     """Do what the question says."""
     name = request.request_id
     if request.image is not None:
         take_blob(request.image.blob, namespace)
-    reports.send(
+    links.send(
         Started(request_id=name, model="fake", input_tokens=3, cached_tokens=0, queue_time=0.0)
     )
     question = asked(request)
     if question == "die":
         os._exit(3)
     if question == "bad":
-        reports.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
+        links.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
     if question == "freeze":
         time.sleep(3600)
     if question == "hang":
         return
     for piece in ("a", "b", "c"):
-        reports.send(Delta(request_id=name, events=(TextDelta(text=piece),)))
+        links.send(Delta(request_id=name, events=(TextDelta(text=piece),)))
     if question != "slow":
-        reports.send(done(name, "abc", FinishReason.STOP))
+        links.send(done(name, "abc", FinishReason.STOP))
 
 
 def done(name, text, reason):
@@ -97,14 +98,14 @@ def done(name, text, reason):
     )
 
 
-def keep(reports, command, namespace, held):
+def keep(links, command, namespace, held):
     """Hold what is not "bad", for ever; "hang" is never answered and "die" exits."""
     name = command.request_id
     if isinstance(command, DropImage):
         known = command.image_id in held
         held.discard(command.image_id)
         missing = Failed(request_id=name, error=to_value(ImageNotFound("not held")))
-        reports.send(ImageDropped(request_id=name) if known else missing)
+        links.send(ImageDropped(request_id=name) if known else missing)
         return
     match bytes(take_blob(command.image.blob, namespace)):
         case b"die":
@@ -112,63 +113,64 @@ def keep(reports, command, namespace, held):
         case b"hang":
             return
         case b"bad":
-            reports.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
+            links.send(Failed(request_id=name, error=to_value(ImageUndecodable("no image"))))
         case data:
             held.add(data.decode())
             info = ImageInfo(image_id=data.decode(), width=4, height=3, cache_hit=False)
-            reports.send(ImageHeld(request_id=name, image=info, until=command.ttl))
+            links.send(ImageHeld(request_id=name, image=info, until=command.ttl))
 
 
 def beat(arguments, config, live, frozen):
     """Send heartbeats until frozen or orphaned."""
-    sender = ReportSender(arguments.endpoint)
+    audience = Audience(arguments.doors[1])
     step = 0
     while not frozen.is_set():
         step += 1
         if os.getppid() != int(arguments.parent):
             os._exit(1)
-        sender.send(Heartbeat(step=step, load=Load(running=len(live)), estimated_wait=0.5))
+        audience.send(Heartbeat(step=step, load=Load(running=len(live)), estimated_wait=0.5))
         time.sleep(config.heartbeat_interval)
 
 
 def main():
     """Serve until told to stop."""
     parser = argparse.ArgumentParser()
-    for name in ("--config", "--endpoint", "--namespace", "--parent"):
+    for name in ("--config", "--namespace", "--parent"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--doors", required=True, type=int, nargs=2)
     arguments = parser.parse_args()
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     if config.model == "broken":
         sys.exit(1)
-    reports = ReportSender(arguments.endpoint)
+    links = Links(arguments.doors[0], os.eventfd(0))
     live: set[str] = set()
     held: set[str] = set()
     frozen = threading.Event()
     threading.Thread(target=beat, args=(arguments, config, live, frozen), daemon=True).start()
-    reports.send(Loading(stage="weights", fraction=0.5))
-    wake = os.eventfd(0)
-    commands = CommandReceiver(arguments.endpoint, wake)
-    reports.send(Ready(model=INFO, pid=os.getpid()))
+    links.broadcast(Loading(stage="weights", fraction=0.5))
+    links.broadcast(Ready(model=INFO, pid=os.getpid()))
     while True:
-        commands.wait(None, None if reports.flush() else reports)  # what did not fit leaves later
-        for command in commands.receive():
+        links.flush()
+        links.wait(None)
+        for command in links.receive():
             if isinstance(command, Shutdown):
-                reports.close(100)
+                links.close(100)
                 return
             if isinstance(command, Abort):
                 live.discard(command.request_id)
                 continue
             if isinstance(command, Stop):
                 live.discard(command.request_id)
-                reports.send(done(command.request_id, "", FinishReason.CANCELLED))
+                links.send(done(command.request_id, "", FinishReason.CANCELLED))
                 continue
             if isinstance(command, HoldImage | DropImage):
-                keep(reports, command, arguments.namespace, held)
+                keep(links, command, arguments.namespace, held)
                 continue
+            assert isinstance(command, Submit)
             live.add(command.request.request_id)
             if asked(command.request) == "freeze":
                 frozen.set()
-            answer(reports, command.request, arguments.namespace)
+            answer(links, command.request, arguments.namespace)
 
 
 if __name__ == "__main__":

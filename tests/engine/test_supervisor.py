@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from legato_engine.supervisor import Backoff, EngineProcess
+from legato_engine.supervisor import Backoff, ChildProcess
 
 
 def test_backoff_doubles_up_to_the_cap_and_resets():
@@ -16,7 +16,7 @@ def test_backoff_doubles_up_to_the_cap_and_resets():
 async def test_kill_takes_the_whole_group():
     """Children of the engine do not survive it."""
     script = "import subprocess,sys; p=subprocess.Popen(['sleep','60']); p.wait()"
-    process = await EngineProcess.spawn([sys.executable, "-c", script])
+    process = await ChildProcess.spawn([sys.executable, "-c", script])
     process.kill()
     assert await process.wait() == -signal.SIGKILL
     assert not process.alive
@@ -28,6 +28,6 @@ async def test_abort_ends_a_process_that_ignores_it():
     script = (
         "import signal,time; signal.signal(6, signal.SIG_IGN); print(flush=True); time.sleep(60)"
     )
-    process = await EngineProcess.spawn([sys.executable, "-c", script])
+    process = await ChildProcess.spawn([sys.executable, "-c", script])
     await process.abort()
     assert await process.wait() in (-signal.SIGKILL, -signal.SIGABRT)

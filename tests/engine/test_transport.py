@@ -1,150 +1,117 @@
-"""Both ends of the sockets between service and engine, in one process."""
+"""A service process's end of its link, against the engine's own."""
 
 import asyncio
-import os
 
 import pytest
-from legato_engine.messages import Abort, Loading
-from legato_engine.transport import CommandReceiver, ReportSender, ServiceLink
+from legato_engine.messages import Abort, Heartbeat, Load, Queued
+from legato_engine.transport import EngineLink
 
-
-def loading(index, size=1):
-    """A report that can be told from others."""
-    return Loading(stage="x" * size, fraction=float(index))
-
-
-async def arrived(reports, count):
-    """Wait until so many reports came."""
-    while len(reports) < count:  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0)
-
-
-async def all_sent(sender):
-    """Flush until everything left, while the loop reads."""
-    while not sender.flush():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0)
+from tests.engine.linked import done, linked, loading, submit, until
 
 
 async def test_commands_from_before_the_engine_came():
     """Commands sent to an engine that is not there yet reach it, in order."""
-    link = ServiceLink(lambda report: None)
-    sent = [Abort(request_id=f"r{i}") for i in range(3)]
-    for command in sent[:2]:
-        link.send(command)
-    wake = os.eventfd(0)
-    commands = CommandReceiver(link.endpoint, wake)
-    await asyncio.sleep(0.01)
-    link.send(sent[2])
-    received: list[object] = []
-    while len(received) < 3:
-        await asyncio.sleep(0)  # the link sends at the end of the turn
-        commands.wait(1000)
-        received += commands.receive()
-    assert received == sent
-    commands.close()
-    link.close()
-    os.close(wake)
+    with linked() as ends:
+        service = ends.knock()
+        service.submit("a", "b")
+        assert await ends.received(2) == [submit("a"), submit("b")]
+        service.submit("c")
+        assert await ends.received() == [submit("c")]
 
 
 async def test_a_backlog_of_commands_leaves_when_there_is_room():
     """Commands that the socket did not take follow once the engine reads again."""
-    link = ServiceLink(lambda report: None)
-    wake = os.eventfd(0)
-    commands = CommandReceiver(link.endpoint, wake)
-    await asyncio.sleep(0.01)
-    sent = [Abort(request_id=str(i) * 50_000) for i in range(10)]
-    for command in sent:
-        link.send(command)
-    received: list[object] = []
-    while len(received) < len(sent):
-        received += commands.receive()
-        await asyncio.sleep(0)
-    assert received == sent
-    commands.close()
-    link.close()
-    os.close(wake)
-
-
-async def test_a_backlog_of_reports_leaves_in_order():
-    """A sender never blocks; what the socket did not take follows with later flushes."""
-    reports: list[object] = []
-    link = ServiceLink(reports.append)
-    sender = ReportSender(link.endpoint)
-    sent = [loading(i, size=100_000) for i in range(20)]
-    for report in sent:
-        sender.send(report)
-    assert not sender.flush()
-    await all_sent(sender)
-    await arrived(reports, len(sent))
-    assert reports == sent
-    sender.close(0)
-    link.close()
-
-
-async def test_posted_reports_leave_with_the_flush():
-    """What is posted is told with the next flush and not before."""
-    reports: list[object] = []
-    link = ServiceLink(reports.append)
-    sender = ReportSender(link.endpoint)
-    sender.post(loading(0))
-    await asyncio.sleep(0.01)
-    assert reports == []
-    sender.send(loading(1))
-    await arrived(reports, 2)
-    assert reports == [loading(0), loading(1)]
-    sender.close(0)
-    link.close()
+    with linked() as ends:
+        service = ends.knock()
+        names = [str(i) * 50_000 for i in range(10)]
+        service.submit(*names)
+        received: list[object] = []
+        while len(received) < len(names):
+            received += ends.engine.receive()
+            await asyncio.sleep(0)
+        assert received == [submit(name) for name in names]
 
 
 async def test_closing_delivers_what_has_arrived():
-    """The last words of an engine that is gone are heard, also of a connection not yet accepted."""
-    reports: list[object] = []
-    link = ServiceLink(reports.append)
-    sender = ReportSender(link.endpoint)
-    sender.send(loading(1))
-    sender.close(0)
-    link.close()
-    assert reports == [loading(1)]
-    with pytest.raises(FileNotFoundError):
-        ReportSender(link.endpoint)
+    """The last words of an engine are heard by who closes, and it is not told of the end."""
+    with linked() as ends:
+        service = ends.knock()
+        service.submit("a")
+        await ends.received()
+        ends.engine.send(done("a"))
+        ends.engine.close(0)
+        service.link.close()
+        assert service.reports == [done("a")]
+        assert service.ends == 0
 
 
-async def test_room_for_unsent_reports_wakes_the_engine():
-    """An idle engine with unsent reports is woken once the service has read some."""
-    reports: list[object] = []
-    link = ServiceLink(reports.append)
-    wake = os.eventfd(0)
-    commands = CommandReceiver(link.endpoint, wake)
-    sender = ReportSender(link.endpoint)
-    count = 0
-    while sender.flush():
-        sender.post(loading(count, size=10_000))
-        count += 1
-    waiting = asyncio.create_task(asyncio.to_thread(commands.wait, None, sender))
-    await waiting  # the loop reads meanwhile, which makes the room
-    await all_sent(sender)
-    await arrived(reports, count)
-    assert reports == [loading(i, size=10_000) for i in range(count)]
-    commands.close()
-    sender.close(0)
-    link.close()
-    os.close(wake)
+async def test_the_end_is_told_once_behind_the_last_words():
+    """When the engine hangs up, all that it said is delivered and then the end, once."""
+    with linked() as ends:
+        service = ends.knock()
+        service.submit("a")
+        await ends.received()
+        ends.engine.post(Queued(request_id="a", position=0, estimated_wait=0.0))
+        ends.engine.post(done("a", size=1_000_000))
+        told_at_end: list[int] = []
+        service.link._on_end = lambda: told_at_end.append(len(service.reports))
+        closing = asyncio.create_task(asyncio.to_thread(ends.engine.close, 60_000))
+        await until(lambda: told_at_end)
+        await closing
+        service.link.send(Abort(request_id="a"))
+        await asyncio.sleep(0)
+        assert told_at_end == [2]
 
 
-async def test_a_service_that_is_gone_does_not_spin_the_engine():
-    """After the service closed, receiving gives nothing and waiting waits."""
-    link = ServiceLink(lambda report: None)
-    wake = os.eventfd(0)
-    commands = CommandReceiver(link.endpoint, wake)
-    sender = ReportSender(link.endpoint)
-    await asyncio.sleep(0.01)
-    link.close()
-    assert commands.receive() == []
-    os.eventfd_write(wake, 1)
-    commands.wait(None)  # only the descriptor is left to wake it
-    assert commands.receive() == []
-    sender.send(loading(0))
-    assert sender.flush()
-    commands.close()
-    sender.close(0)
-    os.close(wake)
+async def test_who_knocks_between_two_engines_waits_for_the_next():
+    """A link made after an engine is gone is answered by the one that comes."""
+    with linked() as ends:
+        ends.engine.close(0)
+        service = ends.knock()
+        service.submit("a")
+        ends.engine = type(ends.engine)(ends.doors.filenos[0], ends.wake)
+        ends.engine.broadcast(loading())
+        assert await ends.received() == [submit("a")]
+        assert await service.told(1) == [loading()]
+
+
+async def test_heartbeats_reach_all_and_newcomers():
+    """A beat reaches everybody; who comes later hears the next."""
+    beats = [Heartbeat(step=i, load=Load(), estimated_wait=0.0) for i in range(2)]
+    with linked() as ends:
+        first = ends.knock()
+        ends.audience.send(beats[0])
+        second = ends.knock()
+        ends.audience.send(beats[1])
+        assert await first.told(2) == beats
+        assert await second.told(1) == beats[1:]
+
+
+async def test_a_listener_that_is_gone_is_dropped():
+    """Beats to nobody are no error, and no descriptor stays behind."""
+    beat = Heartbeat(step=1, load=Load(), estimated_wait=0.0)
+    with linked() as ends:
+        service = ends.knock()
+        ends.audience.send(beat)
+        service.link.close()
+        ends.audience.send(beat)
+        assert not ends.audience._listeners
+
+
+async def test_who_is_turned_away_is_told():
+    """Without an engine, those who wait are hung up on and nobody stays at the doors."""
+    with linked() as ends:
+        services = [ends.knock() for _ in range(3)]
+        services[0].link.close()
+        ends.doors.turn_away()
+        await until(lambda: [service.ends for service in services] == [0, 1, 1])
+        ends.engine.broadcast(loading())
+        assert len(ends.engine) == 0
+
+
+async def test_no_doors():
+    """Without doors there is no link, and whoever wants one is told."""
+    with linked() as ends:
+        ends.doors.close()
+        with pytest.raises(OSError, match="No such file"):
+            EngineLink(ends.doors.endpoint, print, print)

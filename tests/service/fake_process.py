@@ -1,6 +1,7 @@
 """An engine process without a model: `python -m tests.service.fake_process`.
 
-Ready at once; a question is answered by itself, and the question "wait" only by `Abort`.
+Ready at once. A question is answered by itself; "wait" is only ended by `Abort` or `Stop`, and
+"until PATH" is answered once there is such a file.
 """
 
 from __future__ import annotations
@@ -10,45 +11,77 @@ import os
 import threading
 
 from legato_engine import core
-from legato_engine.messages import Heartbeat, Load, Loading, Ready, Shutdown, Submit
-from legato_engine.transport import CommandReceiver, ReportSender
+from legato_engine.links import Audience, Links
+from legato_engine.messages import (
+    Abort,
+    Command,
+    Heartbeat,
+    Load,
+    Loading,
+    Ready,
+    Shutdown,
+    Stop,
+    Submit,
+)
 
 from tests.service.fakes import MODEL, done, started
+
+UNTIL = "until "
 
 
 def main() -> None:
     """Serve until told to stop, or until the parent is gone."""
     parser = argparse.ArgumentParser()
-    for name in ("--config", "--endpoint", "--namespace", "--parent"):
+    for name in ("--config", "--namespace", "--parent"):
         parser.add_argument(name)
+    parser.add_argument("--doors", type=int, nargs=2)
     arguments = parser.parse_args()
-    reader, _ = os.pipe()
-    commands = CommandReceiver(arguments.endpoint, reader)
-    reports = ReportSender(arguments.endpoint)
-    reports.send(Loading(stage="weights", fraction=0.5))
-    reports.send(Ready(model=MODEL, pid=os.getpid()))
-    threading.Thread(target=_beat, args=(arguments.endpoint,), daemon=True).start()
+    links = Links(arguments.doors[0], os.eventfd(0))
+    links.broadcast(Loading(stage="weights", fraction=0.5))
+    links.broadcast(Ready(model=MODEL, pid=os.getpid()))
+    running: dict[str, core.Request] = {}
+    threading.Thread(target=_beat, args=(arguments.doors[1], running), daemon=True).start()
     while os.getppid() == int(arguments.parent):
-        commands.wait(100)
-        for command in commands.receive():
+        links.flush()
+        links.wait(100)
+        for command in links.receive():
             if isinstance(command, Shutdown):
                 return
-            if isinstance(command, Submit) and isinstance(command.request.task, core.QueryTask):
-                _answer(reports, command.request, command.request.task.question)
+            _apply(links, running, command)
+        _look(links, running)
 
 
-def _answer(reports: ReportSender, request: core.Request, question: str) -> None:
-    reports.send(started(request))
-    if question != "wait":
-        reports.send(done(request, core.QueryResult(answer=question)))
+def _apply(links: Links, running: dict[str, core.Request], command: Command) -> None:
+    match command:
+        case Submit(request=request) if isinstance(request.task, core.QueryTask):
+            links.post(started(request))
+            if request.task.question == "wait" or request.task.question.startswith(UNTIL):
+                running[request.request_id] = request
+            else:
+                links.post(done(request, core.QueryResult(answer=request.task.question)))
+        case Abort(request_id=request_id):
+            running.pop(request_id, None)
+        case Stop(request_id=request_id) if request_id in running:
+            reason = core.FinishReason.CANCELLED
+            links.post(done(running.pop(request_id), core.QueryResult(answer=""), reason))
 
 
-def _beat(endpoint: str) -> None:
-    sender, pause = ReportSender(endpoint), threading.Event()
+def _look(links: Links, running: dict[str, core.Request]) -> None:
+    for request in list(running.values()):
+        assert isinstance(request.task, core.QueryTask)
+        path = request.task.question.removeprefix(UNTIL)
+        if os.path.exists(path):
+            del running[request.request_id]
+            links.post(done(request, core.QueryResult(answer=path)))
+
+
+def _beat(door: int, running: dict[str, core.Request]) -> None:
+    audience, pause = Audience(door), threading.Event()
     step = 0
     while not pause.wait(0.1):
         step += 1
-        sender.send(Heartbeat(step=step, load=Load(), estimated_wait=0.0))
+        load = Load(running=len(running))
+        audience.send(Heartbeat(step=step, load=load, estimated_wait=0.0))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 
-from legato_engine.core import Request, SamplingParams
+from legato_engine.core import Request, SamplingParams, without_link
 from legato_engine.errors import InvalidField, PromptTooLong
 from legato_engine.models.moondream.config import SamplingDefaults
 
@@ -18,7 +18,7 @@ def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingPa
         top_p=defaults.top_p if asked.top_p is None else asked.top_p,
         top_k=asked.top_k,
         max_tokens=defaults.max_tokens if asked.max_tokens is None else asked.max_tokens,
-        seed=_seed(request.request_id) if asked.seed is None else asked.seed,
+        seed=_seed(without_link(request.request_id)) if asked.seed is None else asked.seed,
         stop=asked.stop,
     )
     _check(sampling)
