@@ -53,6 +53,13 @@ def _parser() -> argparse.ArgumentParser:
         help="HOST:PORT or unix:PATH for AdminService, which is then on no other; without it "
         "AdminService is on --listen, or off where other machines reach that (--insecure)",
     )
+    add(
+        "--processes",
+        type=_positive,
+        default=service.processes,
+        help="that speak gRPC on this port, before one engine; more than 1 pays at thousands of "
+        "calls a second",
+    )
     add("--model", default=engine.model, help="architecture to serve; null: made-up answers")
     add("--weights", default=engine.weights, help="folder or .safetensors file")
     add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
@@ -90,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--priority-seconds",
         metavar="SECONDS",
-        type=_not_negative,
+        type=_seconds,
         default=engine.priority_seconds,
         help="how long to wait makes up for one step of priority (metadata legato-priority, "
         "-100..100, higher goes first); 0 ignores priorities",
@@ -101,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-session-age",
         metavar="SECONDS",
-        type=_not_negative,
+        type=float,
         default=service.max_session_age,
         help="after which a session is told to go away",
     )
@@ -119,14 +126,14 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--image-ttl",
         metavar="SECONDS",
-        type=_not_negative,
+        type=float,
         default=service.image_ttl,
         help="how long an uploaded picture is held unless its caller says",
     )
     add(
         "--image-max-ttl",
         metavar="SECONDS",
-        type=_not_negative,
+        type=float,
         default=service.image_max_ttl,
         help="how long a caller may have a picture held",
     )
@@ -145,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--drain-grace",
         metavar="SECONDS",
-        type=_not_negative,
+        type=float,
         default=service.drain_grace,
         help="how long running requests may go on after SIGTERM",
     )
@@ -153,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     null.add_argument(
         "--null-step-ms",
         metavar="MS",
-        type=_not_negative,
+        type=_duration,
         default=engine.null_step_ms,
         help="time between two tokens; 0 answers at once and lets all run",
     )
@@ -175,6 +182,13 @@ def _fraction(text: str) -> float:
     return number
 
 
+def _duration(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError("must be finite and not negative")
+    return number
+
+
 def _whole(text: str) -> int:
     number = int(text)
     if number < 0:
@@ -182,10 +196,10 @@ def _whole(text: str) -> int:
     return number
 
 
-def _not_negative(text: str) -> float:
+def _seconds(text: str) -> float:
     number = float(text)
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError("must be finite and not negative")
+        raise argparse.ArgumentTypeError("must be a number of seconds, not negative")
     return number
 
 

@@ -25,6 +25,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:50051"  # host:port; port 0 takes any free one
     admin_listen: str = ""  # host:port or unix:path for AdminService alone; empty: see `admin_on`
     insecure: bool = False  # allow a listener beyond loopback although nothing protects it
+    processes: int = 1  # that speak gRPC, before one engine
     engine: EngineConfig = EngineConfig()
     max_request_bytes: int = 16 * 1024 * 1024
     max_image_bytes: int = 64 * 1024 * 1024  # of a picture that does not come in its request
@@ -65,5 +66,7 @@ def check(config: ServiceConfig) -> None:
             raise ValueError(f"{name} must be positive")
     if config.image_ttl > config.image_max_ttl:
         raise ValueError("image_ttl must not be longer than image_max_ttl")
+    if config.processes < 1:
+        raise ValueError("processes must be at least 1")
     if config.drain_grace < 0:
         raise ValueError("drain_grace must not be negative")

@@ -1,17 +1,21 @@
-"""The life of the service process: start, serve, drain, leave."""
+"""The life of the first service process: start, serve, drain, leave."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 
+import msgspec
 import structlog
 from legato_engine.client import EngineClient, EngineState
 
 from legato_service.config import ServiceConfig
 from legato_service.console import Announcer
-from legato_service.server import Server
+from legato_service.followers import Followers
+from legato_service.port import reserved
+from legato_service.server import LAST_WRITES, Server
 
 log = structlog.get_logger("legato.service")
 
@@ -49,34 +53,52 @@ async def serve(
     """
     signals = Signals()
     engine = make_engine()
-    server = Server(config, engine, engine.blobs)
-    try:
-        port = await server.start()
-    except OSError as error:
-        log.error("cannot_listen", listen=config.listen, error=str(error))
-        return EXIT_FAILED
-    address = f"{config.listen.rpartition(':')[0]}:{port}"
-    _tell_admin(server)
-    obeying = asyncio.create_task(_drain_on(signals, server, config.drain_grace))
-    try:
-        await engine.start()
-        if not await _first_of(server.drain_begun(), _come_up(engine, address, announcer)):
-            log.error("engine_never_ready", attempts=START_ATTEMPTS)
+    with ExitStack() as held:
+        try:
+            if config.processes > 1:
+                listen = held.enter_context(reserved(config.listen))
+                config = msgspec.structs.replace(config, listen=listen)
+            followers = Followers(
+                config,
+                engine,
+                lambda grace: server.begin_drain(grace),  # noqa: PLW0108 - made in the next line
+            )
+            server = Server(config, engine, engine.blobs, peers=followers)
+            port = await server.start()
+        except OSError as error:
+            log.error("cannot_listen", listen=config.listen, error=str(error))
+            await engine.close()
             return EXIT_FAILED
-        announcer.close()
-        return await _leave(server, signals)
-    finally:
-        obeying.cancel()
-        announcer.close()
-        await server.stop()
-        await engine.close()
-        log.info("stopped")
+        address = f"{config.listen.rpartition(':')[0]}:{port}"
+        _tell_admin(server)
+        obeying = asyncio.create_task(_drain_on(signals, followers, config.drain_grace))
+        try:
+            await engine.start()
+            followers.start()
+            come_up = _come_up(engine, followers, address, announcer)
+            if not await _first_of(server.drain_begun(), come_up):
+                return EXIT_FAILED
+            announcer.close()
+            return await _leave(server, followers, signals)
+        finally:
+            obeying.cancel()
+            announcer.close()
+            await server.stop()
+            await followers.close()
+            await engine.close()
+            log.info("stopped")
 
 
-async def _come_up(engine: EngineClient, address: str, announcer: Announcer) -> bool:
-    """Announce the start, then never return; False when the engine is given up."""
-    while engine.state is not EngineState.READY:
+async def _come_up(
+    engine: EngineClient, followers: Followers, address: str, announcer: Announcer
+) -> bool:
+    """Announce the start, then never return; False when the engine or a process is given up."""
+    while not (engine.state is EngineState.READY and followers.ready):
         if engine.restarts >= START_ATTEMPTS:
+            log.error("engine_never_ready", attempts=START_ATTEMPTS)
+            return False
+        if followers.failed_starts >= START_ATTEMPTS:
+            log.error("process_never_ready", attempts=START_ATTEMPTS)
             return False
         announcer.loading(engine.progress)
         await asyncio.sleep(_LOOK_EVERY)
@@ -92,20 +114,29 @@ def _tell_admin(server: Server) -> None:
         log.info("admin", address=server.admin_address)
 
 
-async def _drain_on(signals: Signals, server: Server, grace: float) -> None:
+async def _drain_on(signals: Signals, followers: Followers, grace: float) -> None:
     """The first signal begins to drain; where an operator's Drain did, it shortens the grace."""
     await signals.first.wait()
-    server.begin_drain(grace)
+    followers.drain(grace)
 
 
-async def _leave(server: Server, signals: Signals) -> int:
-    await _first_of(signals.second.wait(), server.drained())
+async def _leave(server: Server, followers: Followers, signals: Signals) -> int:
+    """Drain, and be the last to go: the other processes need the engine until their end."""
+    await _first_of(signals.second.wait(), _all_left(server, followers))
     if signals.second.is_set():
         log.warning("cut", in_flight=server.num_in_flight)
         return 128 + signals.number
     if server.num_in_flight:
         log.warning("grace_over", in_flight=server.num_in_flight)
     return EXIT_OK
+
+
+async def _all_left(server: Server, followers: Followers) -> bool:
+    """Until all have; the others keep the grace themselves, and a little for their last writes."""
+    in_time = await server.drained()
+    while server.grace_left and not await followers.left(within=_LOOK_EVERY):
+        pass  # the grace may be shortened meanwhile
+    return await followers.left(within=LAST_WRITES) and in_time
 
 
 async def _first_of(one: Coroutine[None, None, bool], other: Coroutine[None, None, bool]) -> bool:

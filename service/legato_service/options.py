@@ -12,13 +12,14 @@ TRANSPORT_FACTOR = 2
 details, beyond it gRPC answers RESOURCE_EXHAUSTED by itself and without any."""
 
 
-def server_options(config: ServiceConfig) -> list[tuple[str, int]]:
-    """Options for `grpc.aio.server`."""
+def server_options(config: ServiceConfig, *, shared: bool = False) -> list[tuple[str, int]]:
+    """Options for `grpc.aio.server`; `shared` when other processes of it listen on its port."""
     keepalive_timeout_ms = round(config.keepalive_timeout * 1000)
     max_message = config.max_request_bytes * TRANSPORT_FACTOR
     return [
-        # A second server on the same port is a mistake to report, not a silent half of the load.
-        ("grpc.so_reuseport", 0),
+        # A second server on the same port is a mistake to report, not a silent half of the load;
+        # several processes of one server share theirs, which `port` has seen to.
+        ("grpc.so_reuseport", int(shared)),
         ("grpc.max_receive_message_length", max_message),
         ("grpc.max_send_message_length", max_message),
         # Find peers that are gone: probe a silent connection, end it when no answer comes.

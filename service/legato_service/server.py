@@ -31,6 +31,7 @@ from legato_service.gate import Gate
 from legato_service.health import HealthServicer, Progress
 from legato_service.interceptors.boundary import Boundary
 from legato_service.options import server_options
+from legato_service.peers import Peers
 from legato_service.picture import PictureIntake
 from legato_service.reflection import Descriptors, Reflection
 from legato_service.replies import Replies
@@ -54,13 +55,13 @@ _IMAGE = image_pb2.DESCRIPTOR.services_by_name["ImageService"]
 BUILT = (_INFERENCE.full_name, _SESSION.full_name, _IMAGE.full_name, _SERVER.full_name)
 """Services that have a readiness of their own."""
 
-_LAST_WRITES = 5.0  # seconds that answers already made get to leave, beyond the drain's grace
+LAST_WRITES = 5.0  # seconds that answers already made get to leave, beyond the drain's grace
 
 
 class Server:
     """One engine's listeners: the main one, and where the settings say so one for the operator.
 
-    Made and used within the running event loop.
+    Made and used within the running event loop. `peers` are the other processes of this server.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Server:
         engine: Engine,
         blobs: BlobStore,
         sessions: Sessions | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -88,24 +90,26 @@ class Server:
         )
         self._health = HealthServicer(BUILT, progress)
         self._health_task: asyncio.Task[None] | None = None
-        self._grpc = self._listener()
-        self._admin_grpc = self._listener() if config.admin_listen else None
+        self._grpc = self._listener(shared=config.processes > 1)
+        is_first = peers is None or peers.is_first  # one process has the operator's listener
+        self._admin_grpc = self._listener() if config.admin_listen and is_first else None
         self.admin_address = ""  # where AdminService is, once started; empty: nowhere
         admin = AdminServicer(
             engine,
             progress,
             self._gate,
             self.sessions if sessions is None else sessions,
-            drain=self.begin_drain,
+            drain=self.begin_drain if peers is None else peers.drain,
+            abort_elsewhere=None if peers is None else peers.abort,
             default_grace=config.drain_grace,
         )
         self._add_services(admin, blobs)
         engine.subscribe(lambda _: self._health.update())
 
-    def _listener(self) -> grpc.aio.Server:
+    def _listener(self, *, shared: bool = False) -> grpc.aio.Server:
         return grpc.aio.server(
             interceptors=[Boundary(self._config.stall_timeout)],
-            options=server_options(self._config),
+            options=server_options(self._config, shared=shared),
         )
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
@@ -123,7 +127,7 @@ class Server:
         image_pb2_grpc.add_ImageServiceServicer_to_server(
             ImageServicer(self._config, self._engine, blobs, self._gate), self._grpc
         )
-        admin_here = bool(self._config.admin_on) and self._admin_grpc is None
+        admin_here = bool(self._config.admin_on) and not self._config.admin_listen
         capabilities = ("admin",) if admin_here else ()
         server_pb2_grpc.add_ServerServiceServicer_to_server(
             ServerServicer(self._config, self._engine, capabilities), self._grpc
@@ -165,7 +169,7 @@ class Server:
         if self._admin_grpc is not None:
             self.admin_address = listener.bind(self._admin_grpc, self._config.admin_listen)
             await self._admin_grpc.start()
-        elif self._config.admin_on:
+        elif self._config.admin_on and not self._config.admin_listen:
             self.admin_address = address
         await self._grpc.start()
         self._health.update()
@@ -212,6 +216,6 @@ class Server:
         if self._engine_drain is not None:
             self._engine_drain.cancel()
         drained = len(self._gate) + len(self.sessions) == 0
-        grace = _LAST_WRITES if drained else 0
+        grace = LAST_WRITES if drained else 0
         servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
         await asyncio.gather(*(server.stop(grace) for server in servers))

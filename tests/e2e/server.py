@@ -136,9 +136,9 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The process id of its engine; waits for one that is being started."""
-        while not (children := _children(self.process.pid)):
+        while not (found := children(self.process.pid)):
             time.sleep(0.01)
-        (pid,) = children
+        (pid,) = found
         return pid
 
     def blobs(self) -> list[Path]:
@@ -184,7 +184,8 @@ def open_files(pid: int) -> collections.Counter[str]:
     return kinds
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """The process ids of a process's own children."""
     found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [child for child in found if _stat(child).get("parent") == str(pid) and exists(child)]
 

@@ -58,6 +58,8 @@ async def service(*arguments, engine=ENGINE):
         if process.returncode is None:
             process.kill()
         await process.wait()
+        if process.stderr is not None:
+            await process.stderr.read()  # to its end, when all that it started is gone, too
 
 
 def stub(channel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from legato.v1 import admin_pb2 as pb
@@ -45,6 +45,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Answers from what this process knows and never waits for the engine: under any load.
 
     `drain` begins a drain with its grace in seconds, `default_grace` when the operator names none.
+    `abort_elsewhere` stops what other processes have of an id, or all, and tells how many.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         *,
         drain: Callable[[float], None],
         default_grace: float,
+        abort_elsewhere: Callable[[str], Awaitable[int]] | None = None,
     ) -> None:
         self._engine = engine
         self._progress = progress
@@ -63,6 +65,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._sessions = sessions
         self._drain = drain
         self._default_grace = default_grace
+        self._abort_elsewhere = abort_elsewhere
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
         """Counts as of the last heartbeat; all zero while there is no engine."""
@@ -94,9 +97,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             return pb.AbortResponse(aborted=int(known))
         if target == "request_id":
             aborted, ended = self._gate.stop(_meaning(_named(request, target)))
+            aborted += await self._elsewhere(call.current().scoped(request.request_id))
             return pb.AbortResponse(aborted=aborted, already_finished=ended)
         if target == "all" and request.all:
             aborted, _ = self._gate.stop(lambda _: True)
+            aborted += await self._elsewhere("")
             return pb.AbortResponse(aborted=aborted + self._sessions.abort_all())
         if target == "all":
             raise InvalidField("must be true", field="all")
@@ -116,6 +121,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return pb.DrainResponse(
             running=load.running, waiting=load.waiting, sessions=len(self._sessions)
         )
+
+    async def _elsewhere(self, request_id: str) -> int:
+        return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(request_id)
 
     def _state(self) -> str:
         """The contract's word for where the engine stands."""

@@ -1,0 +1,50 @@
+"""A port that several processes of one server listen on, and nobody else's."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # an address family without a network
+
+
+@contextmanager
+def reserved(listen: str) -> Iterator[str]:
+    """Hold `listen` (host:port) for the length of the block; yields it with a port that is not 0.
+
+    SO_REUSEPORT would let us join whoever listens there with the same option. So the port is bound
+    without it first, which fails when anybody listens, and opened to our own processes after.
+    Raises `OSError` when the address cannot be had.
+    """
+    host, _, port_text = listen.rpartition(":")
+    port = int(port_text)
+    with ExitStack() as held:
+        missing: OSError | None = None
+        for family, address in _addresses(host.strip("[]")):
+            holder = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            try:
+                port = _hold(holder, address, port)
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                missing = error
+        if not port and missing is not None:
+            raise missing
+        yield f"{host}:{port}"
+
+
+def _hold(holder: socket.socket, address: str, port: int) -> int:
+    """Bind the socket without listening; the port that it got."""
+    # What is left of connections that were closed is no obstacle.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, port))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return int(holder.getsockname()[1])
+
+
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))

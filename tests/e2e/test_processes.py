@@ -1,0 +1,61 @@
+"""Two service processes before one engine that has a model."""
+
+import os
+import signal
+
+import grpc
+import pytest
+from legato.v1 import inference_pb2, inference_pb2_grpc
+from legato_client import Client
+
+from tests.e2e.jobs import ask, jobs
+from tests.e2e.scenes import long_query, two_shapes
+from tests.e2e.server import Server, failure_of, until
+
+CONNECTIONS = 16  # that all of them go to one of two processes is as good as impossible
+SCENE = two_shapes()
+PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A server of two processes; whoever uses it leaves it idle."""
+    with Server(tmp_path_factory.mktemp("pair"), "--processes", "2") as running:
+        yield running
+        running.settle()
+
+
+@pytest.fixture
+def inferences(pair):
+    """Stubs on connections of their own."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+    channels = [grpc.insecure_channel(pair.address, options) for _ in range(CONNECTIONS)]
+    yield [inference_pb2_grpc.InferenceServiceStub(channel) for channel in channels]
+    for channel in channels:
+        channel.close()
+
+
+def test_both_processes_answer_alike(pair, alone):
+    """Whichever process is asked, the answers are those of a server of one, sampling included."""
+    for job, expected in zip(jobs()[:CONNECTIONS], alone, strict=False):
+        with Client(pair.address) as client:
+            assert ask(client, job) == expected
+    pair.settle()
+
+
+def test_a_killed_process_leaves_nothing(pair, inferences):
+    """The engine forgets what a killed process had asked, and another one takes its place."""
+    first = pair.events("process_ready")
+    calls = [inference.Query.future(long_query()) for inference in inferences]
+    until(lambda: pair.load().running + pair.load().waiting == CONNECTIONS)
+    os.kill(first[0]["pid"], signal.SIGKILL)
+    until(lambda: any(call.done() for call in calls))
+    lost = [call for call in calls if call.done()]
+    assert {failure_of(call.result).code for call in lost} == {grpc.StatusCode.UNAVAILABLE}
+    for call in calls:
+        call.cancel()
+    until(lambda: len(pair.events("process_ready")) > len(first))
+    pair.settle()
+    for inference in inferences:
+        assert len(inference.Detect(PROBE, wait_for_ready=True).objects) == 1
+    pair.settle()
