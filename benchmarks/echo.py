@@ -79,7 +79,10 @@ def _answering(response: Any) -> Any:
 
 async def _serve(answers: Answers) -> None:
     server = grpc.aio.server(options=server_options(ServiceConfig()))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Echo(answers), server)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+        Echo(answers),  # type: ignore[abstract]  # its unary RPCs are set when it is made
+        server,
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(port, flush=True)

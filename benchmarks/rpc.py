@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from legato_client import AsyncClient
@@ -89,7 +90,7 @@ def memory_mib(pid: int) -> float:
     return resident / 1024 + sum(memory_mib(int(child)) for child in children)
 
 
-async def measure(target: str, pid: int, arguments: argparse.Namespace) -> dict[str, object]:
+async def measure(target: str, pid: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures against one running server."""
     size = (arguments.width, arguments.height)
     detect = {"max_objects": arguments.max_objects, "timeout": CALL_TIMEOUT}
@@ -118,7 +119,7 @@ async def measure(target: str, pid: int, arguments: argparse.Namespace) -> dict[
         "answers_per_second": many.per_second,
         "memory_mib": {"before": before, "after": after},
         "objects_found": len(example.objects),
-        "output_tokens": example.info.usage.output_tokens,
+        "output_tokens": example.info.usage.output_tokens if example.info.usage else 0,
     }
 
 

@@ -222,7 +222,7 @@ def row(case: Case, samples: dict[str, list[Sample]]) -> list[str]:
     bare, legato = samples["bare"], samples["legato"]
 
     def median(turns: Sequence[Sample], field: str) -> float:
-        return statistics.median(getattr(turn, field) for turn in turns)
+        return float(statistics.median(getattr(turn, field) for turn in turns))
 
     pairs = list(zip(bare, legato, strict=True))
     share = statistics.median(ours.per_second / theirs.per_second for theirs, ours in pairs)

@@ -80,8 +80,8 @@ def text(found: Sequence[dict[str, float]]) -> list[str]:
         ]
         for each in found
     ]
-    heads = ("idle sessions", "P50 ms", "P99 ms", "max ms", "P50 added", "P99 added")
-    heads = (*heads, "KiB each", "service CPU")
+    times = ("P50 ms", "P99 ms", "max ms", "P50 added", "P99 added")
+    heads = ("idle sessions", *times, "KiB each", "service CPU")
     return [
         f"Query, {RATE:g} a second (open loop), beside idle sessions:",
         record.table(heads, rows),
