@@ -54,7 +54,7 @@ class Call:
 
 
 CURRENT: ContextVar[Call] = ContextVar("legato_call")
-"""Set by the outermost interceptor for the length of an RPC."""
+"""Set by the boundary for the length of an RPC."""
 
 
 def current() -> Call:

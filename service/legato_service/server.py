@@ -23,13 +23,13 @@ from legato.v1 import (
 from legato_engine.blobs import BlobStore
 
 from legato_service import listener
+from legato_service.boundary import Boundary
 from legato_service.config import ServiceConfig
 from legato_service.dispatch import Dispatcher
 from legato_service.drain import Drain
 from legato_service.engine import Engine
 from legato_service.gate import Gate
 from legato_service.health import HealthServicer, Progress
-from legato_service.interceptors.boundary import Boundary
 from legato_service.options import server_options
 from legato_service.peers import Peers
 from legato_service.picture import PictureIntake
@@ -107,43 +107,45 @@ class Server:
         engine.subscribe(lambda _: self._health.update())
 
     def _listener(self, *, shared: bool = False) -> grpc.aio.Server:
-        return grpc.aio.server(
-            interceptors=[Boundary(self._config.stall_timeout)],
-            options=server_options(self._config, shared=shared),
-        )
+        return grpc.aio.server(options=server_options(self._config, shared=shared))
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
         dispatcher = Dispatcher(self._engine, self.pictures, self._gate)
+        main = Boundary(self._config.stall_timeout)
         inference = InferenceServicer(
             dispatcher,
             self.replies,
             unary_deadline=self._config.unary_deadline,
             stream_deadline=self._config.stream_deadline,
         )
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, main.as_server)
         session_pb2_grpc.add_SessionServiceServicer_to_server(
-            SessionServicer(dispatcher, self.sessions, self._session_limits()), self._grpc
+            SessionServicer(dispatcher, self.sessions, self._session_limits()), main.as_server
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(
-            ImageServicer(self._config, self._engine, blobs, self._gate), self._grpc
+            ImageServicer(self._config, self._engine, blobs, self._gate), main.as_server
         )
         admin_here = bool(self._config.admin_on) and not self._config.admin_listen
         capabilities = ("admin",) if admin_here else ()
         server_pb2_grpc.add_ServerServiceServicer_to_server(
-            ServerServicer(self._config, self._engine, capabilities), self._grpc
+            ServerServicer(self._config, self._engine, capabilities), main.as_server
         )
         if admin_here:
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._grpc)
-        self._add_common((*BUILT, _ADMIN.full_name) if admin_here else BUILT, self._grpc)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, main.as_server)
+        self._add_common((*BUILT, _ADMIN.full_name) if admin_here else BUILT, main, self._grpc)
         if self._admin_grpc is not None:
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._admin_grpc)
-            self._add_common((_ADMIN.full_name,), self._admin_grpc)
+            beside = Boundary(self._config.stall_timeout)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, beside.as_server)
+            self._add_common((_ADMIN.full_name,), beside, self._admin_grpc)
 
-    def _add_common(self, services: Sequence[str], server: grpc.aio.Server) -> None:
-        """Health, and a reflection that lists what this listener has."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+    def _add_common(
+        self, services: Sequence[str], boundary: Boundary, server: grpc.aio.Server
+    ) -> None:
+        """Health, and a reflection that lists what this listener has; that is all of it."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, boundary.as_server)
         reflection = Reflection((*services, _HEALTH.full_name), Descriptors.of_contract())
-        server.add_generic_rpc_handlers(tuple(reflection.handlers()))
+        boundary.add_generic_rpc_handlers(reflection.handlers())
+        server.add_generic_rpc_handlers((boundary,))
 
     @property
     def grace_left(self) -> float:

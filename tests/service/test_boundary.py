@@ -1,4 +1,4 @@
-"""The outermost interceptor: metadata, malformed bytes, and one log line per RPC."""
+"""What every call passes: metadata, malformed bytes, and one log line per RPC."""
 
 import asyncio
 

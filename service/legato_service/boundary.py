@@ -1,4 +1,4 @@
-"""The outermost interceptor: names the RPC, maps its failure once, writes its one log line.
+"""The outermost layer: names the RPC, maps its failure once, writes its one log line.
 
 Handlers of every kind run as coroutines that write: a peer that goes away then reaches the handler
 as CancelledError at an await, and an async generator is closed in its own task, its `finally`
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any, TypeAlias, cast
@@ -34,23 +34,40 @@ QUIET = ("/grpc.health.", "/grpc.reflection.")  # logged at debug level
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # here every message is opaque
 
 
-class Boundary(grpc.aio.ServerInterceptor):
-    """Wraps every handler; `stall_timeout` seconds is how long a peer may take no message."""
+class Boundary(grpc.GenericRpcHandler):
+    """Wraps every handler that is added to it; `stall_timeout` seconds is how long a peer may take
+    no message.
+
+    It stands where the server looks for handlers, and not as an interceptor: those cost every call
+    a coroutine more.
+    """
 
     def __init__(self, stall_timeout: float) -> None:
         self._stall_timeout = stall_timeout
+        self._added: list[grpc.GenericRpcHandler] = []
         self._known: dict[str, Handler] = {}  # by method, wrapped; a server's handlers never change
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    @property
+    def as_server(self) -> grpc.aio.Server:
+        """Itself, where generated code asks for a server and only adds its handlers to it."""
+        return cast("grpc.aio.Server", self)
+
+    def add_generic_rpc_handlers(
+        self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]
+    ) -> None:
+        """As a server's, for generated code to call."""
+        self._added.extend(generic_rpc_handlers)
+
+    def add_registered_method_handlers(self, *_: object) -> None:
+        """As an asyncio server's, which looks for generic handlers only."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """The wrapped handler; an unknown method stays grpc's to refuse."""
         method = handler_call_details.method
         wrapped = self._known.get(method)
         if wrapped is None:
-            handler = await continuation(handler_call_details)
+            found = (each.service(handler_call_details) for each in self._added)
+            handler = next((each for each in found if each is not None), None)
             if handler is None:
                 return None
             wrapped = self._known[method] = self._wrapped(handler, method)
