@@ -1,7 +1,9 @@
 """What the service costs around the model: the null engine against a bare grpc.aio server.
 
-Both servers run at the same time and are asked by the same callers, in turns, so that what else the
-machine does meets both. What the bare server answers was recorded from the real one.
+Three servers run at the same time and are asked by the same callers, in turns, so that what else
+the machine does meets all. `bare` says what was recorded from ours without looking at the question,
+`inside` is our service with the null engine in its own process, and `legato` the whole, with the
+engine in a process of its own: on two cores, callers, service and engine share them.
 """
 
 from __future__ import annotations
@@ -122,18 +124,32 @@ def echo_server(answers: Answers) -> Iterator[Contender]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answers.json"
         answers.save(path)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.echo", str(path)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert process.stdout is not None, "it was asked for"
-            port = int(process.stdout.readline())
-            yield Contender("bare", f"127.0.0.1:{port}", process.pid)
-        finally:
-            process.kill()
-            process.wait()
+        with _process("bare", "benchmarks.echo", str(path)) as contender:
+            yield contender
+
+
+@contextlib.contextmanager
+def inside_server() -> Iterator[Contender]:
+    """Our service with the null engine in its own process."""
+    with _process("inside", "benchmarks.inside") as contender:
+        yield contender
+
+
+@contextlib.contextmanager
+def _process(name: str, module: str, *arguments: str) -> Iterator[Contender]:
+    """A program that prints its port."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None, "it was asked for"
+        yield Contender(name, f"127.0.0.1:{int(process.stdout.readline())}", process.pid)
+    finally:
+        process.kill()
+        process.wait()
 
 
 @contextlib.contextmanager
@@ -218,37 +234,37 @@ def compare(
 
 
 def row(case: Case, samples: dict[str, list[Sample]]) -> list[str]:
-    """Medians of all turns; shares are medians of the paired ratios."""
-    bare, legato = samples["bare"], samples["legato"]
+    """Medians of all turns; shares of the bare server are medians of the paired ratios."""
+    bare = samples["bare"]
 
-    def median(turns: Sequence[Sample], field: str) -> float:
-        return float(statistics.median(getattr(turn, field) for turn in turns))
+    def median(name: str, field: str) -> float:
+        return float(statistics.median(getattr(turn, field) for turn in samples[name]))
 
-    pairs = list(zip(bare, legato, strict=True))
-    share = statistics.median(ours.per_second / theirs.per_second for theirs, ours in pairs)
-    per_core = statistics.median(theirs.cpu_us / ours.cpu_us for theirs, ours in pairs)
+    def share(name: str) -> str:
+        pairs = zip(bare, samples[name], strict=True)
+        of_turns = (ours.per_second / theirs.per_second for theirs, ours in pairs)
+        return f"{statistics.median(of_turns):.0%}"
+
     return [
         case.title,
         case.counted,
-        f"{median(bare, 'per_second'):.0f}",
-        f"{median(legato, 'per_second'):.0f}",
-        f"{share:.0%}",
-        f"{median(bare, 'cpu_us'):.1f}",
-        f"{median(legato, 'cpu_us'):.1f}",
-        f"{median(legato, 'engine_cpu_us'):.1f}",
-        f"{per_core:.0%}",
-        f"{median(legato, 'messages_per_request'):.1f}",
+        f"{median('bare', 'per_second'):.0f}",
+        *(f"{median('inside', 'per_second'):.0f}", share("inside")),
+        *(f"{median('legato', 'per_second'):.0f}", share("legato")),
+        *(f"{median(name, 'cpu_us'):.1f}" for name in ("bare", "inside", "legato")),
+        f"{median('legato', 'engine_cpu_us'):.1f}",
+        f"{median('legato', 'messages_per_request'):.1f}",
     ]
 
 
 HEADS = (
-    *("request", "counted", "bare a second", "legato a second", "share"),
-    *("bare CPU us", "service CPU us", "engine CPU us", "share per core", "messages a request"),
+    *("request", "counted", "bare a second", "inside", "share", "legato", "share"),
+    *("CPU us: bare", "inside", "service", "engine", "messages a request"),
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start both servers, measure in turns, record."""
+    """Start the servers, measure in turns, record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks serve", description=__doc__)
     parser.add_argument("--name", default="serve", help="of the record")
     parser.add_argument("--seconds", type=float, default=5.0, help="of one turn")
@@ -263,9 +279,10 @@ def main(argv: Sequence[str]) -> int:
     asked = [case for case in cases(arguments.length) if arguments.only in case.title]
     with null_server() as ours:
         answers = recorded(ours.target, asked)
-        with echo_server(answers) as bare:
-            samples = {case.title: compare(case, (bare, ours), arguments) for case in asked}
-            ghz = serve_ghz.measure({"bare": bare.target, "legato": ours.target})
+        with echo_server(answers) as bare, inside_server() as inside:
+            contenders = (bare, inside, ours)
+            samples = {case.title: compare(case, contenders, arguments) for case in asked}
+            ghz = serve_ghz.measure({each.name: each.target for each in contenders})
     idle = serve_sessions.measure(null_server, arguments.sessions)
     figures = {
         "cases": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Sequence
 
@@ -10,11 +9,9 @@ import uvloop
 from legato_engine.client import EngineClient
 from rich.console import Console
 
-from legato_service import arguments, logs
+from legato_service import arguments, garbage, logs
 from legato_service.console import Announcer, LogAnnouncer, TerminalAnnouncer
 from legato_service.life import serve
-
-_GC_THRESHOLD = 10_000  # containers made and not freed: few of an RPC's outlive it, none in cycles
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,8 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     logs.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
-    gc.freeze()  # what is imported stays: no collection need look at it again
-    gc.set_threshold(_GC_THRESHOLD)
+    garbage.keep_out_of_the_way()
     return uvloop.run(serve(config, announcer, lambda: EngineClient(config.engine)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 import socket
 import sys
@@ -18,7 +17,7 @@ from legato_engine.connection import EngineConnection
 from legato_engine.errors import Draining
 from legato_engine.supervisor import bind_to_parent
 
-from legato_service import logs
+from legato_service import garbage, logs
 from legato_service.config import ServiceConfig
 from legato_service.line import Leave, Line, Serving
 from legato_service.peers import abort_elsewhere
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bind_to_parent(arguments.parent)
     settings = msgspec.json.decode(arguments.settings, type=Settings)
     logs.configure(settings.config.log_level, terminal=sys.stderr.isatty())
-    gc.freeze()  # as in the first process
+    garbage.keep_out_of_the_way()
     return uvloop.run(follow(settings, socket.socket(fileno=arguments.line)))
 
 

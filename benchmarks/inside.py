@@ -1,0 +1,121 @@
+"""The service with the null engine inside its own process: what the service itself costs.
+
+    python -m benchmarks.inside
+
+Listens on a free port of the loopback address and prints it. All of the service is the product's;
+only the way to another process and back is missing, which `benchmarks.serve` measures beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import uvloop
+from legato_engine import core, null_engine
+from legato_engine.blobs import BlobStore, new_namespace
+from legato_engine.client import EngineState
+from legato_engine.config import EngineConfig
+from legato_engine.errors import TaskUnsupported
+from legato_engine.messages import Delta, Done, Failed, Load, Queued, Report, Started
+from legato_engine.null_engine import NullEngine
+from legato_engine.stream import RequestStream
+from legato_service import garbage, logs
+from legato_service.config import ServiceConfig
+from legato_service.server import Server
+
+CONFIG = EngineConfig(model=null_engine.NAME, null_objects=100_000)
+
+
+class InsideEngine:
+    """A service's `Engine` whose steps are turns of the service's own event loop."""
+
+    state = EngineState.READY
+    load = Load()
+    estimated_wait = 0.0
+
+    def __init__(self) -> None:
+        self.blobs = BlobStore(new_namespace())
+        self.model = null_engine.info(CONFIG)
+        self._streams: dict[str, RequestStream] = {}
+        self._engine = NullEngine(CONFIG, namespace=self.blobs.namespace, send=self._on_report)
+        self._turning = False
+
+    @property
+    def step(self) -> int:
+        """Steps so far."""
+        return self._engine.steps_committed
+
+    @property
+    def last_heartbeat(self) -> float:
+        """Now: it lives as long as its service."""
+        return time.monotonic()
+
+    def subscribe(self, callback: Callable[[EngineState], None]) -> None:
+        """Its state never changes."""
+
+    def submit(self, request: core.Request) -> RequestStream:
+        """As `EngineConnection.submit`."""
+        stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)
+        self._streams[request.request_id] = stream
+        self._engine.submit(request)
+        self._turn()
+        return stream
+
+    def drain(self) -> None:
+        """It only ever ends with its process."""
+
+    async def hold(self, command: object) -> NoReturn:
+        """Pictures are not held here."""
+        raise TaskUnsupported("not measured", task="hold")
+
+    async def drop(self, command: object) -> NoReturn:
+        """Pictures are not held here."""
+        raise TaskUnsupported("not measured", task="drop")
+
+    def _turn(self) -> None:
+        if not self._turning:
+            self._turning = True
+            asyncio.get_running_loop().call_soon(self._step)
+
+    def _step(self) -> None:
+        self._turning = False
+        self._engine.step()
+        if self._engine.busy:
+            self._turn()
+
+    def _on_report(self, report: Report) -> None:
+        if isinstance(report, Delta | Done | Started | Queued | Failed):
+            stream = self._streams.get(report.request_id)
+            if stream is not None:
+                stream.feed(report)
+                if stream.ended:
+                    self._forget(stream)
+
+    def _on_abort(self, stream: RequestStream) -> None:
+        self._engine.abort(stream.request_id)
+        self._forget(stream)
+
+    def _on_stop(self, stream: RequestStream) -> None:
+        self._engine.stop(stream.request_id)
+
+    def _forget(self, stream: RequestStream) -> None:
+        self._streams.pop(stream.request_id, None)
+        image: Any = stream.request.image
+        if isinstance(image, core.EncodedImage | core.RawImage):
+            self.blobs.discard(image.blob)
+
+
+async def _serve() -> None:
+    engine = InsideEngine()
+    server = Server(ServiceConfig(listen="127.0.0.1:0", engine=CONFIG), engine, engine.blobs)
+    print(await server.start(), flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    logs.configure("info", terminal=False)
+    garbage.keep_out_of_the_way()
+    uvloop.run(_serve())
