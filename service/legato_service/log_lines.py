@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import select
 import threading
+from collections.abc import Iterator
 from typing import IO
 
 DELAY = 0.05  # seconds that a line may wait for others
@@ -49,9 +51,23 @@ class LineWriter:
         with self._lock:
             self._loop = None
             lines, self._waiting = self._waiting, []
-            if lines:
-                self._file.write(b"\n".join((*lines, b"")))
+            for batch in _batches(lines):
+                self._file.write(batch)
                 self._file.flush()
 
     debug = info = msg = later
     warning = warn = error = err = critical = fatal = exception = failure = log = now
+
+
+def _batches(lines: list[bytes]) -> Iterator[bytes]:
+    """The lines in pieces that a pipe takes whole: other processes may write to the same one."""
+    batch: list[bytes] = []
+    size = 0
+    for line in lines:
+        if batch and size + len(line) + 1 > select.PIPE_BUF:
+            yield b"\n".join((*batch, b""))
+            batch, size = [], 0
+        batch.append(line)
+        size += len(line) + 1
+    if batch:
+        yield b"\n".join((*batch, b""))

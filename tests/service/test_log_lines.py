@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import select
 import subprocess
 import sys
 
@@ -28,13 +29,15 @@ asyncio.run(main())
 
 
 class Recorder(io.BytesIO):
-    """A file that counts its writes."""
+    """A file that counts its writes, and those that end with a line."""
 
-    writes = 0
+    writes = ends_of_lines = largest = 0
 
     def write(self, data):
         """Count, then write."""
         self.writes += 1
+        self.ends_of_lines += data.endswith(b"\n")
+        self.largest = max(self.largest, len(data))
         return super().write(data)
 
 
@@ -52,6 +55,18 @@ async def test_lines_of_an_instant_are_written_together():
     lines.info(b"later")
     while b"later" not in file.getvalue():  # noqa: ASYNC110 - as above
         await asyncio.sleep(0.01)
+
+
+async def test_what_a_pipe_takes_whole_is_written_at_once():
+    """No write is larger than a pipe takes whole, so that no other process's lines come between."""
+    file = Recorder()
+    lines = LineWriter(file)
+    for _ in range(100):
+        lines.info(b"x" * 500)
+    lines.flush()
+    assert file.getvalue() == (b"x" * 500 + b"\n") * 100
+    assert file.ends_of_lines == file.writes == 13
+    assert file.largest <= select.PIPE_BUF
 
 
 async def test_a_warning_leaves_at_once_behind_what_waited():
