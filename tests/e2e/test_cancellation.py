@@ -2,11 +2,11 @@
 
 import collections
 import contextlib
-import functools
 import itertools
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 
 import grpc
 import pytest
@@ -15,7 +15,8 @@ from legato.v1 import inference_pb2, media_pb2
 from tests.e2e.scenes import huge, long_query, long_stream, session_of, two_shapes
 from tests.e2e.server import ENVIRONMENT, Server, until
 
-DEADLINE = 1.0  # seconds; every state below lasts longer, and is reached sooner
+DEADLINES = (1.0, 4.0)  # seconds; the longer one where a busy machine did not get there in time
+PREFILL = 0.25  # seconds, about, of a picture and a question on two cores
 SCENE = two_shapes()
 VICTIM = two_shapes(offset=20)  # never kept, so that it has to be decoded each time
 OFFSETS = itertools.cycle(range(21, 60))  # a session keeps its pictures, so each has its own
@@ -40,17 +41,24 @@ def slow_picture():
 
 
 @contextlib.contextmanager
-def idle(server, slow_picture):
-    """Nothing else to do: the victim decodes."""
-    yield {"running": 1, "waiting": 0}, {"running": 0, "waiting": 0}
+def decoding(server, slow_picture):
+    """Nothing else to do: the victim decodes, its prefill and some steps being committed."""
+    steps = server.load().engine_step + 2
+    yield (
+        lambda load: load.running == 1 and load.engine_step >= steps,
+        lambda load: load.running + load.waiting == 0,
+    )
 
 
 @contextlib.contextmanager
-def occupied(server, slow_picture):
+def waiting(server, slow_picture):
     """The one row is taken: the victim waits."""
     blocker = server.inference.Generate(long_stream())
     next(blocker)
-    yield {"running": 1, "waiting": 1}, {"running": 1, "waiting": 0}
+    yield (
+        lambda load: (load.running, load.waiting) == (1, 1),
+        lambda load: (load.running, load.waiting) == (1, 0),
+    )
     blocker.cancel()
 
 
@@ -59,19 +67,18 @@ def decoding_pictures(server, slow_picture):
     """All preprocess threads are taken: the victim's picture waits to be decoded."""
     blockers = [server.inference.Detect.future(slow_picture) for _ in range(BLOCKERS)]
     until(lambda: server.holds(running=0, waiting=BLOCKERS))
-    yield {"running": 0, "waiting": BLOCKERS + 1}, None
+    yield lambda load: load.waiting == BLOCKERS + 1, None
     assert not all(blocker.done() for blocker in blockers), "the victim may have got further"
     for blocker in blockers:
         blocker.cancel()
 
 
 class Caller:
-    """A call within this process, which ends by cancellation or by its deadline."""
+    """A call within this process, which ends by cancellation or, with a `timeout`, by that."""
 
-    def __init__(self, server, rpc, *, deadline):
-        self._deadline = deadline
+    def __init__(self, server, rpc, timeout):
+        self._timeout = timeout
         self._is_stream = rpc != "Query"
-        timeout = DEADLINE if deadline else None
         if rpc == "Session":
             self._call = server.sessions.Session(iter(session_of(request(rpc))), timeout=timeout)
             return
@@ -85,20 +92,28 @@ class Caller:
 
     def leave(self):
         """End, and check that the caller is told why."""
-        if not self._deadline:
+        if self._timeout is None:
             self._call.cancel()
         with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):
             collections.deque(self._call, 0) if self._is_stream else self._call.result()
-        code = grpc.StatusCode.DEADLINE_EXCEEDED if self._deadline else grpc.StatusCode.CANCELLED
+        late = self._timeout is not None
+        code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
         assert self._call.code() is code
+
+    def clean_up(self):
+        """Nothing is left of it."""
 
 
 class Process:
-    """The same call from a process of its own, which ends by SIGKILL."""
+    """The same call from a process of its own, which ends by a signal.
 
-    def __init__(self, server, rpc):
+    A process that is frozen does not even hang up; the server ends its call at the deadline.
+    """
+
+    def __init__(self, server, rpc, timeout):
+        self._signal = signal.SIGKILL if timeout is None else signal.SIGSTOP
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.victim", server.address, rpc],
+            [sys.executable, "-m", "tests.e2e.victim", server.address, rpc, str(timeout or 0)],
             env=ENVIRONMENT,
             stdin=subprocess.PIPE,
         )
@@ -111,16 +126,40 @@ class Process:
         return self._process.poll() is not None
 
     def leave(self):
-        """End without a word."""
+        """End, or stand still, without a word."""
+        self._process.send_signal(self._signal)
+
+    def clean_up(self):
+        """Let go of a process that stands still."""
         self._process.kill()
         self._process.wait()
 
 
-CALLERS: dict[str, Callable[[Server, str], Caller | Process]] = {
-    "cancelled": functools.partial(Caller, deadline=False),
-    "deadline": functools.partial(Caller, deadline=True),
-    "killed": Process,
+Victim = Caller | Process
+WAYS: dict[str, tuple[type[Victim], tuple[float | None, ...]]] = {
+    "cancelled": (Caller, (None,)),
+    "deadline": (Caller, DEADLINES),
+    "killed": (Process, (None,)),
+    "frozen": (Process, (3.0, 12.0)),  # its interpreter has to start as well
 }
+
+
+@contextlib.contextmanager
+def victim_in(server, rpc, way, reached):
+    """A call that has got as far as `reached`."""
+    kind, timeouts = WAYS[way]
+    for timeout in timeouts:
+        victim = kind(server, rpc, timeout)
+        until(lambda: reached(server.load()) or victim.is_gone())  # noqa: B023 - used at once
+        if not victim.is_gone():
+            break
+        victim.clean_up()
+    else:
+        raise AssertionError("it ended before it was to go away")
+    try:
+        yield victim
+    finally:
+        victim.clean_up()
 
 
 def request(rpc):
@@ -132,21 +171,61 @@ def request(rpc):
     return asked
 
 
-@pytest.mark.parametrize("way", CALLERS)
-@pytest.mark.parametrize("scene", [idle, occupied, decoding_pictures])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scene", [decoding, waiting, decoding_pictures])
 @pytest.mark.parametrize("rpc", ["Query", "Generate", "Session"])
 def test_nothing_is_left_behind(narrow, slow_picture, rpc, scene, way):
     """The engine drops the request, keeps the others, holds nothing at the end, and serves on."""
-    with scene(narrow, slow_picture) as (reached, afterwards):
-        victim = CALLERS[way](narrow, rpc)
-        until(lambda: narrow.holds(**reached) or victim.is_gone())
-        assert not victim.is_gone(), "it ended before it was to go away"
+    with (
+        scene(narrow, slow_picture) as (reached, afterwards),
+        victim_in(narrow, rpc, way, reached) as victim,
+    ):
         victim.leave()
         if afterwards is not None:
-            until(lambda: narrow.holds(**afterwards))
+            until(lambda: afterwards(narrow.load()))
     narrow.settle()
     (found,) = narrow.inference.Detect(PROBE).objects
     assert found.label == "red circle"
+
+
+@pytest.mark.parametrize("rpc", ["Query", "Generate", "Session"])
+def test_who_has_said_all_is_answered(narrow, rpc):
+    """Half-closed, a call goes on to its end, and holds nothing then."""
+    asked = request(rpc)
+    asked.options.cache_image = True
+    if rpc == "Query":
+        asked.sampling.max_tokens = 4
+        assert narrow.inference.Query(asked).info.usage.output_tokens == 4
+    else:
+        asked.task.sampling.max_tokens = 4
+        is_session = rpc == "Session"
+        call = (
+            narrow.sessions.Session(iter(session_of(asked)))
+            if is_session
+            else narrow.inference.Generate(asked)
+        )
+        *_, last = call
+        assert last.HasField("result" if is_session else "finished")
+        assert call.code() is grpc.StatusCode.OK
+    narrow.settle()
+
+
+@pytest.mark.parametrize("timeout", [None, PREFILL / 2], ids=["cancelled", "deadline"])
+@pytest.mark.parametrize("rpc", ["Query", "Generate", "Session"])
+def test_nothing_is_left_of_a_prefill(narrow, rpc, timeout):
+    """Who goes during its prefill costs that launch, at most the one behind it, and holds nothing.
+
+    A machine that was too slow or too quick for that moment gets another chance.
+    """
+    for _ in range(5):
+        steps = narrow.load().engine_step
+        victim = Caller(narrow, rpc, timeout)
+        time.sleep(PREFILL / 2)
+        victim.leave()
+        narrow.settle()
+        if 1 <= narrow.load().engine_step - steps <= 2:
+            return
+    raise AssertionError("the moment was missed, or the engine went on")
 
 
 def test_a_stream_that_is_left_early_is_aborted(narrow):

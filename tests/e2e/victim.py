@@ -1,4 +1,7 @@
-"""A client program to be killed: `python -m tests.e2e.victim ADDRESS RPC`, the request on stdin."""
+"""A client program to be killed: `python -m tests.e2e.victim ADDRESS RPC TIMEOUT`.
+
+The request comes on stdin; a timeout of 0 is none.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,22 @@ from tests.e2e.scenes import session_of
 
 def main() -> None:
     """Call, and read whatever comes."""
-    address, rpc = sys.argv[1:]
+    address, rpc, seconds = sys.argv[1:]
+    timeout = float(seconds) or None
     data = sys.stdin.buffer.read()
     with grpc.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         if rpc == "Query":
-            stub.Query(inference_pb2.QueryRequest.FromString(data))
+            stub.Query(inference_pb2.QueryRequest.FromString(data), timeout=timeout)
             return
         asked = inference_pb2.GenerateRequest.FromString(data)
         stream: Iterable[object]
         if rpc == "Generate":
-            stream = stub.Generate(asked)
+            stream = stub.Generate(asked, timeout=timeout)
         else:
-            stream = session_pb2_grpc.SessionServiceStub(channel).Session(iter(session_of(asked)))
+            stream = session_pb2_grpc.SessionServiceStub(channel).Session(
+                iter(session_of(asked)), timeout=timeout
+            )
         for _ in stream:
             pass
 
