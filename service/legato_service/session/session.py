@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 
@@ -36,7 +37,7 @@ class SessionLimits:
     open_timeout: float = 10.0
     patience: float = 30.0  # for credits
     frame_deadline: float = 60.0
-    max_age: float = 3600.0
+    max_age: float = 3600.0  # some up to a tenth earlier: who came together must not leave together
     farewell: float = 30.0  # how long running work may go on at the greatest age
 
 
@@ -59,6 +60,7 @@ class Session:
         self._name = opening.session_name
         self._session_id = session_id
         self._heartbeat = wire.heartbeat(opening)
+        self._silence = self._a_silence()
         self._planner = Planner(dispatcher, opening, terms.max_frame_age)
         self._crew = Crew(dispatcher, self, session_id, patience=limits.frame_deadline)
         self._core: SessionCore[Job] = SessionCore(terms, self._crew)
@@ -67,7 +69,7 @@ class Session:
         self._waiter: asyncio.Future[None] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._spoke_at = self._opened_at = time.monotonic()
-        self._leave_at = self._opened_at + limits.max_age
+        self._leave_at = self._opened_at + limits.max_age * random.uniform(0.9, 1.0)
         self._wind_up_at = self._cut_at = self._end_at = math.inf
         self._reason: LegatoError | None = None
         self._opened = self._script.opened(
@@ -80,6 +82,10 @@ class Session:
                 contract_revision=contract_revision,
             )
         )
+
+    def _a_silence(self) -> float:
+        """Seconds to the next heartbeat: sessions that opened together must not speak together."""
+        return self._heartbeat * random.uniform(0.5, 1.0)
 
     # ------------------------------------------------------------ the writer
 
@@ -120,7 +126,8 @@ class Session:
                 if self._reason is not None:
                     raise self._reason
                 return None
-            if now >= self._spoke_at + self._heartbeat:
+            if now >= self._spoke_at + self._silence:
+                self._silence = self._a_silence()
                 return self._script.heartbeat()
             await self._pause(now)
 
@@ -144,7 +151,7 @@ class Session:
     async def _pause(self, now: float) -> None:
         """Until something happens, or something is due."""
         due = min(
-            self._spoke_at + self._heartbeat,
+            self._spoke_at + self._silence,
             self._core.next_wake(),
             self._leave_at,
             self._wind_up_at,
