@@ -30,10 +30,12 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How long silence and crashes are borne, in seconds.
 
     An engine whose heartbeats stop for `silence`, or whose steps stand still for `stuck` with work
-    pending, is aborted and restarted.
+    pending, is aborted and restarted. One that loads may be silent for `loading`: a library that is
+    read from a slow disk holds its interpreter all the while.
     """
 
     silence: float = 10.0
+    loading: float = 60.0
     stuck: float = 60.0
     backoff_first: float = 0.25
     backoff_cap: float = 30.0
@@ -161,7 +163,8 @@ class EngineClient(EngineConnection):
         while True:
             await asyncio.sleep(self._config.heartbeat_interval)
             now = time.monotonic()
-            silent = now - self.last_heartbeat > self._limits.silence
+            patience = self._limits.silence if self._ready_at else self._limits.loading
+            silent = now - self.last_heartbeat > patience
             stuck = bool(self._ready_at) and now - self._step_moved > self._limits.stuck
             if silent or stuck:
                 _log.error("engine hangs", silent=silent, stuck=stuck, step=self.step)

@@ -1,7 +1,8 @@
 """An engine process without a model: it speaks the protocol and does what a question tells it.
 
 Questions: "echo" answers, "hang" never does, "slow" sends deltas one by one without an end, "die"
-exits at once, "freeze" stops the heartbeats and everything else. Model "broken" never gets ready.
+exits at once, "freeze" stops the heartbeats and everything else. Model "broken" never gets ready,
+model "heavy" is silent for two seconds before.
 """
 
 import argparse
@@ -132,6 +133,14 @@ def beat(arguments, config, live, frozen):
         time.sleep(config.heartbeat_interval)
 
 
+def load(model):
+    """Take as long as the model does, which may be for ever."""
+    if model == "heavy":
+        time.sleep(2)
+    if model == "broken":
+        sys.exit(1)
+
+
 def main():
     """Serve until told to stop."""
     parser = argparse.ArgumentParser()
@@ -140,8 +149,7 @@ def main():
     parser.add_argument("--doors", required=True, type=int, nargs=2)
     arguments = parser.parse_args()
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
-    if config.model == "broken":
-        sys.exit(1)
+    load(config.model)
     links = Links(arguments.doors[0], os.eventfd(0))
     live: set[str] = set()
     held: set[str] = set()
