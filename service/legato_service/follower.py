@@ -19,6 +19,7 @@ from legato_engine.supervisor import bind_to_parent
 
 from legato_service import garbage, logs
 from legato_service.config import ServiceConfig
+from legato_service.last_resort import leave_or_be_ended
 from legato_service.line import Leave, Line, Serving
 from legato_service.peers import abort_elsewhere
 from legato_service.server import Server
@@ -83,6 +84,7 @@ async def follow(settings: Settings, connection: socket.socket) -> int:
         log.error("cannot_follow", number=settings.number, error=str(error))
         return 1
     finally:
+        leave_or_be_ended()
         for task in (telling, obeying, draining):
             task.cancel()
         await server.stop()

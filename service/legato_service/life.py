@@ -14,6 +14,7 @@ from legato_engine.client import EngineClient, EngineState
 from legato_service.config import ServiceConfig
 from legato_service.console import Announcer
 from legato_service.followers import Followers
+from legato_service.last_resort import leave_or_be_ended
 from legato_service.port import reserved
 from legato_service.server import LAST_WRITES, Server
 
@@ -81,6 +82,7 @@ async def serve(
             announcer.close()
             return await _leave(server, followers, signals)
         finally:
+            leave_or_be_ended()
             obeying.cancel()
             announcer.close()
             await server.stop()
