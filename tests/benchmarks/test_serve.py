@@ -43,10 +43,18 @@ def test_the_bare_server_says_what_it_was_given():
         assert list(stub.Generate(words)) == STREAM
 
 
+COLUMNS = ("request", "counted", "bare a second", "inside a second", "share inside")
+COLUMNS += ("legato a second", "share", "bare", "inside", "service", "engine", "messages")
+
+
 def test_shares_are_medians_of_turns_that_met_the_same_machine():
     """A turn is compared with its neighbour, so that a machine that slows down is nobody's loss."""
     bare = [sample(1000, 100), sample(500, 200), sample(250, 400)]
-    ours = [sample(800, 125), sample(400, 250), sample(100, 1000)]
-    cells = row(Case("Query", "Query", pb.QueryRequest(), 1), {"bare": bare, "legato": ours})
-    assert cells[4] == "80%"
-    assert cells[8] == "80%"
+    inside = [sample(900, 110), sample(450, 220), sample(225, 440)]
+    whole = [sample(800, 125), sample(400, 250), sample(100, 1000)]
+    turns = {"bare": bare, "inside": inside, "legato": whole}
+    cells = dict(
+        zip(COLUMNS, row(Case("Query", "Query", pb.QueryRequest(), 1), turns), strict=True)
+    )
+    assert (cells["share inside"], cells["share"]) == ("90%", "80%")
+    assert (cells["bare a second"], cells["service"]) == ("500", "250.0")
