@@ -43,8 +43,10 @@ def test_the_bare_server_says_what_it_was_given():
         assert list(stub.Generate(words)) == STREAM
 
 
-COLUMNS = ("request", "counted", "bare a second", "inside a second", "share inside")
-COLUMNS += ("legato a second", "share", "bare", "inside", "service", "engine", "messages")
+COLUMNS = (
+    *("request", "counted", "bare a second", "inside a second", "share inside"),
+    *("legato a second", "share", "bare", "inside", "service", "engine", "messages"),
+)
 
 
 def test_shares_are_medians_of_turns_that_met_the_same_machine():
