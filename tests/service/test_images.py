@@ -250,7 +250,7 @@ async def test_callers_are_told_apart():
         await put(server, pieces(PNG))
         (owner,) = {owner for owner, _ in server.engine.held}
         assert owner == "peer:127.0.0.1"
-        failed = await refusal(put(server, pieces(PNG), "x" * 65))
+        failed = await refusal(delete(server, image_id, "x" * 65))
         assert failed.details["ErrorInfo"].metadata["field"] == "metadata.legato-tenant"
 
 

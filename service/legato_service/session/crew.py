@@ -63,10 +63,13 @@ class Crew:
         self._session_id = session_id
         self._patience = patience
         self._runs: dict[Job, FrameRun] = {}
+        self._dismissed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, job: Job) -> None:
-        """Run a frame."""
+        """Run a frame, unless all were dismissed."""
+        if self._dismissed:
+            return
         request_id = f"{self._session_id}#{job.sequence}"
         deadline = time.monotonic() + self._patience
         run = FrameRun(self._dispatcher, self._listener, job, request_id, deadline)
@@ -87,8 +90,13 @@ class Crew:
         if job in self._runs:
             self._runs.pop(job).abort()
 
-    def abort_all(self) -> None:
-        """Forget all frames, at once. Idempotent."""
+    def dismiss(self) -> None:
+        """Forget all frames, at once, and start none any more. Idempotent.
+
+        The end of a frame makes room for one that waits: without this, the next would start while
+        the others are being forgotten, and outlive them all.
+        """
+        self._dismissed = True
         for job in list(self._runs):
             self.abort(job)
 

@@ -109,7 +109,7 @@ class Session:
 
     def release(self) -> None:
         """Have the engine forget all that runs. Idempotent."""
-        self._crew.abort_all()
+        self._crew.dismiss()
 
     async def _next(self) -> pb.SessionResponse | None:
         """The next response, once there is one; None at the end."""

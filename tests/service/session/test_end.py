@@ -38,7 +38,7 @@ async def test_half_close_finishes_what_came_before():
 
 @pytest.mark.parametrize("way", ["cancel", "close"])
 async def test_a_client_that_leaves_frees_everything(way):
-    """Cancelling the call, or closing its channel, aborts all that runs and waits."""
+    """Cancelling the call or closing its channel aborts all that runs; what waits never starts."""
     async with running(FakeEngine(begin)) as server:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             there = type(server)(server.server, server.engine, server.port, channel)
@@ -51,6 +51,7 @@ async def test_a_client_that_leaves_frees_everything(way):
                 else:
                     await channel.close()
                 await settled(server)
+        assert len(server.engine.requests) == 4
         assert sorted(server.engine.aborted) == sorted(
             asked.request_id for asked in server.engine.requests
         )
