@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from legato_engine.config import EngineConfig
 
 from legato_service.config import ServiceConfig, check
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_Add = Callable[..., argparse.Action]
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
@@ -33,13 +35,22 @@ def _fields(kind: type[EngineConfig] | type[ServiceConfig], given: dict[str, obj
 
 
 def _parser() -> argparse.ArgumentParser:
-    engine, service = EngineConfig(), ServiceConfig()
     parser = argparse.ArgumentParser(
         prog="legato serve",
         description="Serve a vision-language model over gRPC.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
+    engine, service = EngineConfig(), ServiceConfig()
+    _add_listeners(parser.add_argument, service)
+    _add_model(parser.add_argument, engine)
+    _add_queue(parser.add_argument, engine)
+    _add_limits(parser.add_argument, engine, service)
+    _add_null(parser, engine)
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default=service.log_level)
+    return parser
+
+
+def _add_listeners(add: _Add, service: ServiceConfig) -> None:
     add("--listen", metavar="HOST:PORT", default=service.listen, help="where to listen")
     add(
         "--insecure",
@@ -60,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         help="that speak gRPC on this port, before one engine; more than 1 pays at thousands of "
         "calls a second",
     )
+
+
+def _add_model(add: _Add, engine: EngineConfig) -> None:
     add("--model", default=engine.model, help="architecture to serve; null: made-up answers")
     add("--weights", default=engine.weights, help="folder or .safetensors file")
     add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
@@ -74,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--threads", type=_whole, default=engine.threads, help="CPU threads, 0: all cores")
     add("--pipeline-depth", type=int, choices=(1, 2), default=engine.pipeline_depth)
+
+
+def _add_queue(add: _Add, engine: EngineConfig) -> None:
     add("--max-running", type=_positive, default=engine.max_running, help="tasks that decode")
     add(
         "--kv-memory-fraction",
@@ -97,18 +114,21 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--priority-seconds",
         metavar="SECONDS",
-        type=_seconds,
+        type=_not_negative,
         default=engine.priority_seconds,
         help="how long to wait makes up for one step of priority (metadata legato-priority, "
         "-100..100, higher goes first); 0 ignores priorities",
     )
+
+
+def _add_limits(add: _Add, engine: EngineConfig, service: ServiceConfig) -> None:
     add("--max-image-pixels", type=_positive, default=engine.max_image_pixels)
     add("--max-request-bytes", type=_positive, default=service.max_request_bytes)
     add("--max-sessions", type=_positive, default=service.max_sessions, help="open at a time")
     add(
         "--max-session-age",
         metavar="SECONDS",
-        type=float,
+        type=_not_negative,
         default=service.max_session_age,
         help="after which a session is told to go away",
     )
@@ -126,14 +146,14 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--image-ttl",
         metavar="SECONDS",
-        type=float,
+        type=_not_negative,
         default=service.image_ttl,
         help="how long an uploaded picture is held unless its caller says",
     )
     add(
         "--image-max-ttl",
         metavar="SECONDS",
-        type=float,
+        type=_not_negative,
         default=service.image_max_ttl,
         help="how long a caller may have a picture held",
     )
@@ -152,15 +172,18 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--drain-grace",
         metavar="SECONDS",
-        type=float,
+        type=_not_negative,
         default=service.drain_grace,
         help="how long running requests may go on after SIGTERM",
     )
+
+
+def _add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
     null = parser.add_argument_group("with --model null, which has no model")
     null.add_argument(
         "--null-step-ms",
         metavar="MS",
-        type=_duration,
+        type=_not_negative,
         default=engine.null_step_ms,
         help="time between two tokens; 0 answers at once and lets all run",
     )
@@ -171,21 +194,12 @@ def _parser() -> argparse.ArgumentParser:
         default=engine.null_objects,
         help="objects found, as far as max_objects allows",
     )
-    add("--log-level", choices=LOG_LEVELS, default=service.log_level)
-    return parser
 
 
 def _fraction(text: str) -> float:
     number = float(text)
     if not 0 < number < 1:
         raise argparse.ArgumentTypeError("must be above 0 and below 1")
-    return number
-
-
-def _duration(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError("must be finite and not negative")
     return number
 
 
@@ -196,10 +210,10 @@ def _whole(text: str) -> int:
     return number
 
 
-def _seconds(text: str) -> float:
+def _not_negative(text: str) -> float:
     number = float(text)
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError("must be a number of seconds, not negative")
+        raise argparse.ArgumentTypeError("must be finite and not negative")
     return number
 
 
