@@ -6,7 +6,7 @@ import dataclasses
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextvars import ContextVar
 
 from legato_engine import core
@@ -42,6 +42,15 @@ class Call:
                     "request_id holds at most 64 of A-Z a-z 0-9 . _ : -", field="options.request_id"
                 )
             self.request_id = request_id
+        return self.request_id
+
+    def avoid(self, taken: Container[str]) -> str:
+        """The call's id, which its caller did not give in the request; another if this is taken.
+
+        What a proxy sends as `x-request-id` names a request, too, but it may send it with several.
+        """
+        if self.scoped(self.request_id) in taken:
+            self.rename()
         return self.request_id
 
     def rename(self) -> None:

@@ -59,15 +59,10 @@ class Dispatcher:
     def name(self, given: str) -> str:
         """The id of the current call's request: the caller's, else one that nobody in flight has.
 
-        What a proxy sends as `x-request-id` names a request, too, but it may send it with several.
         Raises `InvalidField` when the caller's is malformed.
         """
         rpc = call.current()
-        if given:
-            return rpc.adopt(given)
-        if rpc.scoped(rpc.request_id) in self._gate:
-            rpc.rename()
-        return rpc.request_id
+        return rpc.adopt(given) if given else rpc.avoid(self._gate)
 
     @contextmanager
     def admit(self, request_id: str, caller: Caller, default_deadline: float) -> Iterator[Admitted]:

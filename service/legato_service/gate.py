@@ -64,7 +64,7 @@ class Gate:
         """Requests in flight."""
         return len(self._inside)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         """Whether a request of this name is in flight."""
         return name in self._inside
 

@@ -13,7 +13,9 @@ from legato_engine.megakernel.pages import PageTable
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Machine:
-    """One launch. `num_fed` and `num_prefilled` count the positions of this iteration's forward."""
+    """One launch. `num_fed`, of which `num_proposed` were drafts, and `num_prefilled` count the
+    positions of this iteration's forward.
+    """
 
     requests: list[RequestDescriptor]
     pages: PageTable
@@ -24,6 +26,7 @@ class Machine:
     iteration: int = 0
     now: float = 0.0  # virtual seconds
     num_fed: int = 0
+    num_proposed: int = 0
     num_prefilled: int = 0
     num_preemptions: int = 0
 

@@ -74,10 +74,6 @@ class PageTable:
         """The requests that hold a page."""
         return frozenset(self._holders[page])
 
-    def state(self, page: int) -> PageState:
-        """What a page holds."""
-        return self._state[page]
-
     def report(self) -> ResidencyReport:
         """The pool as it is."""
         prompt = self.num_found + self.num_computed

@@ -47,7 +47,7 @@ class Simulator:
     def step(self) -> None:
         """One iteration: both batch stages, then the four of every request, then the clock."""
         machine = self.machine
-        machine.num_fed = machine.num_prefilled = 0
+        machine.num_fed = machine.num_proposed = machine.num_prefilled = 0
         lengths = {each.request_id: len(each.tokens) for each in machine.requests}
         start = machine.now
         stage_scheduler(machine)
@@ -62,13 +62,10 @@ class Simulator:
 
     def _seconds(self) -> float:
         machine = self.machine
-        proposed = machine.num_fed - sum(
-            each.last_used == machine.iteration for each in machine.requests
-        )
         return (
             self.costs.step(machine.num_fed)
             + self.costs.prefill * machine.num_prefilled
-            + self.costs.propose * max(proposed, 0)
+            + self.costs.propose * machine.num_proposed
         )
 
     def _record(self, start: float, lengths: dict[int, int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legato_engine.megakernel.descriptor import NO_GRAFT, Flag, RequestDescriptor, State
+from legato_engine.megakernel.descriptor import Flag, RequestDescriptor, State
 from legato_engine.megakernel.eviction import EvictionCandidate, eviction_order
 from legato_engine.megakernel.machine import Machine
 from legato_engine.megakernel.pages import PageState
@@ -149,7 +149,7 @@ def shared_length(source: RequestDescriptor, request: RequestDescriptor) -> int:
 def graft(machine: Machine, request: RequestDescriptor) -> None:
     """Borrow the source's pages as far as both prompts agree and the source's KV is valid."""
     source = machine.find(request.graft_source_id)
-    if request.graft_source_id == NO_GRAFT or source is None or source is request:
+    if source is None or source is request:
         return
     length = min(shared_length(source, request), source.num_cached)
     for page in source.page_ids[: machine.pages.pages_for(length)]:

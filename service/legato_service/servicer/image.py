@@ -112,11 +112,9 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             raise
 
     def _name(self) -> str:
-        """The call's id as the engine knows it: what a proxy sends it may send with several."""
+        """The call's id as the engine knows it."""
         rpc = call.current()
-        if rpc.scoped(rpc.request_id) in self._gate:
-            rpc.rename()
-        return rpc.scoped(rpc.request_id)
+        return rpc.scoped(rpc.avoid(self._gate))
 
     async def _next(self, messages: AsyncIterator[pb.PutImageRequest]) -> pb.PutImageRequest | None:
         """The next message, None behind the last; an upload that stands still is given up."""
