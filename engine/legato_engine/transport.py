@@ -44,9 +44,10 @@ class Doors:
     def turn_away(self) -> None:
         """For when there is no engine: hang up on all who wait, so that the dead do not pile up.
 
-        Who lives knocks again.
+        Who lives knocks again, at the end of its requests. So the doors are gone through against
+        the order in which they are knocked at: nobody loses vitals and keeps requests.
         """
-        for door in self._sockets:
+        for door in reversed(self._sockets):
             for waiting in knocking(door):
                 waiting.close()
 

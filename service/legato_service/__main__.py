@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from legato_service.life import serve
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit code, see `life.serve`."""
     config = arguments.parse(argv)
+    faulthandler.enable()  # SIGABRT writes the stacks of a process that hangs
     console = Console(stderr=True)
     logs.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()

@@ -72,12 +72,13 @@ async def follow(settings: Settings, connection: socket.socket) -> int:
     line = await Line.over(connection)
     engine = EngineConnection(settings.namespace, settings.number)
     server = Server(settings.config, engine, engine.blobs, peers=_First(line, engine))
-    telling = asyncio.create_task(_tell_when_serving(engine, line))
     obeying = asyncio.create_task(_obey(line, server))
     draining = asyncio.create_task(server.drained())
+    telling: asyncio.Task[None] | None = None
     try:
         engine.connect(settings.endpoint)
         await server.start()
+        telling = asyncio.create_task(_tell_when_serving(engine, line))
         await asyncio.wait((obeying, draining), return_when=asyncio.FIRST_COMPLETED)
         return 0 if draining.done() else 1
     except OSError as error:
@@ -86,7 +87,8 @@ async def follow(settings: Settings, connection: socket.socket) -> int:
     finally:
         leave_or_be_ended()
         for task in (telling, obeying, draining):
-            task.cancel()
+            if task is not None:
+                task.cancel()
         await server.stop()
         await engine.close()
         line.close()

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from legato_engine import links, transport
 from legato_engine.messages import Abort, Heartbeat, Load, Queued
 from legato_engine.transport import EngineLink
 
@@ -107,6 +108,24 @@ async def test_who_is_turned_away_is_told():
         await until(lambda: [service.ends for service in services] == [0, 1, 1])
         ends.engine.broadcast(loading())
         assert len(ends.engine) == 0
+
+
+async def test_nobody_is_turned_away_by_half(monkeypatch):
+    """Who knocks between the two doors keeps both of its connections, or hears of an end."""
+    with linked() as ends:
+        knocks = iter((ends.knock, int))
+
+        def knocking_late(door):
+            yield from links.knocking(door)
+            next(knocks)()
+
+        monkeypatch.setattr(transport, "knocking", knocking_late)
+        ends.doors.turn_away()
+        beat = Heartbeat(step=1, load=Load(), estimated_wait=0.0)
+        ends.audience.send(beat)
+        (service,) = ends.services
+        await until(lambda: service.ends or service.reports)
+        assert service.ends or service.reports == [beat]
 
 
 async def test_no_doors():

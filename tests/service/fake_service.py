@@ -5,6 +5,7 @@ All of `legato_service.__main__` but the engine's command; the first argument na
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 
 import uvloop
@@ -18,6 +19,7 @@ def main() -> int:
     """Serve with the engine of the module that the first argument names."""
     module, *rest = sys.argv[1:]
     config = arguments.parse(rest)
+    faulthandler.enable()
     logs.configure(config.log_level, terminal=False)
     command = (sys.executable, "-m", module)
     limits = EngineLimits(backoff_first=0.01, backoff_cap=0.02)

@@ -20,6 +20,7 @@ from legato.v1 import (
     server_pb2_grpc,
     session_pb2_grpc,
 )
+from legato_client._status_async import ServerStatus
 from legato_engine.config import EngineConfig
 from legato_service.config import ServiceConfig
 from legato_service.server import Server
@@ -135,11 +136,16 @@ class Refusal:
 
 
 async def refusal(awaitable: Any) -> Refusal:
-    """The failure of a call that must fail; `awaitable` is a call or a coroutine that reads one."""
+    """The failure of a call that must fail; `awaitable` is a call or a coroutine that reads one.
+
+    A call that is refused while it still sends is read as our own client reads it: grpc.aio may put
+    an error of its own in the place of the server's (github.com/grpc/grpc/issues/36066).
+    """
+    status = ServerStatus(awaitable) if isinstance(awaitable, grpc.aio.Call) else None
     try:
         await awaitable
     except grpc.aio.AioRpcError as error:
-        return read_refusal(error)
+        return read_refusal(await status.instead_of(error) if status else error)
     raise AssertionError("the call succeeded")
 
 

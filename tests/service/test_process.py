@@ -1,24 +1,26 @@
 """The service process as its supervisor sees it: logs, signals and exit codes."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 from google.protobuf import duration_pb2
 from legato.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc, task_pb2
 
+from tests.e2e.server import children
 from tests.service.harness import refusal
 
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="wait"))
 STREAM = inference_pb2.GenerateRequest(task=TASK)
 ENGINE = "tests.service.fake_process"
 STILLBORN = "tests.service.fakes"  # a module that just ends
+HANGS_AFTER = 60.0  # seconds; the slowest test takes a tenth of it
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
@@ -28,13 +30,23 @@ class Process:
     def __init__(self, process):
         self.process = process
         self.lines = []
+        self._passed = []  # read while another was waited for
 
     async def line(self, event):
-        """The next log line of this name; fails when the process ends without it."""
+        """The next log line of this name; fails when the process ends without it.
+
+        Lines of different names are in no order: each process writes its own when it likes.
+        """
+        for line in self._passed:
+            if line["event"] == event:
+                self._passed.remove(line)
+                return line
         while data := await self.process.stderr.readline():
-            self.lines.append(json.loads(data))
-            if self.lines[-1]["event"] == event:
-                return self.lines[-1]
+            line = json.loads(data)
+            self.lines.append(line)
+            if line["event"] == event:
+                return line
+            self._passed.append(line)
         raise AssertionError(f"no {event} in {self.lines}")
 
     async def code(self):
@@ -42,18 +54,36 @@ class Process:
         self.lines += [json.loads(line) for line in (await self.process.stderr.read()).splitlines()]
         return await self.process.wait()
 
+    async def explain(self):
+        """Show what it logged and, of itself and its children, the stacks; they die of it."""
+        first = self.process.pid
+        for pid in (*children(first), first):
+            os.kill(pid, signal.SIGABRT)
+        sys.stdout.writelines(f"{line}\n" for line in self.lines)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                sys.stdout.write((await self.process.stderr.read()).decode())
 
-@asynccontextmanager
+
+@contextlib.asynccontextmanager
 async def service(*arguments, engine=ENGINE):
-    """A running service process on a free port."""
+    """A running service process on a free port.
+
+    A test that hangs is ended where it waits, and shows where the processes stand.
+    """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.service.fake_service", engine),
         *("--listen", "127.0.0.1:0", *arguments),
         env=ENVIRONMENT,
         stderr=asyncio.subprocess.PIPE,
     )
+    running = Process(process)
     try:
-        yield Process(process)
+        async with asyncio.timeout(HANGS_AFTER):
+            yield running
+    except TimeoutError:
+        await running.explain()
+        raise
     finally:
         if process.returncode is None:
             process.kill()
