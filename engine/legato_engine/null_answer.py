@@ -43,19 +43,24 @@ _GRID = 8  # objects lie on a grid of so many columns and rows, then on top of e
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """The events of an answer, one a token, and why there are no more of them."""
+    """The events of an answer, one a token, and why there are no more of them.
+
+    `whole` is what they say together. The first `num_thoughts` are thoughts, and the task itself
+    has `num_words`.
+    """
 
     task: TaskSpec
     events: tuple[Event, ...]
     finish_reason: FinishReason
+    whole: TaskResult
+    num_thoughts: int
+    num_words: int
 
     def result(self, num_tokens: int) -> TaskResult:
         """What the first `num_tokens` events say together."""
+        if num_tokens == len(self.events):
+            return self.whole
         return _result(self.task, self.events[:num_tokens])
-
-    def reasoning_tokens(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` are thoughts."""
-        return sum(isinstance(event, ReasoningDelta) for event in self.events[:num_tokens])
 
 
 @functools.lru_cache(1024)
@@ -126,7 +131,22 @@ def _limited(
 ) -> Answer:
     if max_tokens is not None and len(events) >= max_tokens and reason is FinishReason.STOP:
         reason = FinishReason.LENGTH
-    return Answer(task, tuple(events[:max_tokens]), reason)
+    kept = tuple(events[:max_tokens])
+    return Answer(
+        task,
+        kept,
+        reason,
+        whole=_result(task, kept),
+        num_thoughts=sum(isinstance(event, ReasoningDelta) for event in kept),
+        num_words=_num_words(task),
+    )
+
+
+def _num_words(task: TaskSpec) -> int:
+    """How many words a task is put in."""
+    if isinstance(task, QueryTask):
+        return len(task.question.split())
+    return 1 if isinstance(task, CaptionTask) else len(task.object.split())
 
 
 def _spaced(words: Sequence[str] | Iterator[str]) -> Iterator[str]:

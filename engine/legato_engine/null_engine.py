@@ -12,15 +12,7 @@ import time
 from collections.abc import Callable
 
 from legato_engine.config import EngineConfig
-from legato_engine.core import (
-    CaptionTask,
-    FinishReason,
-    ImageInfo,
-    QueryTask,
-    Request,
-    Timings,
-    Usage,
-)
+from legato_engine.core import FinishReason, ImageInfo, Request, Timings, Usage
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -289,12 +281,7 @@ class NullEngine:
 
 def _input_tokens(job: _Job) -> int:
     """BOS, the picture, and a token for each word."""
-    task = job.request.task
-    if isinstance(task, QueryTask):
-        words = len(task.question.split())
-    else:
-        words = 1 if isinstance(task, CaptionTask) else len(task.object.split())
-    return 1 + (_IMAGE_TOKENS if job.image else 0) + words
+    return 1 + (_IMAGE_TOKENS if job.image else 0) + job.answer.num_words
 
 
 def _cached_tokens(job: _Job) -> int:
@@ -311,7 +298,7 @@ def _usage(job: _Job) -> Usage:
         output_tokens=job.num_tokens,
         cached_tokens=_cached_tokens(job),
         image_tokens=_IMAGE_TOKENS if job.image else 0,
-        reasoning_tokens=job.answer.reasoning_tokens(job.num_tokens),
+        reasoning_tokens=min(job.num_tokens, job.answer.num_thoughts),
     )
 
 

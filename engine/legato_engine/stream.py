@@ -26,7 +26,7 @@ StreamReport = Queued | Started | Delta | Done
 class RequestStream(AsyncIterator[StreamReport]):
     """`Queued`? `Started` `Delta`* `Done`, then the end; a failure is raised once, then the end.
 
-    A consumer that lags gets what piled up as one `Delta`. After `abort` the stream just ends.
+    A consumer that lags gets what piled up as one `Delta`.
     After `stop` it ends with what the request has by then. Cancelling a pending read loses nothing.
     One reader at a time.
     """
@@ -56,10 +56,15 @@ class RequestStream(AsyncIterator[StreamReport]):
         """Whether nothing more will be added; there may still be reports to read."""
         return self._ended
 
-    def abort(self) -> None:
-        """Forget the request: unread reports are dropped, the engine is told. Idempotent."""
+    def abort(self, error: LegatoError | None = None) -> None:
+        """Forget the request: unread reports are dropped, the engine is told. Idempotent.
+
+        A request that had not ended fails with `error`; without one the stream just ends.
+        """
         self._pending.clear()
         if not self._ended:
+            if error is not None:
+                self._pending.append(error)
             self._end()
             self._on_abort(self)
 

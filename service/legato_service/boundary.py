@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, closing
-from types import TracebackType
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -78,18 +77,29 @@ class Boundary(grpc.GenericRpcHandler):
         serialize = handler.response_serializer
 
         async def one(received: Any, context: Context) -> Any:
-            async with _Edge(method, context) as call:
+            call = _begin(method)
+            try:
                 metadata.read(call, context.invocation_metadata())
                 request = _request(handler, received)
                 if not handler.request_streaming:
                     call.received = received
-                return await inner(request, context)
+                response = await inner(request, context)
+            except BaseException as error:
+                await _end_with(error, call, context)
+                raise
+            _end(call, context)
+            return response
 
         async def many(received: Any, context: Context) -> None:
-            async with _Edge(method, context) as call:
+            call = _begin(method)
+            try:
                 metadata.read(call, context.invocation_metadata())
                 async with aclosing(inner(_request(handler, received), context)) as responses:
                     await self._write(responses, context, call)
+            except BaseException as error:
+                await _end_with(error, call, context)
+                raise
+            _end(call, context)
 
         if handler.request_streaming and handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(many, None, serialize)
@@ -153,50 +163,42 @@ async def _messages(
         yield _message(parse, data)
 
 
-class _Edge:
-    """An RPC from its first line to its log line; a failure inside ends it with its status."""
+def _begin(method: str) -> Call:
+    """The call that is handled from here on."""
+    call = Call(method)
+    CURRENT.set(call)
+    return call
 
-    __slots__ = ("_call", "_context")
 
-    def __init__(self, method: str, context: Context) -> None:
-        self._call = Call(method)
-        self._context = context
+def _end(call: Call, context: Context) -> None:
+    """It went well. The answer leaves before the log line."""
+    context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
+    asyncio.get_running_loop().call_soon(_log_end, call, "OK")
 
-    async def __aenter__(self) -> Call:
-        CURRENT.set(self._call)
-        return self._call
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        call = self._call
-        match error:
-            case None:
-                self._context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
-                # The answer leaves first.
-                asyncio.get_running_loop().call_soon(_log_end, call, "OK")
-            case asyncio.CancelledError():
-                late = call.deadline is not None and time.monotonic() >= call.deadline
-                _log_end(call, "DEADLINE_EXCEEDED" if late else "CANCELLED")
-            case grpc.aio.AbortError():  # the handler answered with a status of its own
-                _log_end(call, _code_name(self._context))
-            case LegatoError():
-                if isinstance(error, InternalError):
-                    log.error("internal_error", request_id=call.request_id, exc_info=error)
-                await self._refuse(error)
-            case Exception():
-                log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
-                await self._refuse(error)
+async def _end_with(error: BaseException, call: Call, context: Context) -> None:
+    """It did not: log why, and unless grpc knows already end it with the failure's status."""
+    match error:
+        case asyncio.CancelledError():
+            late = call.deadline is not None and time.monotonic() >= call.deadline
+            _log_end(call, "DEADLINE_EXCEEDED" if late else "CANCELLED")
+        case grpc.aio.AbortError():  # the handler answered with a status of its own
+            _log_end(call, _code_name(context))
+        case LegatoError():
+            if isinstance(error, InternalError):
+                log.error("internal_error", request_id=call.request_id, exc_info=error)
+            await _refuse(error, call, context)
+        case Exception():
+            log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
+            await _refuse(error, call, context)
 
-    async def _refuse(self, error: Exception) -> None:
-        """Log, then abort: that of a peer that reads nothing may wait as long as its connection."""
-        call, outcome = self._call, failure(error, self._call.request_id)
-        _log_end(call, outcome.code.name, outcome.reason)
-        trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
-        await self._context.abort(outcome.code, outcome.message, trailers)
+
+async def _refuse(error: Exception, call: Call, context: Context) -> None:
+    """Log, then abort: that of a peer that reads nothing may wait as long as its connection."""
+    outcome = failure(error, call.request_id)
+    _log_end(call, outcome.code.name, outcome.reason)
+    trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
+    await context.abort(outcome.code, outcome.message, trailers)
 
 
 def _code_name(context: Context) -> str:

@@ -45,10 +45,10 @@ def options(message: inference_pb2.RequestOptions) -> None:
     heartbeat(message)
 
 
-def heartbeat(message: inference_pb2.RequestOptions) -> float | None:
-    """Seconds of silence before a heartbeat, or None for no heartbeats."""
+def heartbeat(message: inference_pb2.RequestOptions) -> float:
+    """Seconds of silence before a heartbeat, infinite for no heartbeats."""
     if not message.HasField("heartbeat_interval"):
-        return None
+        return math.inf
     seconds = message.heartbeat_interval.ToNanoseconds() / 1e9
     if seconds <= 0:
         raise InvalidField("must be positive", field="options.heartbeat_interval")
@@ -218,6 +218,8 @@ def _at_least_one(message: Message, name: str, path: str) -> int | None:
 
 
 def _refs(messages: Sequence[geometry_pb2.SpatialRef], path: str) -> tuple[core.SpatialRef, ...]:
+    if not messages:
+        return ()
     if len(messages) > MAX_REFS:
         raise InvalidField(f"at most {MAX_REFS} places", field=f"{path}spatial_refs")
     return tuple(

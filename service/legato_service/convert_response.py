@@ -6,12 +6,18 @@ another one's constructor, which takes several times as long.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 from google.protobuf import duration_pb2
 from google.rpc import status_pb2
 from legato.v1 import admin_pb2, geometry_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import core
 from legato_engine.messages import Done, Queued, Started, StepReport
 
+if TYPE_CHECKING:
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+
+_SECOND = 1_000_000_000  # nanoseconds
 _FINISH = {
     core.FinishReason.STOP: task_pb2.FINISH_REASON_STOP,
     core.FinishReason.LENGTH: task_pb2.FINISH_REASON_LENGTH,
@@ -19,13 +25,23 @@ _FINISH = {
     core.FinishReason.CANCELLED: task_pb2.FINISH_REASON_CANCELLED,
 }
 
+Objects: TypeAlias = "RepeatedCompositeFieldContainer[geometry_pb2.DetectedObject]"
+Points: TypeAlias = "RepeatedCompositeFieldContainer[geometry_pb2.PointedObject]"
+
 
 # ---------------------------------------------------------------- results
 
 
 def query(result: core.QueryResult) -> task_pb2.QueryResult:
     """The answer, with the thoughts where there were any."""
-    return task_pb2.QueryResult(answer=result.answer, reasoning=_reasoning(result))
+    thoughts = None if result.reasoning is None else reasoning(result)
+    return task_pb2.QueryResult(answer=result.answer, reasoning=thoughts)
+
+
+def reasoning(result: core.QueryResult) -> task_pb2.Reasoning:
+    """The thoughts of an answer that has some."""
+    grounding = [_grounding(value) for value in result.grounding]
+    return task_pb2.Reasoning(text=result.reasoning or "", grounding=grounding)
 
 
 def caption(result: core.CaptionResult) -> task_pb2.CaptionResult:
@@ -36,17 +52,27 @@ def caption(result: core.CaptionResult) -> task_pb2.CaptionResult:
 def detect(result: core.DetectResult) -> task_pb2.DetectResult:
     """All boxes."""
     message = task_pb2.DetectResult()
-    for found in result.objects:
-        _fill_object(message.objects.add(), found)
+    fill_objects(message.objects, result)
     return message
+
+
+def fill_objects(messages: Objects, result: core.DetectResult) -> None:
+    """All boxes, added to these."""
+    for found in result.objects:
+        _fill_object(messages.add(), found)
 
 
 def point(result: core.PointResult) -> task_pb2.PointResult:
     """All points."""
     message = task_pb2.PointResult()
-    for found in result.points:
-        _fill_pointed(message.points.add(), found)
+    fill_points(message.points, result)
     return message
+
+
+def fill_points(messages: Points, result: core.PointResult) -> None:
+    """All points, added to these."""
+    for found in result.points:
+        _fill_pointed(messages.add(), found)
 
 
 def segment(result: core.SegmentResult) -> task_pb2.SegmentResult:
@@ -81,20 +107,23 @@ def task_error(task_id: str, status: status_pb2.Status) -> task_pb2.TaskResult:
 # ---------------------------------------------------------------- about the request
 
 
-def info(
-    request_id: str, model: str, done: Done, stamp: media_pb2.FrameStamp | None
-) -> inference_pb2.ResponseInfo:
+def fill_info(
+    message: inference_pb2.ResponseInfo,
+    request_id: str,
+    model: str,
+    done: Done,
+    stamp: media_pb2.FrameStamp | None,
+) -> None:
     """What an answer tells beside its result; `stamp` None when the request had none."""
-    message = inference_pb2.ResponseInfo(
-        request_id=request_id,
-        model=model,
-        finish_reason=_FINISH[done.finish_reason],
-        image=image(done.image),
-        stamp=stamp,
-    )
+    message.request_id = request_id
+    message.model = model
+    message.finish_reason = _FINISH[done.finish_reason]
+    if done.image is not None:
+        _fill_image(message.image, done.image)
+    if stamp is not None:
+        message.stamp.CopyFrom(stamp)
     _fill_usage(message.usage, done.usage)
     _fill_timings(message.timings, done.timings)
-    return message
 
 
 def usage(value: core.Usage) -> task_pb2.Usage:
@@ -108,12 +137,9 @@ def image(value: core.ImageInfo | None) -> media_pb2.ImageInfo | None:
     """The picture as answered about."""
     if value is None:
         return None
-    return media_pb2.ImageInfo(
-        image_id=value.image_id,
-        width=value.width,
-        height=value.height,
-        cache_hit=value.cache_hit,
-    )
+    message = media_pb2.ImageInfo()
+    _fill_image(message, value)
+    return message
 
 
 def duration(seconds: float) -> duration_pb2.Duration:
@@ -178,10 +204,10 @@ def delta(event: core.Event) -> inference_pb2.GenerateResponse:
             text = inference_pb2.TextDelta(text=event.text, tokens=tokens)
             return inference_pb2.GenerateResponse(text=text)
         case core.ReasoningDelta():
-            reasoning = inference_pb2.ReasoningDelta(
+            thought = inference_pb2.ReasoningDelta(
                 text=event.text, grounding=[_grounding(value) for value in event.grounding]
             )
-            return inference_pb2.GenerateResponse(reasoning=reasoning)
+            return inference_pb2.GenerateResponse(reasoning=thought)
         case core.PointEvent():
             message = inference_pb2.GenerateResponse()
             _fill_pointed(message.point, event)
@@ -202,19 +228,18 @@ def delta(event: core.Event) -> inference_pb2.GenerateResponse:
 # ---------------------------------------------------------------- pieces
 
 
-def _reasoning(result: core.QueryResult) -> task_pb2.Reasoning | None:
-    if result.reasoning is None:
-        return None
-    grounding = [_grounding(value) for value in result.grounding]
-    return task_pb2.Reasoning(text=result.reasoning, grounding=grounding)
-
-
 def _grounding(value: core.Grounding) -> task_pb2.Grounding:
     return task_pb2.Grounding(
         start_index=value.start_index,
         end_index=value.end_index,
         points=[_point(spot) for spot in value.points],
     )
+
+
+def _fill_image(message: media_pb2.ImageInfo, value: core.ImageInfo) -> None:
+    message.image_id = value.image_id
+    message.width, message.height = value.width, value.height
+    message.cache_hit = value.cache_hit
 
 
 def _fill_usage(message: task_pb2.Usage, value: core.Usage) -> None:
@@ -236,7 +261,10 @@ def _fill_timings(message: task_pb2.Timings, value: core.Timings) -> None:
 
 def _fill_duration(message: duration_pb2.Duration, seconds: float) -> None:
     """Not negative. Filled, it is there even when it is 0."""
-    message.seconds, message.nanos = divmod(round(seconds * 1e9), 1_000_000_000)
+    nanos = round(seconds * 1e9)
+    if nanos >= _SECOND:
+        message.seconds, nanos = divmod(nanos, _SECOND)
+    message.nanos = nanos
 
 
 def _fill_object(message: geometry_pb2.DetectedObject, value: core.ObjectEvent) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, closing
+from types import TracebackType
 from typing import Any, Protocol
 
 import grpc
@@ -25,8 +27,9 @@ from legato_engine.messages import Done, ModelInfo, Started
 from legato_engine.stream import StreamReport
 
 from legato_service import call
+from legato_service.deadlines import Deadlines
 from legato_service.engine import Engine, Stream
-from legato_service.gate import Admitted, Gate
+from legato_service.gate import Admitted, Gate, Visit
 from legato_service.patience import Patience
 from legato_service.picture import NewPicture, Picture, PictureIntake
 
@@ -55,6 +58,7 @@ class Dispatcher:
         self.pictures = pictures
         self._engine = engine
         self._gate = gate
+        self._deadlines = Deadlines()
 
     def name(self, given: str) -> str:
         """The id of the current call's request: the caller's, else one that nobody in flight has.
@@ -64,29 +68,29 @@ class Dispatcher:
         rpc = call.current()
         return rpc.adopt(given) if given else rpc.avoid(self._gate)
 
-    @contextmanager
-    def admit(self, request_id: str, caller: Caller, default_deadline: float) -> Iterator[Admitted]:
-        """Be in flight for the length of the block.
+    def admit(self, request_id: str, caller: Caller, default_deadline: float) -> Visit:
+        """To be in flight for the length of a block.
 
         Raises `Draining`, `DuplicateRequest`, `DeadlineExceeded` or `DeadlineUnreachable`.
         """
         rpc = call.current()
-        with self._gate.hold(rpc.scoped(request_id)) as admitted:
-            given = caller.time_remaining()
-            left = default_deadline if given is None else given
-            wait = self._engine.estimated_wait
-            if left <= 0:
-                raise DeadlineExceeded("the deadline passed before the request began")
-            # The guess is for the end of the queue: who may go before that asks the engine itself.
-            last = rpc.priority <= 0
-            if last and wait > left and self._engine.state is EngineState.READY:
-                raise DeadlineUnreachable(
-                    f"a request arriving now would wait {wait:.3g} s",
-                    estimated_wait_ms=round(wait * 1000),
-                    time_left_ms=round(left * 1000),
-                )
-            admitted.deadline = rpc.deadline = time.monotonic() + left
-            yield admitted
+        name = rpc.scoped(request_id)
+        self._gate.check(name)
+        given = caller.time_remaining()
+        left = default_deadline if given is None else given
+        wait = self._engine.estimated_wait
+        if left <= 0:
+            raise DeadlineExceeded("the deadline passed before the request began")
+        # The guess is for the end of the queue: who may go before that asks the engine itself.
+        last = rpc.priority <= 0
+        if last and wait > left and self._engine.state is EngineState.READY:
+            raise DeadlineUnreachable(
+                f"a request arriving now would wait {wait:.3g} s",
+                estimated_wait_ms=round(wait * 1000),
+                time_left_ms=round(left * 1000),
+            )
+        rpc.deadline = time.monotonic() + left
+        return self._gate.hold(name, rpc.deadline)
 
     def model(self, name: str) -> ModelInfo:
         """The model of this name, empty for the default one.
@@ -116,15 +120,13 @@ class Dispatcher:
             )
         return model
 
-    @contextmanager
     def submit(
         self, request: core.Request, picture: Picture, admitted: Admitted, caller: Caller
-    ) -> Iterator[Stream]:
-        """The running request; however the block or the caller ends, the engine forgets it.
+    ) -> Submission:
+        """Start the request, for the length of a block that is to begin at once.
 
         Nothing is awaited between staging, submitting and owning the stream, so no cancellation can
-        come in between. Raises what `Engine.submit` raises. A picture that the engine cannot decode
-        is told by the field it came in, which the engine does not know.
+        come in between. Raises what `Engine.submit` raises.
         """
         rpc = call.current()
         image = self.pictures.stage(picture)
@@ -141,33 +143,53 @@ class Dispatcher:
         admitted.own(stream)
         # Also when the handler never gets to run its `finally`.
         caller.add_done_callback(lambda _: stream.abort())
-        try:
-            yield stream
-        except ImageUndecodable as error:
-            if isinstance(picture, NewPicture):
-                error.metadata["field"] = picture.field
-            raise
-        finally:
-            stream.abort()
+        return Submission(stream, picture, self._deadlines, admitted.deadline)
 
 
-async def follow(
-    stream: Stream, deadline: float, silence: float | None = None
-) -> AsyncGenerator[StreamReport | None]:
+class Submission:
+    """A running request; however the block ends, the engine forgets it.
+
+    Past its deadline it fails with `DeadlineExceeded`, whatever the engine does. A picture that the
+    engine cannot decode is told by the field it came in, which the engine does not know.
+    """
+
+    __slots__ = ("_deadlines", "_picture", "_stream", "_tick")
+
+    def __init__(
+        self, stream: Stream, picture: Picture, deadlines: Deadlines, deadline: float
+    ) -> None:
+        self._stream = stream
+        self._picture = picture
+        self._deadlines = deadlines
+        self._tick = deadlines.watch(stream, deadline)
+
+    def __enter__(self) -> Stream:
+        return self._stream
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._deadlines.forget(self._stream, self._tick)
+        self._stream.abort()
+        if isinstance(error, ImageUndecodable) and isinstance(self._picture, NewPicture):
+            error.metadata["field"] = self._picture.field
+
+
+async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamReport | None]:
     """The reports up to `Done`; None after each `silence` seconds without one.
 
-    Raises the request's own error, or `DeadlineExceeded` when the engine does not end it in time.
+    Raises the request's own error.
     """
     with closing(Patience()) as patience:
         report: StreamReport | None = None
         while not isinstance(report, Done):
-            bound = deadline if silence is None else min(deadline, time.monotonic() + silence)
             try:
-                with patience.until(bound):  # cut short, a read loses nothing
+                with patience.until(time.monotonic() + silence):  # cut short, a read loses nothing
                     report = await stream.__anext__()
             except TimeoutError:
-                if bound == deadline:
-                    raise DeadlineExceeded("the deadline passed") from None
                 report = None
             except StopAsyncIteration:
                 raise InternalError("a stream ended without its result") from None
@@ -175,30 +197,22 @@ async def follow(
             yield report
 
 
-async def started(stream: Stream, deadline: float) -> Started:
+async def started(stream: Stream) -> Started:
     """The request's `Started`; what comes later is still to be followed."""
-    async with aclosing(follow(stream, deadline)) as reports:
+    async with aclosing(follow(stream)) as reports:
         async for report in reports:
             if isinstance(report, Started):
                 return report
     raise InternalError("a request ended before it started")
 
 
-async def outcome(stream: Stream, deadline: float) -> Done:
-    """The request's `Done`; everything before it is repeated there. Raises as `follow` does."""
-    with closing(Patience()) as patience:
-        try:
-            with patience.until(deadline):
-                done = await stream.done()
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed") from None
+async def answer(stream: Stream) -> Done:
+    """The `Done` of a unary call's request; everything before it is repeated there.
+
+    Raises the request's own error, and `Preempted` where an operator stopped it.
+    """
+    done = await stream.done()
     _record(done)
-    return done
-
-
-async def answer(stream: Stream, deadline: float) -> Done:
-    """The `outcome` of a unary call's request; raises `Preempted` where an operator stopped it."""
-    done = await outcome(stream, deadline)
     if done.finish_reason is core.FinishReason.CANCELLED:
         raise Preempted("an operator stopped the request")
     return done

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from legato_engine import core
 from legato_engine.client import EngineState
+from legato_engine.errors import LegatoError
 from legato_engine.messages import Done, DropImage, HoldImage, ImageHeld, Load, ModelInfo
 from legato_engine.stream import StreamReport
 
@@ -29,8 +30,11 @@ class Stream(Protocol):
         """Have the engine end it now: `Done` says CANCELLED and holds what there is by then."""
         ...
 
-    def abort(self) -> None:
-        """Have the engine forget the request; harmless after its end and when repeated."""
+    def abort(self, error: LegatoError | None = None) -> None:
+        """Have the engine forget the request; harmless after its end and when repeated.
+
+        Who reads is given `error`; without one the stream just ends.
+        """
         ...
 
 

@@ -45,11 +45,10 @@ class EventStream:
                 for event in report.events:
                     yield convert_response.delta(event)
             case Done():
-                yield inference_pb2.GenerateResponse(
-                    finished=inference_pb2.Finished(
-                        result=convert_response.task_result(self._task_id, report),
-                        info=convert_response.info(
-                            self._request_id, self._model, report, self._stamp
-                        ),
-                    )
+                message = inference_pb2.GenerateResponse()
+                finished = message.finished
+                finished.result.CopyFrom(convert_response.task_result(self._task_id, report))
+                convert_response.fill_info(
+                    finished.info, self._request_id, self._model, report, self._stamp
                 )
+                yield message

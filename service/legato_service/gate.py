@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 from legato_engine.errors import Draining
 
@@ -18,11 +17,11 @@ MAX_ENDED = 4096  # ended requests that are remembered
 
 
 class Admitted:
-    """A request in flight: its absolute monotonic `deadline`, and what of it the engine runs."""
+    """A request: its absolute monotonic `deadline`, and what of it the engine runs."""
 
     __slots__ = ("_streams", "deadline", "stopped")
 
-    def __init__(self, deadline: float = math.inf) -> None:
+    def __init__(self, deadline: float) -> None:
         self.deadline = deadline
         self.stopped = False
         self._streams: list[Stream] = []
@@ -41,6 +40,24 @@ class Admitted:
         for stream in self._streams:
             stream.stop()
         return True
+
+
+class Visit(Admitted):
+    """A request that is in flight, under its name, for the length of a `with` block."""
+
+    __slots__ = ("_gate", "_name")
+
+    def __init__(self, gate: Gate, name: str, deadline: float) -> None:
+        super().__init__(deadline)
+        self._gate = gate
+        self._name = name
+
+    def __enter__(self) -> Self:
+        self._gate.enter(self._name, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gate.leave(self._name)
 
 
 class Stopped(NamedTuple):
@@ -73,22 +90,29 @@ class Gate:
         """Whether new requests are refused."""
         return not self._open
 
-    @contextmanager
-    def hold(self, name: str) -> Iterator[Admitted]:
-        """Be inside for the length of the block. Raises `Draining` or `DuplicateRequest`."""
+    def check(self, name: str) -> None:
+        """Raises `Draining` or `DuplicateRequest` where nobody of this name could enter."""
         if not self._open:
             raise Draining("the server is shutting down")
         if name in self._inside:
             raise duplicate(name)
-        admitted = self._inside[name] = Admitted()
+
+    def hold(self, name: str, deadline: float = math.inf) -> Visit:
+        """To be inside for the length of a block, which raises as `check` does."""
+        return Visit(self, name, deadline)
+
+    def enter(self, name: str, admitted: Admitted) -> None:
+        """Be inside until `leave`. Raises as `check` does."""
+        self.check(name)
+        self._inside[name] = admitted
         self._empty.clear()
-        try:
-            yield admitted
-        finally:
-            del self._inside[name]
-            self._ended.append(name)
-            if not self._inside:
-                self._empty.set()
+
+    def leave(self, name: str) -> None:
+        """Be inside no longer."""
+        del self._inside[name]
+        self._ended.append(name)
+        if not self._inside:
+            self._empty.set()
 
     def stop(self, is_meant: Callable[[str], bool]) -> Stopped:
         """Stop all whose names are meant; also tells how many of those meant had ended."""

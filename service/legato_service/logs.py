@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ def configure(level: str, *, terminal: bool) -> None:
     """Set up structlog, and the loggers of libraries to go through it. Call once."""
     shared: list[Processor] = [
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _Timestamps(),
     ]
     number = logging.getLevelNamesMapping()[level.upper()]
     last: list[Processor] = [structlog.dev.ConsoleRenderer()]
@@ -43,6 +44,23 @@ def configure(level: str, *, terminal: bool) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+
+
+class _Timestamps:
+    """The time of a line, as RFC 3339 in UTC; most lines are of the same second as the last."""
+
+    def __init__(self) -> None:
+        self._second = -1
+        self._text = ""
+
+    def __call__(self, _logger: object, _method: str, event: EventDict) -> EventDict:
+        microseconds = time.time_ns() // 1000
+        second, fraction = divmod(microseconds, 1_000_000)
+        if second != self._second:
+            self._second = second
+            self._text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        event["timestamp"] = f"{self._text}.{fraction:06d}Z"
+        return event
 
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode

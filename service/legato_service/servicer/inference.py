@@ -97,7 +97,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             events = EventStream(request_id, request.task.task_id, _stamp(request))
             picture = await self._dispatcher.pictures.check(request.image)
             with self._dispatcher.submit(asked, picture, admitted, context) as stream:
-                async with aclosing(follow(stream, admitted.deadline, silence)) as reports:
+                async with aclosing(follow(stream, silence)) as reports:
                     async for report in reports:
                         for event in events.of(report):
                             yield event
@@ -121,37 +121,52 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _query(
         self, request: pb.QueryRequest, request_id: str, caller: Caller
     ) -> pb.QueryResponse:
-        done, info = await self._answer(request, request_id, convert_request.query, caller)
-        result = convert_response.query(_expect(done, core.QueryResult))
-        reasoning = result.reasoning if result.HasField("reasoning") else None
-        return pb.QueryResponse(answer=result.answer, reasoning=reasoning, info=info)
+        response = pb.QueryResponse()
+        done = await self._answer(request, request_id, convert_request.query, caller, response.info)
+        result = _expect(done, core.QueryResult)
+        response.answer = result.answer
+        if result.reasoning is not None:
+            response.reasoning.CopyFrom(convert_response.reasoning(result))
+        return response
 
     async def _caption(
         self, request: pb.CaptionRequest, request_id: str, caller: Caller
     ) -> pb.CaptionResponse:
-        done, info = await self._answer(request, request_id, convert_request.caption, caller)
-        return pb.CaptionResponse(caption=_expect(done, core.CaptionResult).caption, info=info)
+        response = pb.CaptionResponse()
+        done = await self._answer(
+            request, request_id, convert_request.caption, caller, response.info
+        )
+        response.caption = _expect(done, core.CaptionResult).caption
+        return response
 
     async def _detect(
         self, request: pb.DetectRequest, request_id: str, caller: Caller
     ) -> pb.DetectResponse:
-        done, info = await self._answer(request, request_id, convert_request.detect, caller)
-        result = convert_response.detect(_expect(done, core.DetectResult))
-        return pb.DetectResponse(objects=result.objects, info=info)
+        response = pb.DetectResponse()
+        done = await self._answer(
+            request, request_id, convert_request.detect, caller, response.info
+        )
+        convert_response.fill_objects(response.objects, _expect(done, core.DetectResult))
+        return response
 
     async def _point(
         self, request: pb.PointRequest, request_id: str, caller: Caller
     ) -> pb.PointResponse:
-        done, info = await self._answer(request, request_id, convert_request.point, caller)
-        result = convert_response.point(_expect(done, core.PointResult))
-        return pb.PointResponse(points=result.points, info=info)
+        response = pb.PointResponse()
+        done = await self._answer(request, request_id, convert_request.point, caller, response.info)
+        convert_response.fill_points(response.points, _expect(done, core.PointResult))
+        return response
 
     async def _segment(
         self, request: pb.SegmentRequest, request_id: str, caller: Caller
     ) -> pb.SegmentResponse:
-        done, info = await self._answer(request, request_id, convert_request.segment, caller)
-        result = convert_response.segment(_expect(done, core.SegmentResult))
-        return pb.SegmentResponse(segments=result.segments, info=info)
+        response = pb.SegmentResponse()
+        done = await self._answer(
+            request, request_id, convert_request.segment, caller, response.info
+        )
+        segments = convert_response.segment(_expect(done, core.SegmentResult)).segments
+        response.segments.extend(segments)
+        return response
 
     async def _run_tasks(
         self, request: pb.RunTasksRequest, request_id: str, caller: Caller
@@ -170,19 +185,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id: str,
         convert: Callable[[Skill], core.TaskSpec],
         caller: Caller,
-    ) -> tuple[Done, pb.ResponseInfo]:
-        """One unary task: its result, and what is told beside it."""
-        convert_request.options(request.options)
+        info: pb.ResponseInfo,
+    ) -> Done:
+        """One unary task: its end; `info` is filled with what is told beside the result."""
+        options, image = request.options, request.image
+        convert_request.options(options)
         spec = convert(request)
-        convert_request.image(request.image, spec)
+        convert_request.image(image, spec)
         sampling = convert_request.sampling(request.sampling)
-        asked = convert_request.request(request_id, spec, sampling, request.options, deltas=False)
+        asked = convert_request.request(request_id, spec, sampling, options, deltas=False)
         with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
             model = self._dispatcher.check(asked)
-            picture = await self._dispatcher.pictures.check(request.image)
+            picture = await self._dispatcher.pictures.check(image)
             with self._dispatcher.submit(asked, picture, admitted, caller) as stream:
-                done = await answer(stream, admitted.deadline)
-        return done, convert_response.info(request_id, model.name, done, _stamp(request))
+                done = await answer(stream)
+        convert_response.fill_info(info, request_id, model.name, done, _stamp(request))
+        return done
 
 
 def _stamp(

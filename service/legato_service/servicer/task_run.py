@@ -74,14 +74,14 @@ class TaskRun:
                         self._dispatcher.submit(asked, picture, admitted, caller)
                     )
                     if isinstance(picture, NewPicture) and index + 1 < len(self._asked):
-                        picture = await _held(stream, admitted.deadline) or picture
+                        picture = await _held(stream) or picture
                 except SHARED_FAILURES:
                     raise
                 except LegatoError as error:
                     begun.append(error)
                 else:
                     begun.append(stream)
-            return [await _ended(each, admitted.deadline) for each in begun]
+            return [await _ended(each) for each in begun]
 
     def response(
         self,
@@ -115,16 +115,16 @@ class TaskRun:
         convert_request.image(self._image, asked.task, f"tasks[{index}].query.")
 
 
-async def _held(stream: Stream, deadline: float) -> core.CachedImage | None:
+async def _held(stream: Stream) -> core.CachedImage | None:
     """The name of the picture that `stream` brought into the engine; None when it is not held."""
-    return held_name(await started(stream, deadline))
+    return held_name(await started(stream))
 
 
-async def _ended(begun: Stream | LegatoError, deadline: float) -> Done | LegatoError:
+async def _ended(begun: Stream | LegatoError) -> Done | LegatoError:
     if isinstance(begun, LegatoError):
         return begun
     try:
-        return await answer(begun, deadline)
+        return await answer(begun)
     except SHARED_FAILURES:
         raise
     except LegatoError as error:

@@ -206,7 +206,7 @@ class FrameRun:
         admitted = Admitted(self._deadline)
         with self._dispatcher.submit(request, picture, admitted, self) as stream:
             self._streams[index] = stream
-            async with aclosing(follow(stream, self._deadline)) as reports:
+            async with aclosing(follow(stream)) as reports:
                 async for report in reports:
                     if isinstance(report, Done):
                         return report
