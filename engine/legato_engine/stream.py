@@ -138,6 +138,8 @@ class RequestStream(AsyncIterator[StreamReport]):
             self._waiter.set_result(None)
 
     def _coalesce(self, first: Delta) -> Delta:
+        if not self._pending and len(first.events) == 1:
+            return first
         events = list(first.events)
         while self._pending and isinstance(following := self._pending[0], Delta):
             self._pending.popleft()

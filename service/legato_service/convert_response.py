@@ -6,7 +6,8 @@ another one's constructor, which takes several times as long.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from google.protobuf import duration_pb2
 from google.rpc import status_pb2
@@ -195,34 +196,37 @@ def started(report: Started, request_id: str) -> inference_pb2.GenerateResponse:
 
 def delta(event: core.Event) -> inference_pb2.GenerateResponse:
     """What one step added."""
-    match event:
-        case core.TextDelta():
-            tokens = [
-                inference_pb2.Token(token_id=token.token_id, text=token.text)
-                for token in event.tokens
-            ]
-            text = inference_pb2.TextDelta(text=event.text, tokens=tokens)
-            return inference_pb2.GenerateResponse(text=text)
-        case core.ReasoningDelta():
-            thought = inference_pb2.ReasoningDelta(
-                text=event.text, grounding=[_grounding(value) for value in event.grounding]
-            )
-            return inference_pb2.GenerateResponse(reasoning=thought)
-        case core.PointEvent():
-            message = inference_pb2.GenerateResponse()
-            _fill_pointed(message.point, event)
-            return message
-        case core.ObjectEvent():
-            message = inference_pb2.GenerateResponse()
-            _fill_object(message.object, event)
-            return message
-        case core.OutlineEvent():
-            outline = inference_pb2.OutlineDelta(
-                index=event.index,
-                path_delta=event.path_delta,
-                box=None if event.box is None else _box(event.box),
-            )
-            return inference_pb2.GenerateResponse(outline=outline)
+    message = inference_pb2.GenerateResponse()
+    _FILL[type(event)](message, event)
+    return message
+
+
+def _fill_text(message: inference_pb2.GenerateResponse, event: core.TextDelta) -> None:
+    message.text.text = event.text
+    for token in event.tokens:
+        message.text.tokens.add(token_id=token.token_id, text=token.text)
+
+
+def _fill_thought(message: inference_pb2.GenerateResponse, event: core.ReasoningDelta) -> None:
+    message.reasoning.text = event.text
+    message.reasoning.grounding.extend(_grounding(value) for value in event.grounding)
+
+
+def _fill_outline(message: inference_pb2.GenerateResponse, event: core.OutlineEvent) -> None:
+    outline = message.outline
+    outline.index = event.index
+    outline.path_delta = event.path_delta
+    if event.box is not None:
+        outline.box.CopyFrom(_box(event.box))
+
+
+_FILL: dict[type, Callable[[inference_pb2.GenerateResponse, Any], None]] = {
+    core.TextDelta: _fill_text,
+    core.ReasoningDelta: _fill_thought,
+    core.PointEvent: lambda message, event: _fill_pointed(message.point, event),
+    core.ObjectEvent: lambda message, event: _fill_object(message.object, event),
+    core.OutlineEvent: _fill_outline,
+}
 
 
 # ---------------------------------------------------------------- pieces

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from legato.v1 import inference_pb2, media_pb2
-from legato_engine.messages import Delta, Done, Queued, Started
+from legato_engine.messages import Delta, Done, Queued
 from legato_engine.stream import StreamReport
 
 from legato_service import convert_response
@@ -25,30 +23,29 @@ class EventStream:
         self._model = ""
         self._next = 0
 
-    def of(self, report: StreamReport | None) -> Iterator[inference_pb2.GenerateResponse]:
+    def of(self, report: StreamReport | None) -> list[inference_pb2.GenerateResponse]:
         """The events of the next report."""
-        for event in self._unnumbered(report):
+        events = self._unnumbered(report)
+        for event in events:
             event.index = self._next
             self._next += 1
-            yield event
+        return events
 
-    def _unnumbered(self, report: StreamReport | None) -> Iterator[inference_pb2.GenerateResponse]:
-        match report:
-            case None:
-                yield inference_pb2.GenerateResponse(heartbeat=inference_pb2.Heartbeat())
-            case Queued():
-                yield convert_response.queued(report)
-            case Started():
-                self._model = report.model
-                yield convert_response.started(report, self._request_id)
-            case Delta():
-                for event in report.events:
-                    yield convert_response.delta(event)
-            case Done():
-                message = inference_pb2.GenerateResponse()
-                finished = message.finished
-                finished.result.CopyFrom(convert_response.task_result(self._task_id, report))
-                convert_response.fill_info(
-                    finished.info, self._request_id, self._model, report, self._stamp
-                )
-                yield message
+    def _unnumbered(self, report: StreamReport | None) -> list[inference_pb2.GenerateResponse]:
+        if isinstance(report, Delta):  # nearly all
+            return [convert_response.delta(event) for event in report.events]
+        if report is None:
+            return [inference_pb2.GenerateResponse(heartbeat=inference_pb2.Heartbeat())]
+        if isinstance(report, Done):
+            return [self._finished(report)]
+        if isinstance(report, Queued):
+            return [convert_response.queued(report)]
+        self._model = report.model
+        return [convert_response.started(report, self._request_id)]
+
+    def _finished(self, done: Done) -> inference_pb2.GenerateResponse:
+        message = inference_pb2.GenerateResponse()
+        finished = message.finished
+        finished.result.CopyFrom(convert_response.task_result(self._task_id, done))
+        convert_response.fill_info(finished.info, self._request_id, self._model, done, self._stamp)
+        return message
