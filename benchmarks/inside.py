@@ -26,6 +26,7 @@ from legato_service import garbage, logs
 from legato_service.config import ServiceConfig
 from legato_service.server import Server
 
+_OF_STREAMS = (Delta, Done, Started, Queued, Failed)
 CONFIG = EngineConfig(model=null_engine.NAME, null_objects=100_000)
 
 
@@ -87,7 +88,7 @@ class InsideEngine:
             self._turn()
 
     def _on_report(self, report: Report) -> None:
-        if isinstance(report, Delta | Done | Started | Queued | Failed):
+        if isinstance(report, _OF_STREAMS):
             stream = self._streams.get(report.request_id)
             if stream is not None:
                 stream.feed(report)
@@ -104,7 +105,7 @@ class InsideEngine:
     def _forget(self, stream: RequestStream) -> None:
         self._streams.pop(stream.request_id, None)
         image: Any = stream.request.image
-        if isinstance(image, core.EncodedImage | core.RawImage):
+        if isinstance(image, core.WITH_BLOB):
             self.blobs.discard(image.blob)
 
 

@@ -13,7 +13,7 @@ import structlog
 
 from legato_engine.blobs import BlobStore
 from legato_engine.calls import PendingCalls
-from legato_engine.core import EncodedImage, RawImage, Request
+from legato_engine.core import WITH_BLOB, Request
 from legato_engine.errors import (
     Draining,
     EngineLost,
@@ -219,7 +219,7 @@ class EngineConnection:
         self._discard_blob(stream.request)
 
     def _discard_blob(self, request: Request) -> None:
-        if isinstance(request.image, EncodedImage | RawImage):
+        if isinstance(request.image, WITH_BLOB):
             self.blobs.discard(request.image.blob)
 
     def _fail_open(self, error: LegatoError) -> None:

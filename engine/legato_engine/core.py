@@ -148,6 +148,7 @@ class CachedImage(Value, frozen=True):
 
 
 ImageSource = EncodedImage | RawImage | CachedImage
+WITH_BLOB = (EncodedImage, RawImage)  # those whose bytes are somebody's to discard
 
 
 class ImageInfo(Value, frozen=True):

@@ -18,15 +18,13 @@ from legato_engine.core import caller_id, scoped_id
 from legato_engine.errors import InvalidField, to_value
 from legato_engine.frames import FrameReader, FrameWriter
 from legato_engine.messages import (
+    LAST,
     Abort,
     Command,
-    Done,
     DropImage,
     Failed,
     Heartbeat,
     HoldImage,
-    ImageDropped,
-    ImageHeld,
     Loading,
     Ready,
     RequestReport,
@@ -38,7 +36,6 @@ from legato_engine.messages import (
     encode,
 )
 
-_LAST = (Done, Failed, ImageHeld, ImageDropped)  # nothing more of what has this id
 _EVENTS = 64  # seen at once; the others are seen next
 
 
@@ -199,7 +196,7 @@ class Links:
         link = self._owners.get(report.request_id)
         if link is None:
             return
-        if isinstance(report, _LAST):
+        if isinstance(report, LAST):
             self._release(report.request_id, link)
         link.unsent.add(encode(report))
         self._posted.add(link)

@@ -224,6 +224,8 @@ class Stopped(Value, frozen=True):
 RequestReport = Queued | Started | Delta | Done | ImageHeld | ImageDropped | Failed
 """What concerns one request or picture."""
 
+LAST = (Done, Failed, ImageHeld, ImageDropped)  # nothing more comes of what has its id
+
 Report = Loading | Ready | Heartbeat | RequestReport | Stopped
 
 encode = msgspec.msgpack.Encoder().encode

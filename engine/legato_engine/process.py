@@ -21,15 +21,12 @@ from legato_engine.config import EngineConfig
 from legato_engine.heartbeat import HeartbeatThread, Vitals
 from legato_engine.links import Links
 from legato_engine.messages import (
+    LAST,
     Abort,
     Command,
-    Done,
     DropImage,
-    Failed,
     Heartbeat,
     HoldImage,
-    ImageDropped,
-    ImageHeld,
     Loading,
     ModelInfo,
     Ready,
@@ -166,7 +163,7 @@ def _freeze() -> None:
 
 def _report(links: Links, report: RequestReport) -> None:
     """An end leaves at once, ahead of the rest of its tick; what is only progress can wait."""
-    if isinstance(report, Done | Failed | ImageHeld | ImageDropped):
+    if isinstance(report, LAST):
         links.send(report)
     else:
         links.post(report)

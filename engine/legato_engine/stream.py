@@ -160,7 +160,7 @@ def merge_events(events: list[Event]) -> tuple[Event, ...]:
 
 
 def _join(left: Event, right: Event) -> Event | None:
-    if type(left) is not type(right) or isinstance(left, PointEvent | ObjectEvent):
+    if type(left) is not type(right) or isinstance(left, (PointEvent, ObjectEvent)):
         return None
     match left, right:
         case TextDelta(), TextDelta():

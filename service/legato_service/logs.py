@@ -26,13 +26,15 @@ def configure(level: str, *, terminal: bool) -> None:
     number = logging.getLevelNamesMapping()[level.upper()]
     last: list[Processor] = [structlog.dev.ConsoleRenderer()]
     factory: Callable[..., Any] = structlog.WriteLoggerFactory(file=sys.stderr)
+    wrapper: type[Any] = structlog.make_filtering_bound_logger(number)
     if not terminal:
         last = [structlog.processors.format_exc_info, _json]
         lines = LineWriter(sys.stderr.buffer)
         factory = lambda *_: lines  # noqa: E731 - all loggers write to one place
+        wrapper = type("JsonLogger", (_JsonLogger,), {"threshold": number})
     structlog.configure(
         processors=[*shared, *last],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
+        wrapper_class=wrapper,
         logger_factory=factory,
         cache_logger_on_first_use=True,
     )
@@ -54,13 +56,56 @@ class _Timestamps:
         self._text = ""
 
     def __call__(self, _logger: object, _method: str, event: EventDict) -> EventDict:
+        event["timestamp"] = self.now()
+        return event
+
+    def now(self) -> str:
+        """This moment."""
         microseconds = time.time_ns() // 1000
         second, fraction = divmod(microseconds, 1_000_000)
         if second != self._second:
             self._second = second
             self._text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        event["timestamp"] = f"{self._text}.{fraction:06d}Z"
-        return event
+        return f"{self._text}.{fraction:06d}Z"
+
+
+class _JsonLogger(structlog.BoundLoggerBase):
+    """Makes a line of JSON in one step: there is one for each call, and a chain of processors costs
+    several times what the line itself does.
+    """
+
+    threshold = logging.INFO
+    _timestamps = _Timestamps()
+    _logger: LineWriter
+
+    def debug(self, event: str, **fields: object) -> None:
+        """See `structlog.typing.FilteringBoundLogger`, and so on."""
+        if self.threshold <= logging.DEBUG:
+            self._logger.later(self._line("debug", event, fields))
+
+    def info(self, event: str, **fields: object) -> None:
+        if self.threshold <= logging.INFO:
+            self._logger.later(self._line("info", event, fields))
+
+    def warning(self, event: str, **fields: object) -> None:
+        if self.threshold <= logging.WARNING:
+            self._logger.now(self._line("warning", event, fields))
+
+    def error(self, event: str, **fields: object) -> None:
+        if self.threshold <= logging.ERROR:
+            self._logger.now(self._line("error", event, fields))
+
+    def exception(self, event: str, **fields: object) -> None:
+        self.error(event, **{"exc_info": True, **fields})
+
+    def _line(self, level: str, event: str, fields: dict[str, object]) -> bytes:
+        line = {**self._context, **fields}
+        line["event"] = event
+        line["level"] = level
+        line["timestamp"] = self._timestamps.now()
+        if "exc_info" in line:
+            structlog.processors.format_exc_info(None, level, line)
+        return _encode(line)
 
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
