@@ -22,6 +22,7 @@ from legato_engine.core import (
     SamplingParams,
 )
 from legato_engine.device.base import Device
+from legato_engine.device.host import available_memory
 from legato_engine.device.select import open_device
 from legato_engine.engine import EngineCore, make_sequence
 from legato_engine.errors import InvalidField, LegatoError
@@ -48,6 +49,7 @@ Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _VISION_DTYPES = ("auto", "fp8")
 _WARM_UP_TOKENS = 4
+_WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the start, by its progress
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,14 +143,21 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         tokenizer=config.tokenizer,
         random_weights=config.random_weights,
     )
-    progress("weights", 0.1)
+    progress("weights", _WEIGHTS_FROM)
     dtype = _dtype(config.dtype, device)
     if config.vision_dtype not in _VISION_DTYPES:
         raise InvalidField(
             f"unknown vision_dtype {config.vision_dtype!r}; use auto or fp8", field="vision_dtype"
         )
-    model = bundle.load(device.torch_device, dtype, vision_fp8=config.vision_dtype == "fp8")
-    progress("warm-up", 0.7)
+    free = device.free_memory()
+    model = bundle.load(
+        device.torch_device,
+        dtype,
+        vision_fp8=config.vision_dtype == "fp8",
+        memory=available_memory() if free is None else free,
+        progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
+    )
+    progress("warm-up", _WEIGHTS_FROM + _WEIGHTS_SHARE)
     assembly = _with_runner(config, bundle, model, device)
     progress("ready", 1.0)
     return assembly

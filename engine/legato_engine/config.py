@@ -22,7 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str = "legato-tiny"
-    weights: str = ""  # a folder or .safetensors file; empty: the weights shipped with the model
+    weights: str = ""  # a folder, .safetensors or .pt file; empty: those shipped with the model
     tokenizer: str = ""
     random_weights: bool = False
     device: str = "auto"  # auto, cpu, cuda, cuda:N

@@ -75,7 +75,7 @@ def _add_listeners(add: _Add, service: ServiceConfig) -> None:
 
 def _add_model(add: _Add, engine: EngineConfig) -> None:
     add("--model", default=engine.model, help="architecture to serve; null: made-up answers")
-    add("--weights", default=engine.weights, help="folder or .safetensors file")
+    add("--weights", default=engine.weights, help="folder, .safetensors or .pt file")
     add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
     add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
     add("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")

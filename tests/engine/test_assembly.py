@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import legato_tiny
+import msgspec
 import numpy as np
 import pytest
+import torch
 from legato_engine import assembly
 from legato_engine.config import EngineConfig
 from legato_engine.core import ImageInfo
+from legato_engine.errors import InvalidField
+from legato_engine.models.moondream import presets
 from legato_engine.models.moondream.preprocess import Crops, WholePicture
+from legato_engine.models.moondream.weights import random_weights
 from legato_engine.runtime.model_runner import ModelRunner
+from safetensors.torch import save_file
 
 CONFIG = EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=1)
 INFO = ImageInfo(image_id="img", width=300, height=200, cache_hit=False)
@@ -26,3 +33,47 @@ def test_pictures_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch
         assert isinstance(image.pixels, kind)
     finally:
         made.device.close()
+
+
+@pytest.fixture
+def moondream2(monkeypatch, tmp_path):
+    """A small checkpoint under the name moondream2, with a tokenizer from elsewhere."""
+    monkeypatch.setattr(presets, "moondream2_config", presets.tiny_random_config)
+    config = presets.tiny_random_config()
+    state = random_weights(config, 0, torch.device("cpu"), torch.bfloat16).state_dict()
+    file = tmp_path / "moondream.safetensors"
+    save_file({f"model.{name}": tensor for name, tensor in state.items()}, file)
+    return msgspec.structs.replace(
+        CONFIG,
+        model="moondream2",
+        weights=str(file),
+        tokenizer=str(legato_tiny.path() / "tokenizer.json"),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("f32", "float32"), ("bf16", "bfloat16")])
+def test_moondream2_loads_from_files_in_either_dtype(moondream2, dtype, name):
+    """A checkpoint, a tokenizer and a dtype make a warm model, and the bar moves while they do."""
+    seen = []
+    made = assembly.assemble(
+        msgspec.structs.replace(moondream2, dtype=dtype),
+        lambda stage, fraction: seen.append((fraction, stage)),
+    )
+    try:
+        assert made.info.dtype == name
+        assert made.model.dtype is getattr(torch, name)
+    finally:
+        made.device.close()
+    assert seen == sorted(seen, key=lambda each: each[0])
+    of_weights = [fraction for fraction, stage in seen if stage == "weights"]
+    assert len(of_weights) > 20
+    assert (of_weights[0], of_weights[-1]) == (0.1, pytest.approx(0.7))
+    assert seen[-1] == (1.0, "ready")
+
+
+def test_weights_that_do_not_fit_the_memory_are_refused(moondream2, monkeypatch):
+    """The memory that the device has free is asked before the first weight is allocated."""
+    monkeypatch.setattr(assembly, "available_memory", lambda: 1000)
+    with pytest.raises(InvalidField, match="free on cpu") as caught:
+        assembly.assemble(moondream2)
+    assert caught.value.metadata["free_bytes"] == "1000"

@@ -20,6 +20,7 @@ from legato_engine.models.moondream.tokenizer import BytePairTokenizer, StandInT
 if TYPE_CHECKING:
     import torch  # only `load` needs it, and only when called
 
+    from legato_engine.models.checkpoint import Progress
     from legato_engine.models.moondream.model import MoondreamModel
 
 _SEED = 0
@@ -39,19 +40,30 @@ class ModelBundle:
         return self.config.text.max_context
 
     def load(
-        self, device: torch.device, dtype: torch.dtype, *, vision_fp8: bool = False
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        vision_fp8: bool = False,
+        memory: int | None = None,
+        progress: Progress = lambda fraction: None,
     ) -> MoondreamModel:
         """The model on a device, its vision tower in fp8 if asked.
 
-        Raises `InvalidField` when the weights do not fit it, or the device or tower cannot be fp8.
+        Raises `InvalidField` when the weights do not fit it, or not into `memory` bytes (None: that
+        is not asked), or the device or tower cannot be fp8.
         """
         from legato_engine.models.moondream import weights
         from legato_engine.models.moondream.model import MoondreamModel
 
         if self.weights is None:
-            network = weights.random_weights(self.config, _SEED, device, dtype)
+            network = weights.random_weights(
+                self.config, _SEED, device, dtype, memory=memory, progress=progress
+            )
         else:
-            network = weights.load_weights(self.config, self.weights, device, dtype)
+            network = weights.load_weights(
+                self.config, self.weights, device, dtype, memory=memory, progress=progress
+            )
         if vision_fp8:
             network.vision.use_fp8()
         return MoondreamModel(self.config, network)

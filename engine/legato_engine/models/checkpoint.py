@@ -1,0 +1,123 @@
+"""Checkpoints to networks: checked and planned first, then tensor by tensor.
+
+A network comes on the meta device, each parameter of the dtype that it runs in. Nothing is
+allocated before everything fits; then every tensor is mapped, moved and cast, and what of the file
+was read is let go again, so that the host never holds much more than what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from legato_engine.errors import InvalidField
+from legato_engine.models.checkpoint_files import Header, opened
+from legato_engine.models.checkpoint_plan import Move, Place, Rename, dtype_name, plan
+
+_MAPPED_BYTES = 16 * 2**20  # read of a file before it is mapped anew, unless one tensor is larger
+_GIB = 2**30
+
+Progress = Callable[[float], None]
+"""Told the fraction that is done: it grows, and ends with 1."""
+
+
+def load(
+    network: nn.Module,
+    headers: Sequence[Header],
+    rename: Rename,
+    device: torch.device,
+    *,
+    memory: int | None = None,
+    progress: Progress = lambda fraction: None,
+) -> None:
+    """Fill a network with the tensors of these headers; they are frozen copies on the device.
+
+    `memory` is what may be used of the device's, in bytes; None does not ask. Raises `InvalidField`
+    as `plan` and `require_memory` do, with the network as it was.
+    """
+    moves = plan(network, headers, rename)
+    require_memory(network, device, memory)
+    meter = Meter(sum(move.header.num_bytes for move in moves), progress)
+    for part in _mappings(moves):
+        with opened(part[0].header.file) as stored:
+            for move in part:
+                _carry(network, move.place, stored(move.header.name), device)
+                meter.add(move.header.num_bytes)
+    meter.finish()
+
+
+def require_memory(network: nn.Module, device: torch.device, memory: int | None) -> None:
+    """Raise `InvalidField` if the network's tensors take more than `memory` bytes."""
+    tensors: dict[str, torch.Tensor] = network.state_dict()
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    if memory is None or needed <= memory:
+        return
+    dtypes = " and ".join(sorted({dtype_name(tensor.dtype) for tensor in tensors.values()}))
+    raise InvalidField(
+        f"the weights need {needed / _GIB:.2f} GiB as {dtypes}, and {memory / _GIB:.2f} GiB are "
+        f"free on {device}: use a smaller dtype or another device, or free memory",
+        field="weights",
+        needed_bytes=needed,
+        free_bytes=memory,
+    )
+
+
+def assign(network: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in the place of the parameter or buffer `name`; parameters are frozen."""
+    path, _, leaf = name.rpartition(".")
+    module = network.get_submodule(path)
+    if isinstance(getattr(module, leaf), nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=False)
+    setattr(module, leaf, tensor)
+
+
+class Meter:
+    """Bytes done as fractions of all: one report for a percent that is full, and 1 at the end."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._total = max(total, 1)
+        self._progress = progress
+        self._done = 0
+        self._percent = 0
+
+    def add(self, num_bytes: int) -> None:
+        """So many more are done."""
+        self._done += num_bytes
+        percent = self._done * 100 // self._total
+        if self._percent < percent < 100:
+            self._percent = percent
+            self._progress(percent / 100)
+
+    def finish(self) -> None:
+        """All are done."""
+        self._progress(1.0)
+
+
+def _mappings(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Moves that share a mapping of their file: what was read of it is let go when it ends."""
+    part: list[Move] = []
+    size = 0
+    for move in moves:
+        if part and (move.header.file != part[0].header.file or size >= _MAPPED_BYTES):
+            yield part
+            part, size = [], 0
+        part.append(move)
+        size += move.header.num_bytes
+    if part:
+        yield part
+
+
+def _carry(network: nn.Module, place: Place, stored: torch.Tensor, device: torch.device) -> None:
+    """Move as stored and cast there, into the parameter or the rows of it."""
+    path, _, leaf = place.name.rpartition(".")
+    module = network.get_submodule(path)
+    if getattr(module, leaf).is_meta:
+        assign(network, place.name, torch.empty_like(getattr(module, leaf), device=device))
+    target: torch.Tensor = getattr(module, leaf)
+    source = stored.t() if place.transposed else stored
+    if place.first_row is not None:
+        target = target[place.first_row : place.first_row + source.shape[0]]
+    with torch.no_grad():
+        target.copy_(source.to(device))

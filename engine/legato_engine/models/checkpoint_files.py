@@ -1,0 +1,125 @@
+"""Files of weights: where they are, what is in them, and their tensors by stored name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from legato_engine.errors import InvalidField
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_PICKLED = (".pt", ".pth")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Header(NamedTuple):
+    """A stored tensor without its data."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """What the tensor takes in its file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def headers(path: Path) -> tuple[Header, ...]:
+    """All tensors of a .safetensors or .pt file, or of a folder with one or an index of shards.
+
+    A .pt file holds a dict of tensors, and nothing else of it is unpickled. The same name may come
+    from two files. Raises `InvalidField` for files that are missing, truncated or of another kind.
+    """
+    return tuple(header for file in _files(path) for header in _headers(file))
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[Callable[[str], torch.Tensor]]:
+    """Stored tensors by name, mapped from the file; what of it was read counts as memory until the
+    last of them is gone.
+    """
+    if file.suffix in _PICKLED:
+        yield _unpickled(file).__getitem__
+    else:
+        with _open(file) as handle:
+            yield handle.get_tensor
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    if path.is_file():
+        return (path,)
+    if (path / _SINGLE_FILE).is_file():
+        return (path / _SINGLE_FILE,)
+    if (path / _INDEX_FILE).is_file():
+        return _shards(path / _INDEX_FILE)
+    raise InvalidField(f"no safetensors weights at {path}", field="weights")
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    """The files that an index names, all of them there."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        files = tuple(index.parent / Path(name).name for name in names)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise InvalidField(f"{index.name} is no index of shards", field="weights") from None
+    if missing := [file.name for file in files if not file.is_file()]:
+        problem = f"{index.name} names {len(missing)} of {len(files)} files that are not there"
+        raise InvalidField(f"{problem}: {', '.join(missing[:3])}", field="weights")
+    return files
+
+
+def _headers(file: Path) -> Iterator[Header]:
+    if file.suffix in _PICKLED:
+        for name, tensor in _unpickled(file).items():
+            yield Header(name, file, tuple(tensor.shape), tensor.dtype)
+        return
+    with _open(file) as handle:
+        for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+            part = handle.get_slice(name)
+            if (stored := part.get_dtype()) not in _DTYPES:
+                raise InvalidField(f"{file.name}: {name} is stored as {stored}", field="weights")
+            yield Header(name, file, tuple(part.get_shape()), _DTYPES[stored])
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise InvalidField(f"{file.name} cannot be read: {error}", field="weights") from None
+
+
+def _unpickled(file: Path) -> dict[str, torch.Tensor]:
+    """The file's tensors, mapped: their data is read when it is used."""
+    try:
+        content: object = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidField(f"{file.name} cannot be read: {reason}", field="weights") from None
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+    ):
+        raise InvalidField(f"{file.name} is no dict of tensors by name", field="weights")
+    return content

@@ -1,0 +1,153 @@
+"""What goes where: stored tensors and a network's parameters, matched strictly and both ways.
+
+All that can be wrong with a checkpoint is found here, from headers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from legato_engine.errors import InvalidField
+from legato_engine.models.checkpoint_files import Header
+
+_MAX_NAMED = 20  # problems an error spells out before it only counts
+_CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+class Place(NamedTuple):
+    """Where a stored tensor goes: a parameter, or as many of its rows as the tensor has.
+
+    `transposed`: the file has rows and columns the other way round.
+    """
+
+    name: str
+    first_row: int | None = None
+    transposed: bool = False
+
+
+Rename = Callable[[str], str | Place | None]
+"""A stored name to where its tensor goes; None: it is known, and not used."""
+
+
+class Move(NamedTuple):
+    """One stored tensor on its way."""
+
+    header: Header
+    place: Place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As its place wants it."""
+        return self.header.shape[::-1] if self.place.transposed else self.header.shape
+
+    @property
+    def source(self) -> str:
+        """The stored name and its file's."""
+        return f"{self.header.name} in {self.header.file.name}"
+
+    @property
+    def label(self) -> str:
+        """The stored name, with that of its place where more than a prefix tells them apart."""
+        stored, name = self.header.name, self.place.name
+        return name if stored.endswith(name) else f"{stored} ({name})"
+
+    def rows(self, full: Sequence[int]) -> range:
+        """The rows it fills of a parameter of shape `full`."""
+        if self.place.first_row is None:
+            return range(*full[:1] or (1,))
+        return range(self.place.first_row, self.place.first_row + (*self.shape, 1)[0])
+
+
+def plan(network: nn.Module, headers: Iterable[Header], rename: Rename) -> tuple[Move, ...]:
+    """Where each stored tensor goes, in the order of the headers.
+
+    The network's parameters have the shapes and the dtypes that they run in. Raises `InvalidField`
+    that names every tensor that is missing, unknown (with the nearest name), mis-shaped, of a dtype
+    that is not cast, or given twice; twenty are spelled out, the others counted.
+    """
+    expected: dict[str, torch.Tensor] = network.state_dict()
+    moves = tuple(_moves(headers, rename))
+    problems = _problems(moves, expected)
+    if problems:
+        raise InvalidField(_summary(problems), field="weights", problems=len(problems))
+    return moves
+
+
+def _moves(headers: Iterable[Header], rename: Rename) -> Iterator[Move]:
+    for header in headers:
+        place = rename(header.name)
+        if place is not None:
+            yield Move(header, Place(place) if isinstance(place, str) else place)
+
+
+def _problems(moves: Iterable[Move], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    by_place: dict[str, list[Move]] = {name: [] for name in expected}
+    unknown: list[Move] = []
+    for move in moves:
+        by_place.get(move.place.name, unknown).append(move)
+    found: list[str] = []
+    for name, given in sorted(by_place.items()):
+        found += _of_parameter(name, given, expected[name])
+    return found + list(_of_unknown(sorted(unknown), expected))
+
+
+def _of_parameter(name: str, given: list[Move], wanted: torch.Tensor) -> list[str]:
+    """What is wrong with the tensors that go to one parameter."""
+    full = tuple(wanted.shape)
+    if not given:
+        return [f"{name}: missing, expected {list(full)}"]
+    if problems := [problem for move in given if (problem := _misfit(move, wanted))]:
+        return problems
+    given = sorted(given, key=lambda move: (move.rows(full).start, move.source))
+    if twice := [
+        f"{name}: given twice, as {before.source} and {after.source}"
+        for before, after in itertools.pairwise(given)
+        if after.rows(full).start < before.rows(full).stop
+    ]:
+        return twice
+    lacking = (*full, 1)[0] - sum(len(move.rows(full)) for move in given)
+    return [f"{name}: {lacking} of its {full[0]} rows are missing"] if lacking else []
+
+
+def _misfit(move: Move, wanted: torch.Tensor) -> str | None:
+    full = tuple(wanted.shape)
+    if move.place.first_row is None:
+        fits, shape = move.shape == full, list(full[::-1] if move.place.transposed else full)
+        expected = str(shape)
+    else:
+        fits = move.shape[1:] == full[1:] and move.rows(full).stop <= full[0]
+        expected = f"rows from {move.place.first_row} on of {list(full)}"
+    if not fits:
+        return f"{move.label}: shape {list(move.header.shape)}, expected {expected}"
+    if move.header.dtype != wanted.dtype and not {move.header.dtype, wanted.dtype} <= _CAST:
+        stored, runs = dtype_name(move.header.dtype), dtype_name(wanted.dtype)
+        return f"{move.label}: stored as {stored}, which is not cast to {runs}"
+    return None
+
+
+def _of_unknown(moves: Iterable[Move], expected: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    for index, move in enumerate(moves):
+        if index < _MAX_NAMED:  # finding the nearest compares with every name
+            nearest = difflib.get_close_matches(move.place.name, expected, n=1, cutoff=0.0)[0]
+            yield f"{move.label}: unknown, the nearest expected name is {nearest}"
+        else:
+            yield f"{move.label}: unknown"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` of `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _summary(problems: Sequence[str]) -> str:
+    lines = [f"the checkpoint does not fit the model in {len(problems)} tensors:"]
+    lines += [f"  {problem}" for problem in problems[:_MAX_NAMED]]
+    if len(problems) > _MAX_NAMED:
+        lines.append(f"  and {len(problems) - _MAX_NAMED} more")
+    return "\n".join(lines)
