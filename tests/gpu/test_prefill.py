@@ -57,12 +57,14 @@ class Case:
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """By what fits."""
-        return ops.rotate_and_cache(self.qkv_T3HE, self.span, self.k_NHSE, self.v_NHSE)
+        return ops.rotate_and_cache(
+            self.qkv_T3HE.flatten(1, 2), self.span, self.k_NHSE, self.v_NHSE
+        )
 
     def run_plain(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """By torch."""
         places = self.span.places(self.qkv_T3HE.shape[0], PAGE)
-        return ops.rotate_and_cache(self.qkv_T3HE, places, self.k_NHSE, self.v_NHSE)
+        return ops.rotate_and_cache(self.qkv_T3HE.flatten(1, 2), places, self.k_NHSE, self.v_NHSE)
 
 
 def case(start: int, count: int, num_heads: int) -> Case:

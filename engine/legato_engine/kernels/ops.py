@@ -2,7 +2,8 @@
 
 Shape legend: N pages, S positions per page, H heads, E head dim, T query tokens of one sequence,
 L its positions, B rows, M pages per row, P positions, R rotated dims of a head. Caches are one
-layer's, [N, H, S, E].
+layer's, [N, H, S, E]. Keys and values may have fewer heads than queries, by a whole factor: each of
+their heads then serves that many heads of queries which follow each other.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Span:
         )
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[..., out] of [..., in] by a weight [out, in].
 
     On the CPU the bits of a row depend on nothing but that row: not on its neighbours, its place
@@ -69,22 +70,27 @@ def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_and_cache(
-    qkv_T3HE: torch.Tensor,
+    qkv_TGE: torch.Tensor,
     where: Places | Span,
     k_NHSE: torch.Tensor,
     v_NHSE: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotated queries, rotated keys, and values [T, H, E]; keys and values also go to their slots.
 
-    The caches are two of one kind. The three results may be views of `qkv_T3HE`, changed in place.
+    `qkv_TGE` is the heads of queries, then those of keys, then those of values, as many of each as
+    the caches have. The caches are two of one kind. The three results may be views of `qkv_TGE`,
+    changed in place.
     """
-    q_THE, k_THE, v_THE = qkv_T3HE.unbind(1)
+    num_kv = k_NHSE.shape[1]
+    num_heads = qkv_TGE.shape[1] - 2 * num_kv
+    q_THE, k_THE, v_THE = torch.split(qkv_TGE, [num_heads, num_kv, num_kv], dim=1)
     if isinstance(where, Span):
-        if prefill.can_rotate(qkv_T3HE, where.cos_PR, k_NHSE):
+        if num_heads == num_kv and prefill.can_rotate(qkv_TGE, where.cos_PR, k_NHSE):
+            qkv_T3HE = qkv_TGE.view(qkv_TGE.shape[0], 3, num_kv, -1)
             angles = where.cos_PR, where.sin_PR
             prefill.rotate_and_cache(qkv_T3HE, *angles, where.start, where.pages_M, k_NHSE, v_NHSE)
             return q_THE, k_THE, v_THE
-        where = where.places(qkv_T3HE.shape[0], k_NHSE.shape[2])
+        where = where.places(qkv_TGE.shape[0], k_NHSE.shape[2])
     q_THE = reference.rotate(q_THE, where.cos_T1R, where.sin_T1R)
     k_THE = reference.rotate(k_THE, where.cos_T1R, where.sin_T1R)
     write_kv(k_NHSE, k_THE, where.page_T, where.slot_T)

@@ -12,7 +12,7 @@ _SCRATCH_PAGE = 0
 _ROW_BLOCK = 8
 
 
-def linear_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def linear_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """See `ops.linear`.
 
     CPU libraries run rows in blocks and finish with other code what does not fill a block, which
@@ -58,13 +58,19 @@ def full_attention(
     q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor
 ) -> torch.Tensor:
     """See `ops.full_attention`."""
+    k_BTHE, v_BTHE = (_spread(x, q_BTHE.shape[2]) for x in (k_BTHE, v_BTHE))
     q_BHTE, k_BHTE, v_BHTE = (x.transpose(1, 2) for x in (q_BTHE, k_BTHE, v_BTHE))
     return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE).transpose(1, 2)
 
 
 def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
-    """See `ops.suffix_attention`."""
+    """See `ops.suffix_attention`; a suffix with nothing before it needs no mask in memory."""
     num_queries, length = q_THE.shape[0], k_LHE.shape[0]
+    k_LHE, v_LHE = (_spread(x, q_THE.shape[1]) for x in (k_LHE, v_LHE))
+    if num_queries == length:
+        q_1HTE, k_1HLE, v_1HLE = (x.transpose(0, 1)[None] for x in (q_THE, k_LHE, v_LHE))
+        out_1HTE = F.scaled_dot_product_attention(q_1HTE, k_1HLE, v_1HLE, is_causal=True)
+        return out_1HTE[0].transpose(0, 1)
     visible_TL = torch.ones(num_queries, length, dtype=torch.bool, device=q_THE.device)
     visible_TL = visible_TL.tril(length - num_queries)
     return _attention(q_THE[None], k_LHE[None], v_LHE[None], visible_TL[None])[0]
@@ -107,14 +113,24 @@ def decode_attention_padded(
     hidden_BL11 = ~visible_BL[:, :, None, None]
     k_BLHE = k_NHSE[page_table_BM].transpose(2, 3).flatten(1, 2).masked_fill(hidden_BL11, 0.0)
     v_BLHE = v_NHSE[page_table_BM].transpose(2, 3).flatten(1, 2).masked_fill(hidden_BL11, 0.0)
-    return _attention(q_BHE[:, None], k_BLHE, v_BLHE, visible_BL[:, None])[:, 0]
+    # Queries that share a head of keys stand beside each other as if they were several tokens.
+    num_rows, head_dim = q_BHE.shape[0], q_BHE.shape[-1]
+    q_BGHE = q_BHE.reshape(num_rows, k_NHSE.shape[1], -1, head_dim).transpose(1, 2)
+    out_BGHE = _attention(q_BGHE, k_BLHE, v_BLHE, visible_BL[:, None])
+    return out_BGHE.transpose(1, 2).flatten(1, 2)
+
+
+def _spread(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[..., H, E] of keys or values with a head for each of the queries' `num_heads`."""
+    group = num_heads // x.shape[-2]
+    return x if group == 1 else x.repeat_interleave(group, dim=-2)
 
 
 def _single_attention(q_HE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
-    """[H, E]: one token that sees everything."""
-    q_1H1E = q_HE[None, :, None]
+    """[H, E]: one token that sees everything; G of its heads share one of keys."""
+    q_1HGE = q_HE.reshape(1, k_LHE.shape[1], -1, q_HE.shape[-1])
     k_1HLE, v_1HLE = k_LHE.transpose(0, 1)[None], v_LHE.transpose(0, 1)[None]
-    return F.scaled_dot_product_attention(q_1H1E, k_1HLE, v_1HLE)[0, :, 0]
+    return F.scaled_dot_product_attention(q_1HGE, k_1HLE, v_1HLE)[0].flatten(0, 1)
 
 
 def _attention(

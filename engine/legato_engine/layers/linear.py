@@ -1,6 +1,8 @@
-"""The linear layer, with a bias always."""
+"""The linear layer, and several of one input as one."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,10 @@ class Linear(nn.Linear):
         return ops.linear(input, self.weight, self.bias)
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """The gelu (tanh form) of this layer of [..., in]; not rounded before it where fused."""
+        """The gelu (tanh form) of this layer of [..., in]; not rounded before it where fused.
+
+        The layer has a bias.
+        """
         if not self._fuses_gelu(x):
             return F.gelu(self(x), approximate="tanh")
         rows = x.reshape(-1, self.in_features)
@@ -29,3 +34,14 @@ class Linear(nn.Linear):
     def _fuses_gelu(self, x: torch.Tensor) -> bool:
         """On CUDA only: elsewhere torch's fused gelu is not the tanh form."""
         return _FUSES_GELU and x.device.type == "cuda" and x.dtype == torch.bfloat16
+
+
+class PackedLinear(Linear):
+    """Layers over one input that run as one; checkpoints hold them apart.
+
+    `parts` gives the outputs of each by its name, in the order of the rows of `weight`.
+    """
+
+    def __init__(self, dim: int, parts: Mapping[str, int], *, bias: bool) -> None:
+        super().__init__(dim, sum(parts.values()), bias=bias)
+        self.parts = dict(parts)

@@ -5,21 +5,62 @@ Shape legend: T tokens, R rotated dims, P positions.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable
+
 import torch
 from torch import nn
+
+Scaling = Callable[[torch.Tensor], torch.Tensor]
+"""Positions per radian of each pair [R/2], stretched for a context longer than the first one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every pair turns `factor` times slower."""
+
+    factor: float
+
+    def __call__(self, divisor_R: torch.Tensor) -> torch.Tensor:
+        """See `Scaling`."""
+        return divisor_R * self.factor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Pairs that turn less than `low` times in `first_context` positions lose `factor`.
+
+    Those that turn more than `high` times keep their speed; between the two it changes smoothly.
+    """
+
+    factor: float
+    low: float
+    high: float
+    first_context: int
+
+    def __call__(self, divisor_R: torch.Tensor) -> torch.Tensor:
+        """See `Scaling`."""
+        turns_R = self.first_context / (2 * math.pi * divisor_R)
+        kept_R = ((turns_R - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
+        return divisor_R / ((1 - kept_R) / self.factor + kept_R)
 
 
 class Rope(nn.Module):
     """Pairs (i, i + R/2) of the first R dims turn by position * theta^(-2i/R); the rest stays.
 
-    Tables are float32 whatever the model's dtype, and no part of its checkpoint.
+    A `scaling` changes how fast each of them turns. Tables are float32 whatever the model's dtype,
+    and no part of its checkpoint.
     """
 
     cos_PR: torch.Tensor
     sin_PR: torch.Tensor
 
-    def __init__(self, theta: float, rotary_dim: int, max_positions: int) -> None:
+    def __init__(
+        self, theta: float, rotary_dim: int, max_positions: int, scaling: Scaling | None = None
+    ) -> None:
         super().__init__()
+        self._scaling = scaling
         self._theta = theta
         self._rotary_dim = rotary_dim
         self._max_positions = max_positions
@@ -30,8 +71,11 @@ class Rope(nn.Module):
     def fill(self, device: torch.device) -> None:
         """Compute the tables, once the weights are on their device."""
         exponent_R = torch.arange(0, self._rotary_dim, 2, dtype=torch.float32) / self._rotary_dim
+        divisor_R = self._theta**exponent_R
+        if self._scaling is not None:
+            divisor_R = self._scaling(divisor_R)
         positions_P = torch.arange(self._max_positions, dtype=torch.float32)
-        angle_PR = positions_P[:, None] / self._theta**exponent_R
+        angle_PR = positions_P[:, None] / divisor_R
         self.cos_PR = angle_PR.cos().to(device)
         self.sin_PR = angle_PR.sin().to(device)
 

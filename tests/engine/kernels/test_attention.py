@@ -12,7 +12,11 @@ HEADS, HEAD_DIM, PAGE = 3, 8, 4
 
 
 def attend(q_HE, k_LHE, v_LHE):
-    """One query over all of k and v, in float64."""
+    """One query over all of k and v, in float64; its heads in groups where they are more."""
+    group = len(q_HE) // k_LHE.shape[1]
+    k_LHE, v_LHE = (
+        torch.stack([x[:, h // group] for h in range(len(q_HE))], 1) for x in (k_LHE, v_LHE)
+    )
     scores_HL = torch.einsum("he,lhe->hl", q_HE.double(), k_LHE.double()) / math.sqrt(HEAD_DIM)
     return torch.einsum("hl,lhe->he", scores_HL.softmax(-1), v_LHE.double()).float()
 
@@ -40,13 +44,14 @@ def cache():
     return k_NHSE, v_NHSE, positions_B, torch.tensor(tables), k_rows, v_rows
 
 
+@pytest.mark.parametrize("queries", [HEADS, 2 * HEADS, 5 * HEADS])
 @pytest.mark.parametrize(
     "decode", [reference.decode_attention_rows, reference.decode_attention_padded]
 )
-def test_decode_sees_exactly_its_own_positions(cache, decode):
+def test_decode_sees_exactly_its_own_positions(cache, decode, queries):
     """A row attends to its context through its pages, and garbage elsewhere never reaches it."""
     k_NHSE, v_NHSE, positions_B, page_table_BM, k_rows, v_rows = cache
-    q_BHE = torch.randn(5, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(4))
+    q_BHE = torch.randn(5, queries, HEAD_DIM, generator=torch.Generator().manual_seed(4))
     out_BHE = decode(q_BHE, k_NHSE, v_NHSE, positions_B, page_table_BM)
     for row in range(4):
         expected_HE = attend(q_BHE[row], k_rows[row], v_rows[row])
@@ -62,17 +67,31 @@ def test_padding_rows_give_zeros_on_the_cpu(cache):
     assert not out_BHE[4].any()
 
 
+@pytest.mark.parametrize("queries", [HEADS, 4 * HEADS])
 @pytest.mark.parametrize("start", [0, 1, 6])
-def test_suffix_is_causal_behind_its_context(start):
+def test_suffix_is_causal_behind_its_context(start, queries):
     """Token t of a suffix sees all of the context and the suffix up to itself."""
     generator = torch.Generator().manual_seed(start)
-    q_THE = torch.randn(5, HEADS, HEAD_DIM, generator=generator)
+    q_THE = torch.randn(5, queries, HEAD_DIM, generator=generator)
     k_LHE = torch.randn(start + 5, HEADS, HEAD_DIM, generator=generator)
     v_LHE = torch.randn(start + 5, HEADS, HEAD_DIM, generator=generator)
     out_THE = ops.suffix_attention(q_THE, k_LHE, v_LHE)
     for t in range(5):
         expected_HE = attend(q_THE[t], k_LHE[: start + t + 1], v_LHE[: start + t + 1])
         torch.testing.assert_close(out_THE[t], expected_HE, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [HEADS, 2 * HEADS])
+def test_full_attention_sees_all(queries):
+    """Every token of a row sees every token of that row."""
+    generator = torch.Generator().manual_seed(6)
+    q_BTHE = torch.randn(2, 5, queries, HEAD_DIM, generator=generator)
+    k_BTHE, v_BTHE = (torch.randn(2, 5, HEADS, HEAD_DIM, generator=generator) for _ in range(2))
+    out_BTHE = ops.full_attention(q_BTHE, k_BTHE, v_BTHE)
+    for row in range(2):
+        for t in range(5):
+            expected_HE = attend(q_BTHE[row, t], k_BTHE[row], v_BTHE[row])
+            torch.testing.assert_close(out_BTHE[row, t], expected_HE, rtol=1e-5, atol=1e-5)
 
 
 def test_gather_reads_what_was_written(cache):
@@ -83,25 +102,26 @@ def test_gather_reads_what_was_written(cache):
         assert torch.equal(gathered, k_LHE)
 
 
+@pytest.mark.parametrize("queries", [HEADS, 4 * HEADS])
 @pytest.mark.parametrize("start", [0, 3, 7])
-def test_a_span_turns_and_keeps_keys_and_values(start):
+def test_a_span_turns_and_keeps_keys_and_values(start, queries):
     """Queries and keys of a span turn by their positions; pages hold what attention sees."""
     generator = torch.Generator().manual_seed(start)
     count, half = 6, 2
     angle_PR = torch.rand(start + count, half, generator=generator) * 6
     pages_M = torch.tensor([5, 2, 7, 1])
     span = ops.Span(start, pages_M, angle_PR.cos(), angle_PR.sin())
-    qkv_T3HE = torch.randn(count, 3, HEADS, HEAD_DIM, generator=generator)
+    qkv_TGE = torch.randn(count, queries + 2 * HEADS, HEAD_DIM, generator=generator)
     caches = [torch.full((8, HEADS, PAGE, HEAD_DIM), math.nan) for _ in range(2)]
-    q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_T3HE.clone(), span, *caches)
-    for new_THE, index in ((q_THE, 0), (k_THE, 1)):
-        given_THE = qkv_T3HE[:, index]
+    q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_TGE.clone(), span, *caches)
+    given = qkv_TGE.split((queries, HEADS, HEADS), dim=1)
+    for new_THE, given_THE in zip((q_THE, k_THE), given[:2], strict=True):
         pair_THR = torch.complex(given_THE[..., :half], given_THE[..., half : 2 * half])
         turned_THR = pair_THR * torch.polar(torch.ones(count, 1, half), angle_PR[start:, None])
         torch.testing.assert_close(new_THE[..., :half], turned_THR.real)
         torch.testing.assert_close(new_THE[..., half : 2 * half], turned_THR.imag)
         assert torch.equal(new_THE[..., 2 * half :], given_THE[..., 2 * half :])
-    assert torch.equal(v_THE, qkv_T3HE[:, 2])
+    assert torch.equal(v_THE, given[2])
     for cache_NHSE, new_THE in zip(caches, (k_THE, v_THE), strict=True):
         gathered_LHE = ops.gather_pages(cache_NHSE, pages_M, start + count)
         assert torch.equal(gathered_LHE[start:], new_THE)
@@ -113,11 +133,11 @@ def test_a_span_is_its_places_one_by_one():
     generator = torch.Generator().manual_seed(5)
     angle_PR = torch.rand(16, 2, generator=generator)
     span = ops.Span(3, torch.tensor([2, 3, 1]), angle_PR.cos(), angle_PR.sin())
-    qkv_T3HE = torch.randn(7, 3, HEADS, HEAD_DIM, generator=generator)
+    qkv_TGE = torch.randn(7, 3 * HEADS, HEAD_DIM, generator=generator)
     results = []
     for where in (span, span.places(7, PAGE)):
         caches = [torch.zeros(4, HEADS, PAGE, HEAD_DIM) for _ in range(2)]
-        results.append((*ops.rotate_and_cache(qkv_T3HE.clone(), where, *caches), *caches))
+        results.append((*ops.rotate_and_cache(qkv_TGE.clone(), where, *caches), *caches))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

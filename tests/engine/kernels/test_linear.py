@@ -10,12 +10,13 @@ from legato_engine.kernels import ops
 
 @pytest.mark.parametrize(("dim", "out"), [(320, 960), (64, 300), (48, 7)])
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 8, 13])
-def test_rows_have_the_same_bits_in_any_batch(dim, out, count):
+@pytest.mark.parametrize("biased", [True, False])
+def test_rows_have_the_same_bits_in_any_batch(dim, out, count, biased):
     """A row gives the same bits whichever rows, and however many, run with it."""
     generator = torch.Generator().manual_seed(count)
     x_TD = torch.randn(16, dim, generator=generator)
     weight = torch.randn(out, dim, generator=generator)
-    bias = torch.randn(out, generator=generator)
+    bias = torch.randn(out, generator=generator) if biased else None
     whole = ops.linear(x_TD, weight, bias)
     assert torch.equal(ops.linear(x_TD[:count], weight, bias), whole[:count])
     moved = ops.linear(x_TD[:count].roll(1, 0), weight, bias).roll(-1, 0)

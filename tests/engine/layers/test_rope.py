@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from legato_engine.kernels.reference import rotate
-from legato_engine.layers.rope import Rope
+from legato_engine.layers.rope import LinearScaling, Llama3Scaling, Rope
 
 
 @pytest.fixture
@@ -57,3 +57,29 @@ def test_tables_stay_float32_in_bfloat16(rope):
     out = rotate(torch.ones(1, 1, 12, dtype=torch.bfloat16), cos, sin)
     assert cos.dtype is torch.float32
     assert out.dtype is torch.bfloat16
+
+
+def speeds(scaling, theta=500_000.0, rotary_dim=64):
+    """Radians per position of each pair, from a position near enough to turn none of them round."""
+    rope = Rope(theta, rotary_dim, 2, scaling)
+    rope.fill(torch.device("cpu"))
+    return torch.atan2(rope.sin_PR[1], rope.cos_PR[1]).tolist()
+
+
+def test_linear_scaling_slows_every_pair():
+    """Position p of the longer context stands where p / factor stood."""
+    for slow, fast in zip(speeds(LinearScaling(4.0)), speeds(None), strict=True):
+        assert slow == pytest.approx(fast / 4, rel=1e-5)
+
+
+def test_llama3_scaling_slows_only_the_slow_pairs():
+    """Pairs of many turns keep their speed, those of few lose the factor, between them it falls."""
+    scaling = Llama3Scaling(factor=8.0, low=1.0, high=4.0, first_context=8192)
+    for slow, fast in zip(speeds(scaling), speeds(None), strict=True):
+        turns = 8192 * fast / (2 * math.pi)
+        kept = min(max((turns - 1.0) / 3.0, 0.0), 1.0)
+        assert slow == pytest.approx(fast * (kept + (1 - kept) / 8), rel=1e-4)
+    ratios = [slow / fast for slow, fast in zip(speeds(scaling), speeds(None), strict=True)]
+    assert ratios[0] == pytest.approx(1.0, rel=1e-5)
+    assert ratios[-1] == pytest.approx(1 / 8, rel=1e-4)
+    assert any(0.2 < ratio < 0.9 for ratio in ratios)

@@ -27,12 +27,15 @@ def defines(num_heads: int, page_size: int) -> dict[str, int]:
     return {"HEADS": num_heads, "PAGE": page_size}
 
 
-def can_rotate(qkv_T3HE: torch.Tensor, cos_PR: torch.Tensor, k_NHSE: torch.Tensor) -> bool:
-    """Whether `rotate_and_cache` takes such tensors; values and sines are as keys and cosines."""
+def can_rotate(qkv: torch.Tensor, cos_PR: torch.Tensor, k_NHSE: torch.Tensor) -> bool:
+    """Whether `rotate_and_cache` takes such tensors, `qkv` [..., E] in any view of its heads.
+
+    Values and sines are as keys and cosines.
+    """
     return (
-        _is_plain(qkv_T3HE)
+        _is_plain(qkv)
         and _is_plain(k_NHSE)
-        and qkv_T3HE.shape[-1] == _HEAD_DIM
+        and qkv.shape[-1] == _HEAD_DIM
         and cos_PR.shape[-1] == _ROTATED_PAIRS
         and cos_PR.dtype is torch.float32
         and cos_PR.is_contiguous()

@@ -43,8 +43,8 @@ class TextBlock(nn.Module):
         """[tokens, D] to [tokens, D]; writes the tokens' keys and values first."""
         normed: torch.Tensor = self.ln(x)
         qkv: torch.Tensor = self.attn.qkv(normed)
-        qkv_T3HE = qkv.view(x.shape[0], 3, k_NHSE.shape[1], -1)
-        q, k, v = ops.rotate_and_cache(qkv_T3HE, where, k_NHSE, v_NHSE)
+        qkv_TGE = qkv.view(x.shape[0], 3 * k_NHSE.shape[1], -1)
+        q, k, v = ops.rotate_and_cache(qkv_TGE, where, k_NHSE, v_NHSE)
         mlp: torch.Tensor = self.mlp(normed)
         return ops.add3(x, self.attn.join(attend(q, k, v, k_NHSE, v_NHSE)), mlp)
 

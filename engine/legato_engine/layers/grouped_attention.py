@@ -1,0 +1,74 @@
+"""Self-attention on paged keys and values, a head of which may serve several of queries.
+
+Shape legend: T tokens, D width, G heads of queries, keys and values together, H heads, E head dim,
+N pages, S positions per page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from legato_engine.kernels import ops
+from legato_engine.layers.linear import Linear, PackedLinear
+
+Heads = torch.Tensor
+Attend = Callable[[Heads, Heads, Heads, torch.Tensor, torch.Tensor], Heads]
+"""Queries, keys and values of the new tokens and one layer's caches, which hold them already."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadPlan:
+    """How many heads there are and what is done to them.
+
+    `num_heads` of queries is a multiple of `num_kv_heads`. With a `norm_eps` queries and keys pass
+    an RMS norm over their head before they turn.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    norm_eps: float | None = None
+
+
+class GroupedAttention(nn.Module):
+    """The projections, the turn and the write; who sees whom is decided by `attend`."""
+
+    def __init__(self, dim: int, heads: HeadPlan) -> None:
+        super().__init__()
+        self._heads = heads
+        queries, keys = (n * heads.head_dim for n in (heads.num_heads, heads.num_kv_heads))
+        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv = PackedLinear(dim, parts, bias=heads.qkv_bias)
+        self.o_proj = Linear(queries, dim, bias=heads.out_bias)
+        if heads.norm_eps is not None:
+            self.q_norm = nn.RMSNorm(heads.head_dim, eps=heads.norm_eps)
+            self.k_norm = nn.RMSNorm(heads.head_dim, eps=heads.norm_eps)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        where: ops.Places | ops.Span,
+        k_NHSE: torch.Tensor,
+        v_NHSE: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """[T, D] of [T, D]; writes the tokens' keys and values first."""
+        qkv_TGE: torch.Tensor = self.qkv(x_TD).view(x_TD.shape[0], -1, self._heads.head_dim)
+        if self._heads.norm_eps is not None:
+            self._norm(qkv_TGE)
+        q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_TGE, where, k_NHSE, v_NHSE)
+        out: torch.Tensor = self.o_proj(attend(q_THE, k_THE, v_THE, k_NHSE, v_NHSE).flatten(-2))
+        return out
+
+    def _norm(self, qkv_TGE: torch.Tensor) -> None:
+        """Norm queries and keys where they are."""
+        num_heads, num_kv = self._heads.num_heads, self._heads.num_kv_heads
+        q_THE, k_THE = qkv_TGE[:, :num_heads], qkv_TGE[:, num_heads : num_heads + num_kv]
+        q_THE.copy_(self.q_norm(q_THE))
+        k_THE.copy_(self.k_norm(k_THE))
