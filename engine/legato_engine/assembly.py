@@ -32,6 +32,7 @@ from legato_engine.image_jobs import ImageJobs
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import ModelInfo, RequestReport
 from legato_engine.models import registry
+from legato_engine.models.bundle import ModelBundle
 from legato_engine.models.model import Model, ModelFrontend, PreparedImage
 from legato_engine.preprocess import Preprocessor
 from legato_engine.quota import image_quota
@@ -142,6 +143,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         weights=config.weights,
         tokenizer=config.tokenizer,
         random_weights=config.random_weights,
+        max_context=config.max_context,
     )
     progress("weights", _WEIGHTS_FROM)
     dtype = _dtype(config.dtype, device)
@@ -164,7 +166,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
 
 
 def _with_runner(
-    config: EngineConfig, bundle: registry.ModelBundle, model: Model, device: Device
+    config: EngineConfig, bundle: ModelBundle, model: Model, device: Device
 ) -> Assembly:
     num_pages = config.num_pages or num_pages_for(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction

@@ -16,6 +16,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `image_cache_bytes` is for pictures that requests brought. Those that callers have it hold come
     besides: `image_quota_bytes` for each caller, `image_hold_bytes` for all of them.
     `pipeline_depth` 1 is the blocking loop, 2 the pipelined one.
+    `max_context` bounds the positions of a sequence, prompt and answer, and with them the KV pool.
     `random_weights` serves the named architecture with seeded random weights, for benchmarks.
     `model` "null" is no model at all: answers are made up, a token every `null_step_ms` (0: at
     once), and hold `null_objects` objects where objects are asked for and `max_objects` allows it.
@@ -25,6 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""  # a folder, .safetensors or .pt file; empty: those shipped with the model
     tokenizer: str = ""
     random_weights: bool = False
+    max_context: int = 0  # 0: as the model has it; of those that read text alone at most 8192
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto, f32, bf16
     threads: int = 0  # intra-op threads on CPU; 0: all cores

@@ -21,6 +21,7 @@ from legato_engine.errors import (
     InternalError,
     LegatoError,
     ModelNotFound,
+    TaskUnsupported,
 )
 from legato_engine.image_jobs import ImageJobs
 from legato_engine.messages import DropImage, HoldImage, Load
@@ -78,7 +79,7 @@ class EngineCore:
         arrival = time.monotonic()
         try:
             self._check(request)
-            if request.image is None:
+            if request.image is None or not self._frontend.takes_images:
                 self._enqueue(request, arrival, None)
             else:
                 self._prepare(request, request.image, arrival)
@@ -113,6 +114,8 @@ class EngineCore:
     def hold(self, command: HoldImage) -> None:
         """Begin to hold a picture; how that ends is told by one report."""
         try:
+            if not self._frontend.takes_images:
+                raise TaskUnsupported("this model takes no pictures", task="image")
             self._check_queue(command.owner)
             self._image_jobs.hold(command)
         except Exception as error:  # noqa: BLE001 - one caller's failure is its own

@@ -77,6 +77,13 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
     add("--model", default=engine.model, help="architecture to serve; null: made-up answers")
     add("--weights", default=engine.weights, help="folder, .safetensors or .pt file")
     add("--tokenizer", default=engine.tokenizer, help="tokenizer.json")
+    add(
+        "--max-context",
+        metavar="POSITIONS",
+        type=_whole,
+        default=engine.max_context,
+        help="of a sequence, prompt and answer; 0: the model's own, of text models at most 8192",
+    )
     add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
     add("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
     add("--dtype", default=engine.dtype, choices=("auto", "f32", "bf16"), help="of the weights")

@@ -34,7 +34,7 @@ from legato_engine.core import (
     TaskResult,
     TextDelta,
 )
-from legato_engine.errors import InternalError, from_value
+from legato_engine.errors import InternalError, TaskUnsupported, from_value
 from legato_engine.messages import (
     Delta,
     Done,
@@ -424,6 +424,34 @@ def test_bug_in_the_frontend_is_internal(assembly):
     world.run("bad")
     assert isinstance(world.error("bad"), InternalError)
     assert "secret" not in world.error("bad").message
+    world.close()
+
+
+class BlindFrontend(GatedFrontend):
+    """A frontend that takes no pictures, and would wait for ever if it were given one."""
+
+    takes_images = False
+
+    def make_task(self, request):
+        """Refuse what brings a picture."""
+        if request.image is not None:
+            raise TaskUnsupported("blind")
+        return self._frontend.make_task(request)
+
+
+def test_a_blind_model_is_spared_pictures(assembly):
+    """No picture is prepared for a model that takes none: its frontend refuses the request."""
+    frontend = BlindFrontend(assembly.frontend)
+    world = World(dataclasses.replace(assembly, frontend=frontend))
+    world.submit("bytes", CaptionTask(), world.encoded(png()))
+    world.submit("named", CaptionTask(), CachedImage(image_id="any"))
+    world.submit("text", QueryTask(question="hello"))
+    held = hold(world, png())
+    assert isinstance(world.run("text")[0], Done)
+    assert isinstance(from_value(held.error), TaskUnsupported)
+    assert isinstance(world.error("bytes"), TaskUnsupported)
+    assert isinstance(world.error("named"), TaskUnsupported)
+    assert not frontend.entered.is_set()
     world.close()
 
 

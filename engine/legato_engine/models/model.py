@@ -174,11 +174,14 @@ class Model(Protocol):
     width: int
     max_context: int
     num_parameters: int
-    bos_token: int
+    bos_token: int  # of a model whose prefix is not empty
     dtype: torch.dtype
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
-        """[P, D]: BOS followed by the image's embeddings; just BOS without an image."""
+        """[P, D]: BOS followed by the image's embeddings; just BOS without an image, or nothing.
+
+        As many as the frontend's `prefix_length`.
+        """
         ...
 
     def embed(self, token_ids_T: torch.Tensor, payload_T2: torch.Tensor) -> torch.Tensor:
@@ -213,9 +216,14 @@ class Model(Protocol):
 
 
 class ModelFrontend(Protocol):
-    """The half of a model that never touches the device: pictures and skills."""
+    """The half of a model that never touches the device: pictures and skills.
+
+    Where it takes no images, `prepare_image` is never called, and `make_task` is told of requests
+    that bring one all the same.
+    """
 
     name: str
+    takes_images: bool
     tasks: tuple[str, ...]
     constraints: tuple[Constraint, ...]
 
@@ -223,8 +231,15 @@ class ModelFrontend(Protocol):
         """Resize and tile a decoded picture (a PIL RGB image); called on worker threads."""
         ...
 
+    def resizing_on_device(self) -> ModelFrontend:
+        """The same half, with pictures left to a device that encodes them."""
+        ...
+
     def prefix_length(self, has_image: bool) -> int:
-        """Positions of the shared prefix: BOS plus image tokens, or 1."""
+        """Positions of the shared prefix: BOS plus image tokens, or 1.
+
+        0 in a family without BOS, whose prompts begin as they like.
+        """
         ...
 
     def make_task(self, request: Request) -> Task:

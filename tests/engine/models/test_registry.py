@@ -9,8 +9,8 @@ import sys
 import msgspec
 import pytest
 import torch
-from legato_engine.core import ImageInfo
-from legato_engine.errors import InvalidField, ModelNotFound
+from legato_engine.core import ImageInfo, QueryTask, Request
+from legato_engine.errors import InvalidField, ModelNotFound, PromptTooLong
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.registry import resolve
@@ -41,7 +41,7 @@ def folder(tmp_path):
 
 
 def test_resolving_loads_no_torch(child_python_path):
-    """Everything up to loading the weights runs in a process without torch."""
+    """Everything up to loading Moondream's weights runs in a process without torch."""
     program = (
         "import sys\n"
         "from legato_engine.models.registry import resolve\n"
@@ -105,6 +105,19 @@ def test_moondream2_says_what_it_needs(tmp_path):
     with pytest.raises(InvalidField, match="tokenizer"):
         resolve("moondream2", weights=str(tmp_path))
     assert resolve("moondream2", random_weights=True).max_context == 2048
+
+
+def test_a_shorter_context_is_kept_to():
+    """A bound on the context reaches the model and the prompts; one that cannot be is refused."""
+    bundle = resolve("random-tiny", max_context=64)
+    assert bundle.max_context == bundle.load(CPU, torch.float32).max_context == 64
+    request = Request(request_id="r", task=QueryTask(question="x" * 100))
+    with pytest.raises(PromptTooLong) as caught:
+        bundle.frontend.make_task(request)
+    assert caught.value.metadata["limit"] == "64"
+    for wrong in (17, 257):
+        with pytest.raises(InvalidField, match="18 to 256"):
+            resolve("random-tiny", max_context=wrong)
 
 
 def test_moondream2_has_the_published_tensors():

@@ -51,6 +51,7 @@ class MoondreamFrontend:
         self, config: MoondreamConfig, tokenizer: Tokenizer, *, resize_on_device: bool = False
     ) -> None:
         self.name = config.name
+        self.takes_images = True
         self.tasks = tuple(s for s in _SKILLS if getattr(config.templates, s) is not None)
         self.constraints = constraint_table(config.tokens)
         self._config = config

@@ -1,0 +1,148 @@
+"""Moondream's names: where configuration, tokenizer and weights come from.
+
+Finding loads no torch; loading does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from legato_engine.errors import InvalidField, ModelNotFound
+from legato_engine.models.bundle import ModelSource
+from legato_engine.models.moondream import presets
+from legato_engine.models.moondream.config import MoondreamConfig, parse_config
+from legato_engine.models.moondream.frontend import MoondreamFrontend
+from legato_engine.models.moondream.tokenizer import BytePairTokenizer, StandInTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    import torch  # only `load` needs it, and only when called
+
+    from legato_engine.models.checkpoint import Progress
+
+    from legato_engine.models.moondream.model import MoondreamModel
+
+_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoondreamBundle:
+    """A `models.bundle.ModelBundle`. `weights` None: random ones."""
+
+    config: MoondreamConfig
+    frontend: MoondreamFrontend
+    weights: Path | None
+
+    @property
+    def max_context(self) -> int:
+        """Positions of one sequence, generated ones included."""
+        return self.config.text.max_context
+
+    def load(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        vision_fp8: bool = False,
+        memory: int | None = None,
+        progress: Progress = lambda fraction: None,
+    ) -> MoondreamModel:
+        """See `models.bundle.ModelBundle`."""
+        from legato_engine.models.moondream import weights
+        from legato_engine.models.moondream.model import MoondreamModel
+
+        if self.weights is None:
+            network = weights.random_weights(
+                self.config, _SEED, device, dtype, memory=memory, progress=progress
+            )
+        else:
+            network = weights.load_weights(
+                self.config, self.weights, device, dtype, memory=memory, progress=progress
+            )
+        if vision_fp8:
+            network.vision.use_fp8()
+        return MoondreamModel(self.config, network)
+
+
+def find(source: ModelSource) -> MoondreamBundle:
+    """Find a Moondream.
+
+    `legato-tiny`: `weights` is a folder of config.json, model.safetensors and tokenizer.json, by
+    default the one that the package legato-tiny brings. `moondream2`: `weights` is a .safetensors
+    file or a folder, `tokenizer` a tokenizer.json. `random-tiny` has random weights always. With
+    `random_weights` nothing is read, and text is made of bytes.
+
+    Raises `ModelNotFound` for a package that is missing, `InvalidField` for files that are missing
+    or wrong, and for a `max_context` that the model does not have.
+    """
+    preset, read = _NAMES[source.name]
+    if source.random_weights or read is None:
+        return _bundle(source, preset(), StandInTokenizer(), None)
+    return read(source)
+
+
+def _read_legato_tiny(source: ModelSource) -> MoondreamBundle:
+    folder = Path(source.weights) if source.weights else _shipped("legato_tiny")
+    try:
+        config = parse_config((folder / "config.json").read_bytes())
+    except OSError as error:
+        problem = f"no config.json in {folder}: {error.strerror}"
+        raise InvalidField(problem, field="weights") from None
+    tokenizer = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
+    return _bundle(source, config, BytePairTokenizer(tokenizer), folder)
+
+
+def _read_moondream2(source: ModelSource) -> MoondreamBundle:
+    if not source.weights:
+        raise InvalidField("moondream2 needs a safetensors file or folder", field="weights")
+    if not source.tokenizer:
+        raise InvalidField("moondream2 needs a tokenizer.json", field="tokenizer")
+    text = BytePairTokenizer(Path(source.tokenizer))
+    return _bundle(source, presets.moondream2_config(), text, Path(source.weights))
+
+
+def _bundle(
+    source: ModelSource, config: MoondreamConfig, tokenizer: Tokenizer, weights: Path | None
+) -> MoondreamBundle:
+    config = _limited(config, source.max_context)
+    return MoondreamBundle(config, MoondreamFrontend(config, tokenizer), weights)
+
+
+def _limited(config: MoondreamConfig, max_context: int) -> MoondreamConfig:
+    """The same model for shorter sequences, if that is asked for."""
+    if not max_context:
+        return config
+    if not config.prefix_length < max_context <= config.text.max_context:
+        raise InvalidField(
+            f"{config.name} has a context of {config.prefix_length + 1} to "
+            f"{config.text.max_context} positions, not {max_context}",
+            field="max_context",
+        )
+    text = msgspec.structs.replace(config.text, max_context=max_context)
+    return msgspec.structs.replace(config, text=text)
+
+
+def _shipped(package: str) -> Path:
+    try:
+        module = importlib.import_module(package)
+    except ImportError:
+        raise ModelNotFound(
+            f"the package {package.replace('_', '-')} is not installed; install it or give weights",
+            resource=package,
+        ) from None
+    return Path(module.path())
+
+
+_NAMES: dict[
+    str,
+    tuple[Callable[[], MoondreamConfig], Callable[[ModelSource], MoondreamBundle] | None],
+] = {
+    "legato-tiny": (presets.legato_tiny_config, _read_legato_tiny),
+    "moondream2": (presets.moondream2_config, _read_moondream2),
+    "random-tiny": (presets.tiny_random_config, None),
+}
