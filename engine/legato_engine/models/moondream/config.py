@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from legato_engine.errors import InvalidField
+from legato_engine.models.budget import SamplingDefaults
 
 ARCHITECTURE = "moondream2"
 
@@ -112,16 +113,11 @@ class Templates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     segment: Template | None = None
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What text skills use when the request does not say; spatial skills are greedy."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    max_tokens: int = 768
-
-
 class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything about a model but its weights and its tokenizer."""
+    """Everything about a model but its weights and its tokenizer.
+
+    `sampling` is for text; spatial skills are greedy.
+    """
 
     architecture: str
     name: str

@@ -15,9 +15,11 @@ from legato_engine.core import (
     SegmentTask,
 )
 from legato_engine.errors import InvalidField
+from legato_engine.models import budget
+from legato_engine.models.answer import Answer
+from legato_engine.models.budget import SamplingDefaults
 from legato_engine.models.model import PreparedImage
-from legato_engine.models.moondream import budget
-from legato_engine.models.moondream.config import MoondreamConfig, SamplingDefaults
+from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
 from legato_engine.models.moondream.preprocess import (
     Crops,
@@ -27,7 +29,6 @@ from legato_engine.models.moondream.preprocess import (
     whole_picture,
 )
 from legato_engine.models.moondream.prompts import Prompt, Prompts, clean
-from legato_engine.models.moondream.tasks.answer import Answer
 from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
 from legato_engine.models.moondream.tasks.caption import CaptionSkill
 from legato_engine.models.moondream.tasks.detect import DetectSkill

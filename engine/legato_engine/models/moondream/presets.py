@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from legato_engine.models.budget import SamplingDefaults
 from legato_engine.models.moondream.config import (
     ARCHITECTURE,
     CaptionTemplates,
     MoondreamConfig,
     RegionConfig,
-    SamplingDefaults,
     SpecialTokens,
     Template,
     Templates,

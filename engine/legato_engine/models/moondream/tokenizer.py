@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from legato_engine.errors import InternalError, InvalidField
+from legato_engine.models.byte_level import byte_of_letter
 
 NUM_SPECIAL = 21
 """Ids below this are special in every Moondream vocabulary: they carry no text."""
@@ -81,7 +82,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _pieces(tokenizer: tokenizers.Tokenizer) -> dict[int, bytes]:
-    byte_of = _byte_of_letter()
+    byte_of = byte_of_letter()
     added = tokenizer.get_added_tokens_decoder()
     pieces: dict[int, bytes] = {}
     for text, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
@@ -92,11 +93,3 @@ def _pieces(tokenizer: tokenizers.Tokenizer) -> dict[int, bytes]:
         else:
             pieces[token_id] = bytes(byte_of[letter] for letter in text)
     return pieces
-
-
-def _byte_of_letter() -> dict[str, int]:
-    """Byte-level vocabularies write printable bytes as themselves, the others from U+0100 up."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(0x100 + index): byte for index, byte in enumerate(others)}

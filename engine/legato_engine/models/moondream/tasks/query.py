@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from legato_engine.core import Event, FinishReason, QueryResult
+from legato_engine.models.answer import Answer
 from legato_engine.models.moondream.constraints import Allow
-from legato_engine.models.moondream.tasks.answer import Answer
 from legato_engine.models.moondream.tasks.answering import AnsweringSkill
 from legato_engine.models.moondream.tasks.base import TaskSetup
 from legato_engine.models.moondream.tasks.thoughts import Thoughts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from legato_engine.core import Event, Grounding, Point, ReasoningDelta
 from legato_engine.models.moondream.config import SpecialTokens
-from legato_engine.models.moondream.tasks.text_stream import TextStream
 from legato_engine.models.moondream.tokenizer import Tokenizer
+from legato_engine.models.text_stream import TextStream
 from legato_engine.tasks import SampledToken
 
 

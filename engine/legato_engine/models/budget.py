@@ -5,9 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 
+import msgspec
+
 from legato_engine.core import Request, SamplingParams, without_link
 from legato_engine.errors import InvalidField, PromptTooLong
-from legato_engine.models.moondream.config import SamplingDefaults
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What text is sampled with when the request does not say."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    max_tokens: int = 768
 
 
 def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingParams:
@@ -16,7 +26,7 @@ def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingPa
     sampling = SamplingParams(
         temperature=defaults.temperature if asked.temperature is None else asked.temperature,
         top_p=defaults.top_p if asked.top_p is None else asked.top_p,
-        top_k=asked.top_k,
+        top_k=defaults.top_k if asked.top_k is None else asked.top_k,
         max_tokens=defaults.max_tokens if asked.max_tokens is None else asked.max_tokens,
         seed=_seed(without_link(request.request_id)) if asked.seed is None else asked.seed,
         stop=asked.stop,

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
-from legato_engine.models.moondream.tokenizer import Tokenizer
+
+class Pieces(Protocol):
+    """What a tokenizer says of its ids."""
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, part of a character perhaps; none for special ids."""
+        ...
 
 
 class TextStream:
@@ -16,7 +23,7 @@ class TextStream:
     until it is known. Whitespace before the first word is dropped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Pieces, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from legato_engine.core import Event, TextDelta, TokenInfo
-from legato_engine.models.moondream.tasks.text_stream import TextStream
-from legato_engine.models.moondream.tokenizer import Tokenizer
+from legato_engine.models.text_stream import Pieces, TextStream
 
 
 class Answer:
     """Tokens to `TextDelta`s, with each token's own text if asked for."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], *, return_tokens: bool) -> None:
+    def __init__(self, tokenizer: Pieces, stop: tuple[str, ...], *, return_tokens: bool) -> None:
         self._stream = TextStream(tokenizer, stop)
         self._return_tokens = return_tokens
 
