@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch  # only `load` needs it, and only when called
 
     from legato_engine.models.checkpoint import Progress
-
     from legato_engine.models.moondream.model import MoondreamModel
 
 _SEED = 0
