@@ -44,9 +44,15 @@ def test_prompts_are_the_published_ids():
 
 def test_hints_stand_before_the_text():
     """A point is two coordinates, a box a centre and a size, right behind the template's words."""
-    prompt = prompts.point_prompt(IDS, NAME, [(0.25, 0.5), (0.0, 0.5, 0.5, 1.0)])
-    hints = [Coord(0.25), Coord(0.5), Coord(0.25), Coord(0.75), Size(0.5, 0.5)]
-    assert prompt == prompts.texts([1, *IDS.point, 2]) + hints + prompts.texts([*NAME, 3])
+    refs = [(0.25, 0.5), (0.0, 0.5, 0.5, 0.75)]
+    hints = [Coord(0.25), Coord(0.5), Coord(0.25), Coord(0.625), Size(0.5, 0.25)]
+    for build, words in (
+        (prompts.point_prompt, IDS.point),
+        (prompts.query_prompt, IDS.query),
+        (prompts.segment_prompt, IDS.segment),
+    ):
+        before, behind = prompts.texts([1, *words, 2]), prompts.texts([*NAME, 3])
+        assert build(IDS, NAME, refs) == [*before, *hints, *behind]
 
 
 @pytest.mark.parametrize(

@@ -263,12 +263,16 @@ def test_a_reasoning_without_end(monkeypatch, budget, num_answer):
 
 
 def test_grounding_drops_what_has_no_partner():
-    """A lone coordinate and a stretch without its end are no grounding."""
-    one, two = Coord(0.25), Coord(0.5)
-    thoughts = [*prompts.texts([60, START, 61, 62]), one, two, one, *prompts.texts([END, 63])]
+    """A coordinate alone or outside of a stretch, and a stretch without end, are no grounding."""
+    one, two, three = Coord(0.25), Coord(0.5), Coord(0.75)
+    first = [*prompts.texts([60, START, 61, 62]), one, two, one, *prompts.texts([END, 63])]
+    second = [three, *prompts.texts([START, 64]), two, three, *prompts.texts([END])]
     unfinished = [*prompts.texts([START]), one, two]
-    found = results.grounding([*thoughts, *unfinished], CONFIG)
-    assert found == [results.Grounding(1, 3, [(0.25, 0.5)])]
+    found = results.grounding([*first, *second, *unfinished], CONFIG)
+    assert found == [
+        results.Grounding(1, 3, [(0.25, 0.5)]),
+        results.Grounding(4, 5, [(0.5, 0.75)]),
+    ]
 
 
 def test_segment_reads_its_box_first(monkeypatch):

@@ -52,6 +52,12 @@ def test_pictures_have_1_to_12_tiles():
             assert rows * columns <= FULL.max_crops
 
 
+def test_tiles_that_would_be_too_many_are_taken_from_the_longer_side():
+    """Where 2 x 7 tiles suit the sides, 2 x 6 are left."""
+    assert tiling.choose_tiling(379, 1287, FULL) == (2, 6)
+    assert tiling.choose_tiling(1287, 379, FULL) == (6, 2)
+
+
 def test_a_long_strip_has_more_tiles():
     """The rule as it stands rounds a row up to one, and then more than 12 tiles are beside it."""
     assert tiling.choose_tiling(600, 7561, FULL) == (1, 13)
