@@ -1,9 +1,10 @@
 """Linear maps, and attention on paged keys and values: one signature each, whoever implements it.
 
 Shape legend: N pages, S positions per page, H heads, E head dim, T query tokens of one sequence,
-L its positions, B rows, M pages per row, P positions, R rotated dims of a head. Caches are one
-layer's, [N, H, S, E]. Keys and values may have fewer heads than queries, by a whole factor: each of
-their heads then serves that many heads of queries which follow each other.
+L its positions, B rows, M pages per row, P positions, R rotated dims of a head; D width, X experts,
+K experts of a token, J = T * K pairs of the two, I and O inputs and outputs of an expert's layer.
+Caches are one layer's, [N, H, S, E]. Keys and values may have fewer heads than queries, by a whole
+factor: each of their heads then serves that many heads of queries which follow each other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from legato_engine.kernels import reference
-from legato_engine.kernels.cuda import prefill
+from legato_engine.kernels.cuda import grouped, prefill
+from legato_engine.kernels.experts import ExpertWeights, Routes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -138,3 +140,29 @@ def decode_attention(
     if q_BHE.device.type == "cpu":
         return reference.decode_attention_rows(q_BHE, k_NHSE, v_NHSE, positions_B, page_table_BM)
     return reference.decode_attention_padded(q_BHE, k_NHSE, v_NHSE, positions_B, page_table_BM)
+
+
+def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
+    """The likeliest experts of each token, and their shares: a softmax over these alone."""
+    return reference.route(logits_TX, num_active)
+
+
+def experts(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    capturable: bool,
+) -> torch.Tensor:
+    """[T, D]: each token through its experts, summed by their shares.
+
+    An expert is `down(gelu(u) * (g + 1))`, gelu exact, where u and g are the halves of `up(x)`.
+    On the CPU a row's bits depend on nothing but that row. Elsewhere, with `capturable`, nothing is
+    read on the host and no shape depends on the routes.
+    """
+    if grouped.can_group(x_TD, up, down):
+        return grouped.experts(x_TD, routes, up, down)
+    if capturable and x_TD.device.type != "cpu":
+        return reference.experts_gathered(x_TD, routes, up, down)
+    return reference.experts_sorted(x_TD, routes, up, down)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from legato_engine.kernels.experts import ExpertWeights, Routes
+
 _SCRATCH_PAGE = 0
 _ROW_BLOCK = 8
 
@@ -19,11 +21,14 @@ def linear_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     rounds differently; whole blocks give every row the same code.
     """
     rows_TD = x.reshape(-1, x.shape[-1])
-    count = rows_TD.shape[0]
-    if padding := -count % _ROW_BLOCK:
-        rows_TD = F.pad(rows_TD, (0, 0, 0, padding))
-    out = F.linear(rows_TD, weight, bias)[:count]
+    out = F.linear(_whole_blocks(rows_TD), weight, bias)[: rows_TD.shape[0]]
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _whole_blocks(rows_TD: torch.Tensor) -> torch.Tensor:
+    """The rows, with zeros behind them up to a whole block."""
+    padding = -rows_TD.shape[0] % _ROW_BLOCK
+    return F.pad(rows_TD, (0, 0, 0, padding)) if padding else rows_TD
 
 
 def write_kv(
@@ -140,3 +145,78 @@ def _attention(
     mask_B1TL = visible_BTL[:, None]
     out_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHLE, v_BHLE, attn_mask=mask_B1TL)
     return out_BHTE.transpose(1, 2)
+
+
+def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
+    """See `ops.route`; the softmax is float32."""
+    best_TK, expert_TK = logits_TX.topk(num_active, dim=-1)
+    return Routes(expert_TK, best_TK.float().softmax(-1).to(logits_TX.dtype))
+
+
+def experts_sorted(
+    x_TD: torch.Tensor, routes: Routes, up: ExpertWeights, down: ExpertWeights
+) -> torch.Tensor:
+    """See `ops.experts`; one product for each expert that has tokens, their numbers on the host.
+
+    An expert runs whole blocks of rows, as `linear_rows` does, and the sum is in the order of the
+    shares.
+    """
+    expert_J = routes.expert_TK.flatten()
+    order_J = expert_J.argsort(stable=True)
+    out_JD = x_TD.new_empty(len(expert_J), x_TD.shape[-1])
+    counts = torch.bincount(expert_J, minlength=len(up.weight_XOI)).tolist()
+    for expert, pairs in enumerate(torch.split(order_J, counts)):
+        if len(pairs):
+            rows_TD = _whole_blocks(x_TD[pairs // routes.expert_TK.shape[1]])
+            inner_TI = gate(_one_expert(rows_TD, up, expert))
+            out_JD[pairs] = _one_expert(inner_TI, down, expert)[: len(pairs)]
+    return _shared_out(out_JD.view(*routes.expert_TK.shape, -1), routes)
+
+
+def experts_gathered(
+    x_TD: torch.Tensor, routes: Routes, up: ExpertWeights, down: ExpertWeights
+) -> torch.Tensor:
+    """See `ops.experts`; a copy of the weights for each token, so for few tokens only."""
+    out_TKD = [
+        _own_expert(gate(_own_expert(x_TD, up, expert_T)), down, expert_T)
+        for expert_T in routes.expert_TK.unbind(1)
+    ]
+    return _shared_out(torch.stack(out_TKD, dim=1), routes)
+
+
+def gate(z: torch.Tensor) -> torch.Tensor:
+    """[..., I] of [..., 2 I]; float32 inside, one cast back."""
+    u, g = z.float().chunk(2, dim=-1)
+    return (F.gelu(u) * (g + 1.0)).to(z.dtype)
+
+
+def _one_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert: int) -> torch.Tensor:
+    out_TO = F.linear(x_TI, layer.weight_XOI[expert].to(x_TI.dtype))
+    return out_TO if layer.scale_XO is None else _scaled(out_TO, layer.scale_XO[expert])
+
+
+def _own_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert_T: torch.Tensor) -> torch.Tensor:
+    """Each row through its own expert."""
+    weight_TOI = layer.weight_XOI.view(_bits(layer.weight_XOI)).index_select(0, expert_T)
+    weight_TOI = weight_TOI.view(layer.weight_XOI.dtype).to(x_TI.dtype)
+    out_TO = torch.bmm(weight_TOI, x_TI[:, :, None])[:, :, 0]
+    return out_TO if layer.scale_XO is None else _scaled(out_TO, layer.scale_XO[expert_T])
+
+
+def _bits(weight: torch.Tensor) -> torch.dtype:
+    """A dtype to copy by: e4m3 tensors are not indexed on every device."""
+    return torch.uint8 if weight.dtype.itemsize == 1 else weight.dtype
+
+
+def _scaled(out: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (out.float() * scale).to(out.dtype)
+
+
+def _shared_out(out_TKD: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """[T, D] by shares: float32 one after another, one cast back."""
+    share_TK1 = routes.share_TK.float()[:, :, None]
+    terms = (share_TK1 * out_TKD.float()).unbind(1)
+    total_TD = terms[0]
+    for term_TD in terms[1:]:
+        total_TD = total_TD + term_TD
+    return total_TD.to(out_TKD.dtype)

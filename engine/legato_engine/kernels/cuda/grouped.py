@@ -1,0 +1,56 @@
+"""Experts as two grouped products of torch, whose group bounds stay on the device.
+
+Only the weights of experts that have tokens are read, and nothing is read on the host, so it serves
+prefill and captured steps alike. What is here runs on any device that `F.grouped_mm` runs on;
+`can_group` admits those where it is one kernel.
+
+Shape legend as in `kernels.ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from legato_engine.kernels.experts import ExpertWeights, Routes
+from legato_engine.kernels.reference import gate
+
+_CAPABILITY = (9, 0)
+_ALIGNMENT = 8  # values: rows begin at multiples of 16 bytes
+
+
+def can_group(x_TD: torch.Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
+    """Whether this is one kernel for each product; e4m3 weights have none."""
+    return (
+        x_TD.is_cuda
+        and x_TD.dtype is torch.bfloat16
+        and up.scale_XO is None
+        and down.scale_XO is None
+        and all(size % _ALIGNMENT == 0 for size in down.weight_XOI.shape[1:])
+        and torch.cuda.get_device_capability(x_TD.device) >= _CAPABILITY
+    )
+
+
+def experts(
+    x_TD: torch.Tensor, routes: Routes, up: ExpertWeights, down: ExpertWeights
+) -> torch.Tensor:
+    """See `ops.experts`."""
+    num_active = routes.expert_TK.shape[1]
+    expert_J, order_J = routes.expert_TK.flatten().sort(stable=True)
+    bound_X = _bounds(expert_J, len(up.weight_XOI))
+    inner_JI = gate(_product(x_TD[order_J // num_active], up, bound_X))
+    sorted_JD = _product(inner_JI, down, bound_X)
+    out_JD = torch.empty_like(sorted_JD)
+    out_JD[order_J] = sorted_JD
+    out_TKD = out_JD.view(-1, num_active, x_TD.shape[1]).float()
+    return (out_TKD * routes.share_TK.float()[:, :, None]).sum(1).to(x_TD.dtype)
+
+
+def _bounds(expert_J: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[X] int32: where each expert's pairs end; they are sorted."""
+    expert_X = torch.arange(num_experts, device=expert_J.device)
+    return torch.searchsorted(expert_J, expert_X, right=True, out_int32=True)
+
+
+def _product(x_JI: torch.Tensor, layer: ExpertWeights, bound_X: torch.Tensor) -> torch.Tensor:
+    return F.grouped_mm(x_JI, layer.weight_XOI.transpose(1, 2), offs=bound_X)

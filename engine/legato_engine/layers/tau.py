@@ -1,0 +1,48 @@
+"""Tau attention: what a token and its position make of its queries and values.
+
+Shape legend: T tokens, H heads, E head dim, P positions, C = 3 H E outputs of the fused projection,
+Z = 2 H gains.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from legato_engine.kernels import ops
+
+
+class Tau(nn.Module):
+    """Each head's queries and values times `tanh(w . gelu(qkv)) + 0.5 + sigmoid(alpha ln(p + 1))`.
+
+    Rows 0 to H of `wqwv` make the gains of queries, the others those of values; keys stay. The
+    table of the position's part is float32 whatever the model's dtype, and no part of a checkpoint.
+    """
+
+    gain_PH: torch.Tensor
+
+    def __init__(self, dim: int, num_heads: int, max_positions: int, gelu: str) -> None:
+        """`gelu` is "tanh" for the approximation, else exact."""
+        super().__init__()
+        self._max_positions = max_positions
+        self._approximate = "tanh" if gelu == "tanh" else "none"
+        self.wqwv = nn.Parameter(torch.empty(2 * num_heads, 3 * dim))
+        self.alpha = nn.Parameter(torch.empty(num_heads))
+        empty = torch.empty(max_positions, num_heads, dtype=torch.float32, device="meta")
+        self.register_buffer("gain_PH", empty, persistent=False)
+
+    def fill(self) -> None:
+        """Compute the table, once the weights are on their device."""
+        positions_P = torch.arange(self._max_positions, dtype=torch.float32)
+        log_P1 = positions_P.log1p()[:, None].to(self.alpha.device)
+        self.gain_PH = torch.sigmoid(log_P1 * self.alpha.float()) + 0.5
+
+    def forward(self, qkv_T3HE: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """[T, 3, H, E], before rotation, of tokens at absolute positions (int64)."""
+        features_TC = F.gelu(qkv_T3HE.flatten(1), approximate=self._approximate)
+        gain_TZ = ops.linear(features_TC, self.wqwv, None).tanh().float()
+        placed_TH = self.gain_PH[positions_T]
+        q_TH, v_TH = gain_TZ.chunk(2, dim=1)
+        gain_T3H = torch.stack([q_TH + placed_TH, torch.ones_like(q_TH), v_TH + placed_TH], dim=1)
+        return (qkv_T3HE * gain_T3H[..., None]).to(qkv_T3HE.dtype)

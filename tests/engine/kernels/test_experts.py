@@ -1,0 +1,169 @@
+"""Experts: what they compute, in every form, and that a row decides its own bits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from legato_engine.kernels import ops, reference
+from legato_engine.kernels.cuda import grouped
+from legato_engine.kernels.experts import ExpertWeights, Routes
+
+NUM_EXPERTS, NUM_ACTIVE, DIM, INNER = 7, 3, 48, 40
+FORMS = (reference.experts_sorted, reference.experts_gathered, grouped.experts)
+
+
+def layers(seed=0, dtype=torch.float32):
+    """Both layers of all experts."""
+    generator = torch.Generator().manual_seed(seed)
+    up = torch.randn(NUM_EXPERTS, 2 * INNER, DIM, generator=generator) / math.sqrt(DIM)
+    down = torch.randn(NUM_EXPERTS, DIM, INNER, generator=generator) / math.sqrt(INNER)
+    return ExpertWeights(up.to(dtype), None), ExpertWeights(down.to(dtype), None)
+
+
+def quantised(layer):
+    """The layer in e4m3 with a scale for each output."""
+    scale_XO = layer.weight_XOI.abs().amax(-1) / 448
+    return ExpertWeights((layer.weight_XOI / scale_XO[..., None]).to(torch.float8_e4m3fn), scale_XO)
+
+
+def dequantised(layer):
+    """The same numbers as plain weights."""
+    weight_XOI = layer.weight_XOI.double() * layer.scale_XO.double()[..., None]
+    return ExpertWeights(weight_XOI.float(), None)
+
+
+def tokens(count, seed=0):
+    """Rows, and the routes that random logits give them."""
+    generator = torch.Generator().manual_seed(seed)
+    x_TD = torch.randn(count, DIM, generator=generator)
+    logits_TX = torch.randn(count, NUM_EXPERTS, generator=generator)
+    return x_TD, ops.route(logits_TX, NUM_ACTIVE)
+
+
+def by_hand(x_TD, routes, up, down):
+    """Token by token and expert by expert, in float64."""
+    out_TD = torch.zeros_like(x_TD, dtype=torch.float64)
+    for token, x_D in enumerate(x_TD.double()):
+        chosen = zip(routes.expert_TK[token].tolist(), routes.share_TK[token].tolist(), strict=True)
+        for expert, share in chosen:
+            z = up.weight_XOI[expert].double() @ x_D
+            u, g = z[: len(z) // 2], z[len(z) // 2 :]
+            inner = 0.5 * u * (1 + torch.erf(u / math.sqrt(2))) * (g + 1)
+            out_TD[token] += share * (down.weight_XOI[expert].double() @ inner)
+    return out_TD
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_every_form_is_the_formula(form, count):
+    """Sorted, gathered and grouped experts give what the formula gives, some experts unused."""
+    x_TD, routes = tokens(count)
+    up, down = layers()
+    expected_TD = by_hand(x_TD, routes, up, down)
+    torch.testing.assert_close(
+        form(x_TD, routes, up, down).double(), expected_TD, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_rounds_and_no_more(form):
+    """In bfloat16 every form stays near the formula and keeps its dtype."""
+    x_TD, routes = tokens(9)
+    routes = Routes(routes.expert_TK, routes.share_TK.bfloat16())
+    up, down = layers(dtype=torch.bfloat16)
+    out_TD = form(x_TD.bfloat16(), routes, up, down)
+    assert out_TD.dtype is torch.bfloat16
+    expected_TD = by_hand(x_TD.bfloat16(), routes, up, down)
+    assert (out_TD.double() - expected_TD).abs().max() < 0.03 * expected_TD.abs().max()
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_e4m3_weights_count_by_their_scales(form):
+    """Quantised weights give what their numbers give as plain weights: nothing else is rounded."""
+    x_TD, routes = tokens(6)
+    up, down = map(quantised, layers())
+    expected_TD = by_hand(x_TD, routes, dequantised(up), dequantised(down))
+    torch.testing.assert_close(
+        form(x_TD, routes, up, down).double(), expected_TD, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_one_unit_by_hand():
+    """Gelu is exact and of the first half, one is added to the second, shares weigh the sum."""
+    up = ExpertWeights(torch.tensor([[[2.0], [0.5]], [[-1.0], [3.0]]]), None)
+    down = ExpertWeights(torch.tensor([[[10.0]], [[100.0]]]), None)
+    routes = Routes(torch.tensor([[1, 0]]), torch.tensor([[0.25, 0.75]]))
+    first = 10 * 0.5 * 2.0 * (1 + math.erf(2.0 / math.sqrt(2))) * 1.5
+    second = 100 * 0.5 * -1.0 * (1 + math.erf(-1.0 / math.sqrt(2))) * 4.0
+    out = ops.experts(torch.tensor([[1.0]]), routes, up, down, capturable=False)
+    assert out.item() == pytest.approx(0.75 * first + 0.25 * second, rel=1e-6)
+
+
+def test_equal_experts_are_one_mlp():
+    """Where all experts are alike the routes do not matter: the shares sum to one."""
+    x_TD, routes = tokens(11)
+    up, down = (
+        ExpertWeights(layer.weight_XOI[:1].expand(NUM_EXPERTS, -1, -1), None) for layer in layers()
+    )
+    u_TI, g_TI = F.linear(x_TD, up.weight_XOI[0]).chunk(2, -1)
+    expected_TD = F.linear(F.gelu(u_TI) * (g_TI + 1), down.weight_XOI[0])
+    out_TD = ops.experts(x_TD, routes, up, down, capturable=False)
+    torch.testing.assert_close(out_TD, expected_TD, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_a_row_decides_its_own_bits(e4m3):
+    """On the CPU a row's bits do not depend on its neighbours, its place or their number."""
+    x_TD, routes = tokens(32)
+    up, down = map(quantised, layers()) if e4m3 else layers()
+    whole_TD = ops.experts(x_TD, routes, up, down, capturable=True)
+    for rows in ([0], [5, 0, 9], list(range(7)), list(range(31, -1, -1)), [3] * 20 + [4]):
+        some = Routes(routes.expert_TK[rows], routes.share_TK[rows])
+        out = ops.experts(x_TD[rows], some, up, down, capturable=False)
+        assert torch.equal(out, whole_TD[rows])
+
+
+def test_a_broken_row_stays_alone():
+    """A row that is not finite leaves the others as they are."""
+    x_TD, routes = tokens(12)
+    up, down = layers()
+    whole_TD = ops.experts(x_TD, routes, up, down, capturable=False)
+    x_TD[4] = math.nan
+    out_TD = ops.experts(x_TD, routes, up, down, capturable=False)
+    assert out_TD[4].isnan().all()
+    others = torch.arange(12) != 4
+    assert torch.equal(out_TD[others], whole_TD[others])
+
+
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_a_captured_step_reads_nothing(e4m3):
+    """Tensors without data are enough off the CPU, so nothing depends on them on the host."""
+    x_TD, routes = tokens(5)
+    up, down = map(quantised, layers()) if e4m3 else layers()
+    routes = Routes(routes.expert_TK.to("meta"), routes.share_TK.to("meta"))
+    up, down = (
+        ExpertWeights(
+            layer.weight_XOI.to("meta"),
+            None if layer.scale_XO is None else layer.scale_XO.to("meta"),
+        )
+        for layer in (up, down)
+    )
+    x_TD = x_TD.to("meta")
+    assert ops.experts(x_TD, routes, up, down, capturable=True).shape == (5, DIM)
+    if not e4m3:
+        assert grouped.experts(x_TD, routes, up, down).shape == (5, DIM)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        ops.experts(x_TD, routes, up, down, capturable=False)
+
+
+def test_shares_are_those_of_the_chosen():
+    """The best logits are taken first, then the softmax over them alone."""
+    logits_TX = torch.tensor([[0.0, 2.0, -1.0, 1.0], [3.0, 3.5, 9.0, -9.0]])
+    routes = ops.route(logits_TX, 2)
+    assert routes.expert_TK.tolist() == [[1, 3], [2, 1]]
+    for share_K, gap in zip(routes.share_TK.tolist(), (1.0, 5.5), strict=True):
+        first = 1 / (1 + math.exp(-gap))
+        assert share_K == pytest.approx([first, 1 - first])
