@@ -10,16 +10,21 @@ from torch import nn
 
 from legato_engine.kernels.cuda import norm
 from legato_engine.layers.linear import Linear
+from legato_engine.layers.tau import Tau
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values
 
 
 class Attention(nn.Module):
-    """The projections; who sees whom is decided by what runs between `split` and `join`."""
+    """The projections; who sees whom is decided by what runs between `split` and `join`.
 
-    def __init__(self, dim: int, num_heads: int) -> None:
+    `tau` changes what `qkv` makes, by who runs it: `split` knows no positions.
+    """
+
+    def __init__(self, dim: int, num_heads: int, tau: Tau | None = None) -> None:
         super().__init__()
         self._num_heads = num_heads
+        self.tau = tau
         self.qkv = Linear(dim, 3 * dim)
         self.proj = Linear(dim, dim)
 
