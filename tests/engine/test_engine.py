@@ -16,6 +16,7 @@ from legato_engine.assembly import assemble
 from legato_engine.blobs import BlobStore, new_namespace
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
+    Box,
     CachedImage,
     CaptionResult,
     CaptionTask,
@@ -24,6 +25,7 @@ from legato_engine.core import (
     EncodedImage,
     FinishReason,
     PixelFormat,
+    Point,
     PointTask,
     QueryResult,
     QueryTask,
@@ -56,11 +58,16 @@ CONFIG = EngineConfig(
 
 
 @pytest.fixture(scope="module")
-def assembly():
-    """One model for all tests."""
-    made = assemble(CONFIG)
+def assembly(request):
+    """One model for all tests, unless a test names another."""
+    made = assemble(msgspec.structs.replace(CONFIG, model=getattr(request, "param", CONFIG.model)))
     yield made
     made.device.close()
+
+
+EITHER_KIND = pytest.mark.parametrize(
+    "assembly", ["random-tiny", "random-tiny3"], indirect=True, scope="module"
+)
 
 
 def png(seed=0, size=(40, 30), **options):
@@ -164,6 +171,7 @@ def gated(assembly):
     made.close()
 
 
+@EITHER_KIND
 @pytest.mark.parametrize(
     "task",
     [
@@ -214,6 +222,7 @@ def test_question_without_a_picture(world):
     assert done.usage.image_tokens == 0
 
 
+@EITHER_KIND
 def test_picture_is_cached_by_content_and_by_id(world):
     """The same bytes, and the id that was given for them, are hits with the same answer."""
     world.submit("a", DetectTask(object="x"), world.encoded(png()))
@@ -633,17 +642,23 @@ def test_abort_of_unknown_and_ended(world):
     assert isinstance(world.of("r")[-1], Done)
 
 
+@EITHER_KIND
 def test_answers_do_not_depend_on_depth_or_order(assembly):
-    """Blocking or pipelined, in any order of arrival: every request gets the same answer."""
+    """Blocking or pipelined, in any order of arrival, the prefix its own or another's: every
+    request gets the same answer.
+    """
+    refs = (Point(x=0.25, y=0.5), Box(x_min=0.1, y_min=0.2, x_max=0.6, y_max=0.9))
     requests = {
         "q": (QueryTask(question="hello"), None),
         "t": (QueryTask(question="why?"), 0),
+        "r": (QueryTask(question="why?", reasoning=True, spatial_refs=refs), 2),
         "c": (CaptionTask(), 1),
         "d": (DetectTask(object="cat", max_objects=4), 0),
         "p": (PointTask(object="dog", max_objects=4), 1),
         "s": (SegmentTask(object="dog"), 2),
     }
     answers: list[dict[str, TaskResult]] = []
+    shared: list[set[str]] = []
     for depth in (1, 2, 2, 2):
         world = World(assembly, pipeline_depth=depth)
         order = random.Random(len(answers)).sample(sorted(requests), len(requests))
@@ -654,9 +669,12 @@ def test_answers_do_not_depend_on_depth_or_order(assembly):
             for _ in range(len(answers)):
                 world.core.step()
         world.run(*requests)
-        answers.append({n: world.of(n, Done)[0].result for n in requests})
+        done = {name: world.of(name, Done)[0] for name in requests}
+        answers.append({name: one.result for name, one in done.items()})
+        shared.append({name for name, one in done.items() if one.usage.cached_tokens})
         world.close()
     assert all(answer == answers[0] for answer in answers)
+    assert len(set.union(*shared)) > len(set.intersection(*shared))
 
 
 def test_seed_comes_from_the_request_id(world):

@@ -15,7 +15,10 @@ from legato_engine.models.bundle import ModelBundle, ModelSource
 _FAMILIES = {
     "legato-tiny": "legato_engine.models.moondream.family",
     "moondream2": "legato_engine.models.moondream.family",
+    "moondream3": "legato_engine.models.moondream.family",
+    "moondream3.1": "legato_engine.models.moondream.family",
     "random-tiny": "legato_engine.models.moondream.family",
+    "random-tiny3": "legato_engine.models.moondream.family",
 }
 
 

@@ -83,7 +83,7 @@ def test_an_empty_folder_is_refused(tmp_path):
         resolve("legato-tiny", weights=str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["random-tiny", "legato-tiny"])
+@pytest.mark.parametrize("name", ["random-tiny", "random-tiny3", "legato-tiny"])
 def test_random_weights_need_no_files(name):
     """A model with random weights takes a picture and gives finite logits."""
     bundle = resolve(name, random_weights=True)
@@ -98,13 +98,18 @@ def test_random_weights_need_no_files(name):
         assert torch.isfinite(model.logits(x_PD[-1:])).all()
 
 
-def test_moondream2_says_what_it_needs(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "context"), [("moondream2", 2048), ("moondream3", 32768), ("moondream3.1", 32768)]
+)
+def test_published_models_say_what_they_need(tmp_path, name, context):
     """Weights and tokenizer have no default, unless weights are random."""
-    with pytest.raises(InvalidField, match="safetensors"):
-        resolve("moondream2")
-    with pytest.raises(InvalidField, match="tokenizer"):
-        resolve("moondream2", weights=str(tmp_path))
-    assert resolve("moondream2", random_weights=True).max_context == 2048
+    with pytest.raises(InvalidField, match=f"{name} needs a safetensors"):
+        resolve(name)
+    with pytest.raises(InvalidField, match=f"{name} needs a tokenizer"):
+        resolve(name, weights=str(tmp_path))
+    bundle = resolve(name, random_weights=True)
+    assert (bundle.frontend.name, bundle.max_context) == (name, context)
+    assert ("segment" in bundle.frontend.tasks) == (name != "moondream2")
 
 
 def test_a_shorter_context_is_kept_to():

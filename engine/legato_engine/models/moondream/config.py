@@ -1,6 +1,8 @@
-"""A Moondream 2 model's sizes, token ids and templates, as its config.json gives them."""
+"""A Moondream model's sizes, token ids and templates, as its config.json gives them."""
 
 from __future__ import annotations
+
+import enum
 
 import msgspec
 
@@ -8,6 +10,14 @@ from legato_engine.errors import InvalidField
 from legato_engine.models.budget import SamplingDefaults
 
 ARCHITECTURE = "moondream2"
+ARCHITECTURE_3 = "moondream3"
+
+
+class Gelu(enum.StrEnum):
+    """Which gelu: its tanh approximation, or the exact one."""
+
+    TANH = "tanh"
+    EXACT = "exact"
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,8 +52,23 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return (self.grid - 2 * self.overlap_margin) * self.patch_size
 
 
+class TauConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Gains on queries and values, see `layers.tau`; sources disagree about the gelu in them."""
+
+    gelu: Gelu = Gelu.TANH
+
+
+class MoEConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Experts in place of the MLP from layer `first_layer` on, `num_active` of them for a token."""
+
+    first_layer: int
+    num_experts: int
+    num_active: int
+    inner_dim: int
+
+
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The decoder."""
+    """The decoder; without `tau` there are no gains, without `moe` every layer has an MLP."""
 
     dim: int
     ff_dim: int
@@ -53,6 +78,8 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_context: int
     rope_theta: float
     rotary_dim: int
+    tau: TauConfig | None = None
+    moe: MoEConfig | None = None
 
     @property
     def head_dim(self) -> int:
@@ -61,13 +88,23 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RegionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Coordinates and sizes: Fourier features in, bins out."""
+    """Coordinates and sizes: Fourier features in, bins out.
+
+    `inner_dim` is that of the two-layer heads; None: a norm, and one linear map behind it. Bin b of
+    B coord bins means b / B; with `coord_reaches_one`, b / (B - 1).
+    """
 
     coord_features: int
     size_features: int
     coord_bins: int
     size_bins: int
-    inner_dim: int
+    inner_dim: int | None
+    coord_reaches_one: bool = False
+
+    @property
+    def coord_divisor(self) -> int:
+        """What a coord's bin is divided by."""
+        return self.coord_bins - 1 if self.coord_reaches_one else self.coord_bins
 
 
 class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -147,8 +184,9 @@ def parse_config(data: bytes) -> MoondreamConfig:
 
 def _problem(config: MoondreamConfig) -> str | None:
     vision, text = config.vision, config.text
-    if config.architecture != ARCHITECTURE:
-        return f"architecture is {config.architecture!r}, not {ARCHITECTURE!r}"
+    if config.architecture not in (ARCHITECTURE, ARCHITECTURE_3):
+        known = f"{ARCHITECTURE!r} or {ARCHITECTURE_3!r}"
+        return f"architecture is {config.architecture!r}, not {known}"
     if vision.crop_size % vision.patch_size:
         return "crop_size is not a multiple of patch_size"
     if vision.window <= 0:
@@ -159,4 +197,15 @@ def _problem(config: MoondreamConfig) -> str | None:
         return "rotary_dim is odd or wider than a head"
     if config.prefix_length >= text.max_context:
         return "a picture does not fit max_context"
+    return _problem_of_experts(text)
+
+
+def _problem_of_experts(text: TextConfig) -> str | None:
+    moe = text.moe
+    if moe is None:
+        return None
+    if not 0 <= moe.first_layer < text.num_layers:
+        return "first_layer of moe is no layer"
+    if not 1 <= moe.num_active <= moe.num_experts:
+        return "num_active is not between 1 and num_experts"
     return None

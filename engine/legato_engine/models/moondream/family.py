@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 _SEED = 0
 
+Preset = Callable[[], MoondreamConfig]
+Read = Callable[[ModelSource, Preset], "MoondreamBundle"]
+"""From the files that the source names; the preset is for those without a configuration."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoondreamBundle:
@@ -72,9 +76,10 @@ def find(source: ModelSource) -> MoondreamBundle:
     """Find a Moondream.
 
     `legato-tiny`: `weights` is a folder of config.json, model.safetensors and tokenizer.json, by
-    default the one that the package legato-tiny brings. `moondream2`: `weights` is a .safetensors
-    file or a folder, `tokenizer` a tokenizer.json. `random-tiny` has random weights always. With
-    `random_weights` nothing is read, and text is made of bytes.
+    default the one that the package legato-tiny brings. `moondream2`, `moondream3` and
+    `moondream3.1`: `weights` is a file or a folder, `tokenizer` a tokenizer.json. `random-tiny` and
+    `random-tiny3` have random weights always. With `random_weights` nothing is read, and text is
+    made of bytes.
 
     Raises `ModelNotFound` for a package that is missing, `InvalidField` for files that are missing
     or wrong, and for a `max_context` that the model does not have.
@@ -82,10 +87,11 @@ def find(source: ModelSource) -> MoondreamBundle:
     preset, read = _NAMES[source.name]
     if source.random_weights or read is None:
         return _bundle(source, preset(), StandInTokenizer(), None)
-    return read(source)
+    return read(source, preset)
 
 
-def _read_legato_tiny(source: ModelSource) -> MoondreamBundle:
+def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
+    """With a configuration beside the weights."""
     folder = Path(source.weights) if source.weights else _shipped("legato_tiny")
     try:
         config = parse_config((folder / "config.json").read_bytes())
@@ -96,13 +102,14 @@ def _read_legato_tiny(source: ModelSource) -> MoondreamBundle:
     return _bundle(source, config, BytePairTokenizer(tokenizer), folder)
 
 
-def _read_moondream2(source: ModelSource) -> MoondreamBundle:
+def _read_published(source: ModelSource, preset: Preset) -> MoondreamBundle:
+    """As published: with neither configuration nor tokenizer beside the weights."""
     if not source.weights:
-        raise InvalidField("moondream2 needs a safetensors file or folder", field="weights")
+        raise InvalidField(f"{source.name} needs a weights file or folder", field="weights")
     if not source.tokenizer:
-        raise InvalidField("moondream2 needs a tokenizer.json", field="tokenizer")
+        raise InvalidField(f"{source.name} needs a tokenizer.json", field="tokenizer")
     text = BytePairTokenizer(Path(source.tokenizer))
-    return _bundle(source, presets.moondream2_config(), text, Path(source.weights))
+    return _bundle(source, preset(), text, Path(source.weights))
 
 
 def _bundle(
@@ -137,11 +144,11 @@ def _shipped(package: str) -> Path:
     return Path(module.path())
 
 
-_NAMES: dict[
-    str,
-    tuple[Callable[[], MoondreamConfig], Callable[[ModelSource], MoondreamBundle] | None],
-] = {
-    "legato-tiny": (presets.legato_tiny_config, _read_legato_tiny),
-    "moondream2": (presets.moondream2_config, _read_moondream2),
+_NAMES: dict[str, tuple[Preset, Read | None]] = {
+    "legato-tiny": (presets.legato_tiny_config, _read_shipped),
+    "moondream2": (presets.moondream2_config, _read_published),
+    "moondream3": (presets.moondream3_config, _read_published),
+    "moondream3.1": (presets.moondream3_1_config, _read_published),
     "random-tiny": (presets.tiny_random_config, None),
+    "random-tiny3": (presets.tiny_random3_config, None),
 }

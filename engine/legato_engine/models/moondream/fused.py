@@ -139,8 +139,15 @@ def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
 
 
 def can_fuse(config: MoondreamConfig, kv: KVCache) -> bool:
-    """Whether the kernels run this model on the device of its KV cache."""
-    region = config.region
+    """Whether the kernels run this model on the device of its KV cache.
+
+    They know neither gains nor experts nor heads without an inner layer, and one divisor of coords.
+    """
+    text, region = config.text, config.region
+    if text.tau is not None or text.moe is not None or region.coord_reaches_one:
+        return False
+    if region.inner_dim is None:
+        return False
     fits = region.inner_dim % 64 == 0 and region.coord_bins % 64 == 0 and region.size_bins % 64 == 0
     fits = fits and region.coord_features % 4 == 0 and region.size_features % 4 == 0
     return fits and supported(decoder_sizes(config, kv), kv.k_LNHSE.device, kv.k_LNHSE.dtype)
@@ -149,6 +156,7 @@ def can_fuse(config: MoondreamConfig, kv: KVCache) -> bool:
 def region_sizes(config: MoondreamConfig) -> RegionSizes:
     """The sizes of the region part."""
     region = config.region
+    assert region.inner_dim is not None, "`can_fuse` refuses such heads"
     return RegionSizes(
         dim=config.text.dim,
         inner_dim=region.inner_dim,
@@ -163,6 +171,7 @@ def region_sizes(config: MoondreamConfig) -> RegionSizes:
 
 def _layer(block: TextBlock, sizes: DecoderSizes) -> LayerWeights:
     attention, mlp = block.attn, block.mlp
+    assert isinstance(mlp, MLP), "`can_fuse` refuses experts"
     weights, folded = fold_norm(
         torch.cat([attention.qkv.weight, mlp.fc1.weight]),
         torch.cat([attention.qkv.bias, mlp.fc1.bias]),
@@ -190,7 +199,10 @@ def _values(region: Region, parts: int) -> tuple[ValueWeights, ValueWeights]:
     return coord, _value(region.size_features, region.size_encoder, region.size_decoder, parts)
 
 
-def _value(features: torch.Tensor, encoder: Linear, decoder: MLP, parts: int) -> ValueWeights:
+def _value(
+    features: torch.Tensor, encoder: Linear, decoder: MLP | Linear, parts: int
+) -> ValueWeights:
+    assert isinstance(decoder, MLP), "`can_fuse` refuses heads without an inner layer"
     return ValueWeights(
         features=features,
         encoder_weight=encoder.weight,

@@ -56,7 +56,7 @@ class MoondreamModel:
         self._network = network
         self._tokens = config.tokens
         self._device = network.text.wte.device
-        network.text.rope.fill(self._device)
+        network.text.fill(self._device)
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
         """[P, D]: BOS, then the image's embeddings if there is one."""

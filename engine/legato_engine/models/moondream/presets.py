@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from legato_engine.models.budget import SamplingDefaults
 from legato_engine.models.moondream.config import (
     ARCHITECTURE,
+    ARCHITECTURE_3,
     CaptionTemplates,
+    MoEConfig,
     MoondreamConfig,
     RegionConfig,
     SpecialTokens,
+    TauConfig,
     Template,
     Templates,
     TextConfig,
@@ -19,24 +24,39 @@ _TOKENS = SpecialTokens(
     bos=0, eos=0, answer=3, thinking=4, coord=5, size=6, ground_start=7, ground_end=9
 )
 
+_VISION = VisionConfig(
+    dim=1152,
+    ff_dim=4304,
+    num_layers=27,
+    num_heads=16,
+    patch_size=14,
+    crop_size=378,
+    max_crops=12,
+    overlap_margin=4,
+    proj_inner_dim=8192,
+)
+_QUERY = (1, 15381, 2)
+_TEMPLATES = Templates(
+    caption=CaptionTemplates(
+        short=(1, 32708, 2, 12492, 3),
+        normal=(1, 32708, 2, 6382, 3),
+        long=(1, 32708, 2, 4059, 3),
+    ),
+    query=Template(prefix=_QUERY, suffix=(3,)),
+    query_reasoning=Template(prefix=_QUERY, suffix=(4,)),
+    detect=Template(prefix=(1, 7235, 476, 2), suffix=(3,)),
+    point=Template(prefix=(1, 2581, 2), suffix=(3,)),
+    segment=Template(prefix=(1, 17374, 2), suffix=(3,)),
+)
+_STAND_IN_QUERY = (1, 134, 2)  # a word of one letter
+
 
 def moondream2_config() -> MoondreamConfig:
     """Moondream 2 (June 2025): 1.9 billion parameters, no segment skill."""
-    query = (1, 15381, 2)
     return MoondreamConfig(
         architecture=ARCHITECTURE,
         name="moondream2",
-        vision=VisionConfig(
-            dim=1152,
-            ff_dim=4304,
-            num_layers=27,
-            num_heads=16,
-            patch_size=14,
-            crop_size=378,
-            max_crops=12,
-            overlap_margin=4,
-            proj_inner_dim=8192,
-        ),
+        vision=_VISION,
         text=TextConfig(
             dim=2048,
             ff_dim=8192,
@@ -51,19 +71,46 @@ def moondream2_config() -> MoondreamConfig:
             coord_features=128, size_features=256, coord_bins=1024, size_bins=1024, inner_dim=8192
         ),
         tokens=_TOKENS,
-        templates=Templates(
-            caption=CaptionTemplates(
-                short=(1, 32708, 2, 12492, 3),
-                normal=(1, 32708, 2, 6382, 3),
-                long=(1, 32708, 2, 4059, 3),
-            ),
-            query=Template(prefix=query, suffix=(3, 3)),
-            query_reasoning=Template(prefix=query, suffix=(3, 4)),
-            detect=Template(prefix=(1, 7235, 476, 2), suffix=(3,)),
-            point=Template(prefix=(1, 2581, 2), suffix=(3,)),
+        templates=msgspec.structs.replace(
+            _TEMPLATES,
+            query=Template(prefix=_QUERY, suffix=(3, 3)),
+            query_reasoning=Template(prefix=_QUERY, suffix=(3, 4)),
+            segment=None,
         ),
         sampling=SamplingDefaults(temperature=0.5, top_p=0.3),
     )
+
+
+def moondream3_config() -> MoondreamConfig:
+    """Moondream 3 preview: 9.3 billion parameters, 2 of them active; a single answer token."""
+    return MoondreamConfig(
+        architecture=ARCHITECTURE_3,
+        name="moondream3",
+        vision=_VISION,
+        text=TextConfig(
+            dim=2048,
+            ff_dim=8192,
+            num_layers=24,
+            num_heads=32,
+            vocab_size=51200,
+            max_context=32768,
+            rope_theta=1_500_000.0,
+            rotary_dim=32,
+            tau=TauConfig(),
+            moe=MoEConfig(first_layer=4, num_experts=64, num_active=8, inner_dim=1024),
+        ),
+        region=RegionConfig(
+            coord_features=128, size_features=256, coord_bins=1024, size_bins=1024, inner_dim=None
+        ),
+        tokens=_TOKENS,
+        templates=_TEMPLATES,
+        sampling=SamplingDefaults(temperature=0.5, top_p=0.9),
+    )
+
+
+def moondream3_1_config() -> MoondreamConfig:
+    """Moondream 3.1: the preview's shape with other weights."""
+    return msgspec.structs.replace(moondream3_config(), name="moondream3.1")
 
 
 def legato_tiny_config() -> MoondreamConfig:
@@ -134,15 +181,38 @@ def tiny_random_config() -> MoondreamConfig:
     )
 
 
+def tiny_random3_config() -> MoondreamConfig:
+    """Like `tiny_random_config`, of Moondream 3's kind: gains, experts, heads behind a norm."""
+    tiny = tiny_random_config()
+    replace = msgspec.structs.replace
+    return replace(
+        tiny,
+        architecture=ARCHITECTURE_3,
+        name="random-tiny3",
+        text=replace(
+            tiny.text,
+            num_layers=3,
+            rope_theta=1_500_000.0,
+            tau=TauConfig(),
+            moe=MoEConfig(first_layer=1, num_experts=6, num_active=2, inner_dim=32),
+        ),
+        region=replace(tiny.region, inner_dim=None),
+        templates=replace(
+            tiny.templates,
+            query=Template(prefix=_STAND_IN_QUERY, suffix=(3,)),
+            query_reasoning=Template(prefix=_STAND_IN_QUERY, suffix=(4,)),
+        ),
+    )
+
+
 def _stand_in_templates() -> Templates:
     """Templates whose words are single letters of the stand-in tokenizer."""
-    query = (1, 134, 2)
     return Templates(
         caption=CaptionTemplates(
             short=(1, 120, 2, 136, 3), normal=(1, 120, 2, 131, 3), long=(1, 120, 2, 129, 3)
         ),
-        query=Template(prefix=query, suffix=(3, 3)),
-        query_reasoning=Template(prefix=query, suffix=(3, 4)),
+        query=Template(prefix=_STAND_IN_QUERY, suffix=(3, 3)),
+        query_reasoning=Template(prefix=_STAND_IN_QUERY, suffix=(3, 4)),
         detect=Template(prefix=(1, 121, 2), suffix=(3,)),
         point=Template(prefix=(1, 133, 2), suffix=(3,)),
         segment=Template(prefix=(1, 137, 2), suffix=(3,)),

@@ -19,18 +19,22 @@ _SIZE_OCTAVES = 10
 
 
 class Region(nn.Module):
-    """Encoders and decoders; values are float32 outside, the model's dtype inside."""
+    """Encoders and decoders; values are float32 outside, the model's dtype inside.
+
+    Decoders are MLPs, or single linear maps behind the norm `ln`.
+    """
 
     def __init__(self, config: RegionConfig, text_dim: int) -> None:
         super().__init__()
-        self._coord_bins = config.coord_bins
+        self._coord_divisor = config.coord_divisor
         self._size_bins = config.size_bins
         self.coord_features = nn.Parameter(torch.empty(1, config.coord_features))
         self.size_features = nn.Parameter(torch.empty(2, config.size_features))
         self.coord_encoder = Linear(2 * config.coord_features, text_dim)
         self.size_encoder = Linear(2 * config.size_features, text_dim)
-        self.coord_decoder = MLP(text_dim, config.inner_dim, config.coord_bins)
-        self.size_decoder = MLP(text_dim, config.inner_dim, 2 * config.size_bins)
+        self.ln = nn.LayerNorm(text_dim) if config.inner_dim is None else None
+        self.coord_decoder = _decoder(text_dim, config.inner_dim, config.coord_bins)
+        self.size_decoder = _decoder(text_dim, config.inner_dim, 2 * config.size_bins)
 
     def encode_coord(self, value_T1: torch.Tensor) -> torch.Tensor:
         """[T, D] of coordinates in 0..1."""
@@ -43,15 +47,22 @@ class Region(nn.Module):
         return out_TD
 
     def decode_coord(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T] float32 coordinates of the residual stream: the likeliest bin over the bins."""
-        logits_TN: torch.Tensor = self.coord_decoder(hidden_TD)
-        return logits_TN.argmax(-1).float() / self._coord_bins
+        """[T] float32 coordinates of the residual stream: the likeliest bin over the divisor."""
+        logits_TN: torch.Tensor = self.coord_decoder(self._normed(hidden_TD))
+        return logits_TN.argmax(-1).float() / self._coord_divisor
 
     def decode_size(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """[T, 2] float32 width and height of the residual stream, each 2^-10 .. 1."""
-        logits_TN: torch.Tensor = self.size_decoder(hidden_TD)
+        logits_TN: torch.Tensor = self.size_decoder(self._normed(hidden_TD))
         bins_T2 = logits_TN.reshape(-1, 2, self._size_bins).argmax(-1).float()
         return torch.exp2(bins_T2 / (self._size_bins - 1) * _SIZE_OCTAVES - _SIZE_OCTAVES)
+
+    def _normed(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        return hidden_TD if self.ln is None else self.ln(hidden_TD)
+
+
+def _decoder(text_dim: int, inner_dim: int | None, bins: int) -> MLP | Linear:
+    return Linear(text_dim, bins) if inner_dim is None else MLP(text_dim, inner_dim, bins)
 
 
 def _fourier(values_TN: torch.Tensor, features_NF: torch.Tensor) -> torch.Tensor:

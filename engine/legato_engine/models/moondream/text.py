@@ -14,7 +14,9 @@ from legato_engine.kernels import ops
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.mlp import MLP
+from legato_engine.layers.moe import MoE
 from legato_engine.layers.rope import Rope
+from legato_engine.layers.tau import Tau
 from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.models.moondream.config import TextConfig
 
@@ -26,27 +28,38 @@ Attend = Callable[[Heads, Heads, Heads, torch.Tensor, torch.Tensor], Heads]
 class TextBlock(nn.Module):
     """Attention and MLP read the same normed input; one residual add of both."""
 
-    def __init__(self, config: TextConfig) -> None:
+    def __init__(self, config: TextConfig, layer: int) -> None:
         super().__init__()
         self.ln = nn.LayerNorm(config.dim)
-        self.attn = Attention(config.dim, config.num_heads)
-        self.mlp = MLP(config.dim, config.ff_dim, config.dim)
+        self.attn = Attention(config.dim, config.num_heads, _tau(config))
+        self.mlp = _mlp(config, layer)
 
     def forward(
         self,
         x: torch.Tensor,
         where: ops.Places | ops.Span,
+        positions_T: torch.Tensor,
         k_NHSE: torch.Tensor,
         v_NHSE: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
-        """[tokens, D] to [tokens, D]; writes the tokens' keys and values first."""
+        """[T, D] to [T, D]; writes the tokens' keys and values first."""
         normed: torch.Tensor = self.ln(x)
         qkv: torch.Tensor = self.attn.qkv(normed)
-        qkv_TGE = qkv.view(x.shape[0], 3 * k_NHSE.shape[1], -1)
-        q, k, v = ops.rotate_and_cache(qkv_TGE, where, k_NHSE, v_NHSE)
-        mlp: torch.Tensor = self.mlp(normed)
+        qkv_T3HE = qkv.view(x.shape[0], 3, k_NHSE.shape[1], -1)
+        if self.attn.tau is not None:
+            qkv_T3HE = self.attn.tau(qkv_T3HE, positions_T)
+        q, k, v = ops.rotate_and_cache(qkv_T3HE.flatten(1, 2), where, k_NHSE, v_NHSE)
+        mlp = self._feed_forward(normed, capturable=isinstance(where, ops.Places))
         return ops.add3(x, self.attn.join(attend(q, k, v, k_NHSE, v_NHSE)), mlp)
+
+    def _feed_forward(self, normed: torch.Tensor, *, capturable: bool) -> torch.Tensor:
+        out: torch.Tensor
+        if isinstance(self.mlp, MoE):
+            out = self.mlp(normed, capturable=capturable)
+        else:
+            out = self.mlp(normed)
+        return out
 
 
 class Text(nn.Module):
@@ -55,15 +68,29 @@ class Text(nn.Module):
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         self.wte = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.blocks = nn.ModuleList(TextBlock(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(TextBlock(config, i) for i in range(config.num_layers))
         self.post_ln = nn.LayerNorm(config.dim)
         self.lm_head = Linear(config.dim, config.vocab_size)
         self.rope = Rope(config.rope_theta, config.rotary_dim, config.max_context)
+
+    def fill(self, device: torch.device) -> None:
+        """Compute the tables of positions, once the weights are on their device."""
+        self.rope.fill(device)
+        for module in self.modules():
+            if isinstance(module, Tau):
+                module.fill()
+
+    def use_fp8_experts(self) -> None:
+        """Hold the experts in e4m3, to be loaded with their scales."""
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.use_fp8()
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         """[T, D] final residual stream of a span of one sequence."""
         end = span.start + x_TD.shape[0]
         where = ops.Span(span.start, span.pages_M, self.rope.cos_PR, self.rope.sin_PR)
+        positions_T = torch.arange(span.start, end, device=x_TD.device)
 
         def attend(
             q_THE: Heads, k_THE: Heads, v_THE: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
@@ -74,7 +101,7 @@ class Text(nn.Module):
             v_LHE = ops.gather_pages(v_NHSE, span.pages_M, end)
             return ops.suffix_attention(q_THE, k_LHE, v_LHE)
 
-        return self._blocks(x_TD, where, kv, attend)
+        return self._blocks(x_TD, where, positions_T, kv, attend)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
@@ -90,7 +117,7 @@ class Text(nn.Module):
                 q_BHE, k_NHSE, v_NHSE, batch.positions_B, batch.page_table_BM
             )
 
-        return self._blocks(x_BD, where, kv, attend)
+        return self._blocks(x_BD, where, batch.positions_B, kv, attend)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """[B, V] float32 of the residual stream."""
@@ -98,8 +125,26 @@ class Text(nn.Module):
         return logits_BV.float()
 
     def _blocks(
-        self, x: torch.Tensor, where: ops.Places | ops.Span, kv: KVCache, attend: Attend
+        self,
+        x: torch.Tensor,
+        where: ops.Places | ops.Span,
+        positions_T: torch.Tensor,
+        kv: KVCache,
+        attend: Attend,
     ) -> torch.Tensor:
         for layer, block in enumerate(self.blocks):
-            x = block(x, where, kv.k_LNHSE[layer], kv.v_LNHSE[layer], attend)
+            x = block(x, where, positions_T, kv.k_LNHSE[layer], kv.v_LNHSE[layer], attend)
         return x
+
+
+def _tau(config: TextConfig) -> Tau | None:
+    if config.tau is None:
+        return None
+    return Tau(config.dim, config.num_heads, config.max_context, config.tau.gelu)
+
+
+def _mlp(config: TextConfig, layer: int) -> MLP | MoE:
+    moe = config.moe
+    if moe is None or layer < moe.first_layer:
+        return MLP(config.dim, config.ff_dim, config.dim)
+    return MoE(config.dim, moe.inner_dim, moe.num_experts, moe.num_active)

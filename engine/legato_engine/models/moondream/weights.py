@@ -62,8 +62,10 @@ def random_weights(
 def _scale(name: str, shape: torch.Size) -> float:
     if name.endswith("features") or name == "text.wte":
         return 1.0
-    if name.endswith("weight") and len(shape) == 2:
-        return 1.0 / math.sqrt(shape[1])
+    if name.endswith(("weight", "wqwv")) and len(shape) >= 2:
+        return 1.0 / math.sqrt(shape[-1])
+    if name.endswith("tau.alpha"):
+        return 0.5
     return 0.02
 
 

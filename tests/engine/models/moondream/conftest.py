@@ -9,7 +9,7 @@ import torch
 from legato_engine.core import ImageInfo
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.model import MoondreamModel
-from legato_engine.models.moondream.presets import tiny_random_config
+from legato_engine.models.moondream.presets import tiny_random3_config, tiny_random_config
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.models.moondream.weights import random_weights
 from PIL import Image
@@ -27,6 +27,12 @@ def _inference():
 def tiny_config():
     """Every skill, up to four tiles."""
     return tiny_random_config()
+
+
+@pytest.fixture(scope="session")
+def tiny3_config():
+    """The same of Moondream 3's kind."""
+    return tiny_random3_config()
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +61,18 @@ def make_model():
 def tiny_model(tiny_config, make_model):
     """The model of `tiny_config`."""
     return make_model(tiny_config)[0]
+
+
+@pytest.fixture(scope="session")
+def tiny3_model(tiny3_config, make_model):
+    """The model of `tiny3_config`."""
+    return make_model(tiny3_config)[0]
+
+
+@pytest.fixture(scope="session", params=["tiny_model", "tiny3_model"])
+def either_model(request):
+    """Each of both kinds."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="session")

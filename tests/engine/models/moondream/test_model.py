@@ -125,7 +125,7 @@ def run_row(model, image, prompt, row, others, num_rows=6, steps=5):
     return seen
 
 
-def test_a_row_does_not_depend_on_its_neighbours(tiny_model, frontend, prepare):
+def test_a_row_does_not_depend_on_its_neighbours(either_model, frontend, prepare):
     """A row's bits are the same alone, in company, at another place, and in a larger batch."""
     image = prepare(frontend, 150, 140)
     prompt = tuple(PromptToken(token) for token in (1, 121, 2, 77, 3))
@@ -134,36 +134,51 @@ def test_a_row_does_not_depend_on_its_neighbours(tiny_model, frontend, prepare):
         2: tuple(PromptToken(token) for token in range(21, 90)),
         5: (PromptToken(COORD, (0.3, 0.0)), PromptToken(3)),
     }
-    alone = run_row(tiny_model, image, prompt, 0, {})
-    assert all(map(torch.equal, alone, run_row(tiny_model, image, prompt, 0, company)))
-    assert all(map(torch.equal, alone, run_row(tiny_model, image, prompt, 4, company)))
-    assert all(map(torch.equal, alone, run_row(tiny_model, image, prompt, 0, {}, num_rows=1)))
-    assert all(map(torch.equal, alone, run_row(tiny_model, image, prompt, 8, company, num_rows=9)))
+    alone = run_row(either_model, image, prompt, 0, {})
+    assert all(map(torch.equal, alone, run_row(either_model, image, prompt, 0, company)))
+    assert all(map(torch.equal, alone, run_row(either_model, image, prompt, 4, company)))
+    assert all(map(torch.equal, alone, run_row(either_model, image, prompt, 0, {}, num_rows=1)))
+    assert all(
+        map(torch.equal, alone, run_row(either_model, image, prompt, 8, company, num_rows=9))
+    )
 
 
-def test_a_cached_prefix_gives_the_same_bits(tiny_model, frontend, prepare):
+def test_a_prompt_is_its_tokens_one_by_one(either_model, frontend, prepare):
+    """A prompt behind a picture gives what a step for each of its tokens gives, over pages."""
+    image = prepare(frontend, 150, 140)
+    prompt = tuple(PromptToken(token) for token in range(30, 60))
+    whole = PagedSession(either_model).prefill(0, image, prompt)
+    session = PagedSession(either_model)
+    hidden_1D = session.prefill(0, image, prompt[:1])
+    for token in prompt[1:]:
+        session.feed(0, token.token_id, token.payload)
+        hidden_1D = session.step()[:1]
+    torch.testing.assert_close(hidden_1D, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cached_prefix_gives_the_same_bits(either_model, frontend, prepare):
     """A prompt behind a prefix that another row computed gives the bits of a fresh prefix."""
     image = prepare(frontend, 150, 140)
     prompt = tuple(PromptToken(token) for token in (1, 121, 2, 77, 3))
-    fresh = PagedSession(tiny_model).prefill(0, image, prompt)
-    session = PagedSession(tiny_model, seed=5)
+    fresh = PagedSession(either_model).prefill(0, image, prompt)
+    session = PagedSession(either_model, seed=5)
     session.prefill(0, image, prompt[:2])
     assert len(session.prefixes) == 1
     assert torch.equal(session.prefill(3, image, prompt), fresh)
     assert len(session.prefixes) == 1
 
 
-def test_padding_rows_are_finite(tiny_model):
+def test_padding_rows_are_finite(either_model):
     """Rows without a sequence give finite values whatever the cache holds."""
-    session = PagedSession(tiny_model)
+    session = PagedSession(either_model)
     hidden_RD = session.step()
-    assert torch.isfinite(tiny_model.logits(hidden_RD)).all()
+    assert torch.isfinite(either_model.logits(hidden_RD)).all()
 
 
-def test_payload_belongs_to_the_sampled_token(tiny_model):
+def test_payload_belongs_to_the_sampled_token(either_model):
     """Coord tokens carry one value, size tokens two, all others none."""
-    hidden_BD = torch.randn(3, tiny_model.width, generator=torch.Generator().manual_seed(1))
-    coord, size, text = tiny_model.payload(hidden_BD, torch.tensor([COORD, SIZE, 40])).tolist()
+    hidden_BD = torch.randn(3, either_model.width, generator=torch.Generator().manual_seed(1))
+    coord, size, text = either_model.payload(hidden_BD, torch.tensor([COORD, SIZE, 40])).tolist()
     assert coord[1] == 0.0
     assert 0.0 <= coord[0] < 1.0
     assert coord[0] * 1024 == int(coord[0] * 1024)
@@ -200,15 +215,17 @@ def _bfloat16(config, weights):
     return network.requires_grad_(False)
 
 
-def test_decode_writes_where_the_position_says(tiny_model):
+def test_decode_writes_where_the_position_says(either_model):
     """A decode step touches one slot of one page of its row and nothing else."""
-    session = PagedSession(tiny_model)
+    session = PagedSession(either_model)
     session.prefill(1, None, tuple(PromptToken(token) for token in (1, 30, 3)))
     before = session.kv.k_LNHSE.clone()
     position = int(session.positions_R[1])
     pages_M = session.page_table_RM[1]
     batch = DecodeBatch(session.positions_R[1:2], session.page_table_RM[1:2])
-    tiny_model.decode(tiny_model.embed(torch.tensor([40]), torch.zeros(1, 2)), batch, session.kv)
+    either_model.decode(
+        either_model.embed(torch.tensor([40]), torch.zeros(1, 2)), batch, session.kv
+    )
     changed = (before != session.kv.k_LNHSE) & ~(before.isnan() & session.kv.k_LNHSE.isnan())
     touched = changed.any(-1).any(2)[0].nonzero().tolist()
     assert touched == [[pages_M[position // 16].item(), position % 16]]
