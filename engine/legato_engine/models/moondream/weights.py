@@ -10,6 +10,7 @@ import torch
 
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint_files import headers
+from legato_engine.models.moondream import layouts
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import Network
 
@@ -25,11 +26,15 @@ def load_weights(
 ) -> Network:
     """Read a file or folder that `checkpoint_files.headers` understands.
 
-    Names may start with `model.` and contain `._orig_mod`. Raises `InvalidField` as
-    `checkpoint.load` does.
+    In either of the published layouts; names may start with `model.` and contain `._orig_mod`.
+    Experts stay in e4m3 if the file has them so. Raises `InvalidField` as `checkpoint.load` does.
     """
     network = _empty(config, dtype)
-    checkpoint.load(network, headers(path), _rename, device, memory=memory, progress=progress)
+    stored = headers(path)
+    if layouts.has_fp8_experts(stored):
+        network.text.use_fp8_experts()
+    rename = layouts.rename(config.text.num_heads)
+    checkpoint.load(network, stored, rename, device, memory=memory, progress=progress)
     return network.eval()
 
 
@@ -72,7 +77,3 @@ def _scale(name: str, shape: torch.Size) -> float:
 def _empty(config: MoondreamConfig, dtype: torch.dtype) -> Network:
     with torch.device("meta"):
         return Network(config).to(dtype)
-
-
-def _rename(name: str) -> str:
-    return name.replace("._orig_mod", "").removeprefix("_orig_mod.").removeprefix("model.")

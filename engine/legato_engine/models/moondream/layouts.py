@@ -1,0 +1,91 @@
+"""The published layouts of Moondream checkpoints: stored names to the network's, and no tensors.
+
+Layout A has the network's own names behind `model.`. Layout B begins with `text_model`,
+`vision_encoder` or `region_model` and has its feature tables transposed. In both the halves of
+tau's weights may be stored apart, which the network holds as one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+
+from legato_engine.models.checkpoint_files import Header
+from legato_engine.models.checkpoint_plan import Place, Rename
+
+_TOWER = r"vision_encoder\.encoder\.model\.visual\."
+_LAYER = r"text_model\.transformer\.h\.(\d+)\."
+
+# Layout B by whole names; the first that matches counts. What keeps its name within its part comes
+# last, and takes names along that nobody knows: the nearest expected name is looked for among ours.
+_RULES = tuple(
+    (re.compile(pattern), template)
+    for pattern, template in (
+        (_TOWER + r"patch_embed\.linear\.(.+)", r"vision.patch_emb.\1"),
+        (_TOWER + r"pos_embed", r"vision.pos_emb"),
+        (_TOWER + r"blocks\.(\d+)\.norm([12])\.(.+)", r"vision.blocks.\1.ln\2.\3"),
+        (_TOWER + r"norm\.(.+)", r"vision.post_ln.\1"),
+        (r"vision_encoder\.projection\.mlp\.(.+)", r"vision.proj_mlp.\1"),
+        (_TOWER + r"(.+)", r"vision.\1"),
+        (r"text_model\.transformer\.embd\.wte\.weight", r"text.wte"),
+        (r"text_model\.lm_head\.ln\.(.+)", r"text.post_ln.\1"),
+        (r"text_model\.lm_head\.linear\.(.+)", r"text.lm_head.\1"),
+        (_LAYER + r"mixer\.Wqkv\.(.+)", r"text.blocks.\1.attn.qkv.\2"),
+        (_LAYER + r"mixer\.out_proj\.(.+)", r"text.blocks.\1.attn.proj.\2"),
+        (_LAYER + r"tau_(.+)", r"text.blocks.\1.attn.tau.\2"),
+        (_LAYER + r"gate\.(.+)", r"text.blocks.\1.mlp.router.\2"),
+        (_LAYER + r"mlp\.experts\.weight", r"text.blocks.\1.mlp.fc1.weight"),
+        (_LAYER + r"mlp\.output_experts\.weight", r"text.blocks.\1.mlp.fc2.weight"),
+        (_LAYER + r"moe_quant\.up_scale", r"text.blocks.\1.mlp.fc1.scale"),
+        (_LAYER + r"moe_quant\.down_scale", r"text.blocks.\1.mlp.fc2.scale"),
+        (_LAYER + r"(.+)", r"text.blocks.\1.\2"),
+        (r"region_model\.coordinate_encoder\.(.+)", r"region.coord_encoder.\1"),
+        (r"region_model\.coordinate_(?:head|decoder)\.(.+)", r"region.coord_decoder.\1"),
+        (r"region_model\.size_head\.(.+)", r"region.size_decoder.\1"),
+        (r"region_model\.(.+)", r"region.\1"),
+    )
+)
+_TABLES = {
+    "region_model.coordinate_features.weight": "region.coord_features",
+    "region_model.size_features.weight": "region.size_features",
+}
+_UNUSED = re.compile(_LAYER + r"kv_quantizer\.[kv]_scale")
+_TAU_HALF = re.compile(r"(text\.blocks\.\d+\.attn\.tau\.)w([qv])")
+
+
+def rename(num_heads: int) -> Rename:
+    """Where a stored tensor goes in a network with so many heads.
+
+    The scales of fp8 keys and values are known, and not used: the KV cache has the model's dtype.
+    """
+
+    def place(stored: str) -> str | Place | None:
+        name = _plain(stored)
+        if _UNUSED.fullmatch(name):
+            return None
+        if name in _TABLES:
+            return Place(_TABLES[name], transposed=True)
+        name = _by_rule(name)
+        if half := _TAU_HALF.fullmatch(name):
+            return Place(f"{half[1]}wqwv", first_row=0 if half[2] == "q" else num_heads)
+        return name
+
+    return place
+
+
+def has_fp8_experts(headers: Iterable[Header]) -> bool:
+    """Whether a checkpoint holds its experts in e4m3; only they have three dimensions."""
+    return any(header.dtype is torch.float8_e4m3fn and len(header.shape) == 3 for header in headers)
+
+
+def _plain(stored: str) -> str:
+    return stored.replace("._orig_mod", "").removeprefix("_orig_mod.").removeprefix("model.")
+
+
+def _by_rule(name: str) -> str:
+    for pattern, template in _RULES:
+        if match := pattern.fullmatch(name):
+            return match.expand(template)
+    return name

@@ -1,0 +1,286 @@
+"""Moondream's checkpoints in the published layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from legato_engine.errors import InvalidField
+from legato_engine.models.checkpoint_files import Header
+from legato_engine.models.checkpoint_plan import plan
+from legato_engine.models.moondream import layouts
+from legato_engine.models.moondream.model import MoondreamModel, Network
+from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
+from legato_engine.models.moondream.weights import load_weights, random_weights
+from safetensors.torch import save_file
+
+from tests.engine.models.moondream.published import layout_a, layout_b, quantised
+
+CPU = torch.device("cpu")
+LAYER = "text_model.transformer.h"
+
+
+@pytest.fixture(scope="module")
+def state(tiny3_config):
+    """A small Moondream 3's tensors by the network's names."""
+    return random_weights(tiny3_config, 3, CPU, torch.float32).state_dict()
+
+
+def stored_as(layout, state, config, **options):
+    """A checkpoint in layout a or b."""
+    if layout == "a":
+        return layout_a(state, config.text.num_heads)
+    return layout_b(state, config, **options)
+
+
+def write_single(tensors, folder):
+    """One file."""
+    save_file(tensors, folder / "weights.safetensors")
+    return folder / "weights.safetensors"
+
+
+def write_shards(tensors, folder):
+    """Three files and their index; what belongs together is apart."""
+    names = sorted(tensors)
+    for shard in range(3):
+        part = {name: tensors[name] for name in names[shard::3]}
+        save_file(part, folder / f"{shard}.safetensors")
+    weight_map = {name: f"{index % 3}.safetensors" for index, name in enumerate(names)}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def write_pickled(tensors, folder):
+    """A dict of tensors as torch saves it."""
+    torch.save(tensors, folder / "weights.pt")
+    return folder / "weights.pt"
+
+
+def load(config, path, dtype=torch.float32):
+    """The loaded tensors by name."""
+    return load_weights(config, path, CPU, dtype).state_dict()
+
+
+def same(loaded, expected):
+    """Whether two networks are one, dtypes included; bits of e4m3 are compared as numbers."""
+    return loaded.keys() == expected.keys() and all(
+        tensor.dtype is expected[name].dtype and torch.equal(tensor.float(), expected[name].float())
+        for name, tensor in loaded.items()
+    )
+
+
+@pytest.mark.parametrize("write", [write_single, write_shards, write_pickled])
+@pytest.mark.parametrize("e4m3", [False, True])
+@pytest.mark.parametrize("layout", ["a", "b"])
+def test_what_is_written_is_what_is_loaded(tiny3_config, state, tmp_path, layout, e4m3, write):
+    """Either layout, plain or e4m3 experts, in one file or shards, gives the tensors to the bit."""
+    expected = quantised(state) if e4m3 else state
+    path = write(stored_as(layout, expected, tiny3_config), tmp_path)
+    assert same(load(tiny3_config, path), expected)
+
+
+@pytest.mark.parametrize("options", [{"fused_tau": False}, {"kv_scales": True}])
+def test_variants_of_layout_b(tiny3_config, state, tmp_path, options):
+    """Tau's weights may be apart, and scales of fp8 keys and values are passed over."""
+    path = write_single(layout_b(state, tiny3_config, **options), tmp_path)
+    assert same(load(tiny3_config, path), state)
+
+
+@pytest.mark.parametrize("layout", ["a", "b"])
+def test_moondream2_in_either_layout(tiny_config, tmp_path, layout):
+    """A Moondream 2 loads from both layouts, its heads under the names of their time."""
+    state = random_weights(tiny_config, 3, CPU, torch.float32).state_dict()
+    path = write_single(stored_as(layout, state, tiny_config), tmp_path)
+    assert same(load(tiny_config, path), state)
+
+
+def test_bfloat16_leaves_experts_and_scales(tiny3_config, state, tmp_path):
+    """A dtype is for what is cast: e4m3 experts stay, and their scales stay float32."""
+    path = write_single(layout_b(quantised(state), tiny3_config), tmp_path)
+    for name, tensor in load(tiny3_config, path, torch.bfloat16).items():
+        is_expert = ".mlp.fc" in name and tensor.dim() == 3
+        expected = torch.float8_e4m3fn if is_expert else torch.bfloat16
+        assert tensor.dtype is (torch.float32 if name.endswith("scale") else expected), name
+
+
+def test_e4m3_experts_answer_as_their_numbers(tiny3_config, state, tmp_path):
+    """A network with e4m3 experts computes what one with the same numbers as plain weights does."""
+    packed = quantised(state)
+    plain = {name: tensor for name, tensor in packed.items() if not name.endswith("scale")}
+    for name in packed.keys() - plain.keys():
+        weight = name.removesuffix("scale") + "weight"
+        plain[weight] = plain[weight].float() * packed[name][..., None]
+    hidden = []
+    for index, tensors in enumerate((packed, plain)):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        network = load_weights(
+            tiny3_config, write_single(layout_b(tensors, tiny3_config), folder), CPU, torch.float32
+        )
+        MoondreamModel(tiny3_config, network)
+        x_TD = torch.randn(9, tiny3_config.text.dim, generator=torch.Generator().manual_seed(0))
+        hidden.append(network.text.blocks[1].mlp(x_TD, capturable=False))
+    torch.testing.assert_close(hidden[0], hidden[1], rtol=1e-4, atol=1e-5)
+
+
+DEFECTS = {
+    "a": {
+        "router": ("model.text.blocks.1.mlp.router.bias", "text.blocks.1.mlp.router.bias"),
+        "norm": ("model.region.ln.weight", "region.ln.weight"),
+    },
+    "b": {
+        "router": (f"{LAYER}.1.gate.bias", "text.blocks.1.mlp.router.bias"),
+        "norm": ("region_model.ln.weight", "region.ln.weight"),
+    },
+}
+
+
+def problems(config, tensors, folder):
+    """What the error says, but for its head."""
+    with pytest.raises(InvalidField) as caught:
+        load(config, write_single(tensors, folder))
+    return [line.strip() for line in caught.value.message.splitlines()[1:]]
+
+
+@pytest.mark.parametrize("layout", ["a", "b"])
+@pytest.mark.parametrize("which", ["router", "norm"])
+def test_a_missing_tensor_is_named(tiny3_config, state, tmp_path, layout, which):
+    """The old preview without region.ln is refused like anything incomplete."""
+    tensors = stored_as(layout, state, tiny3_config)
+    stored, name = DEFECTS[layout][which]
+    shape = list(tensors.pop(stored).shape)
+    assert problems(tiny3_config, tensors, tmp_path) == [f"{name}: missing, expected {shape}"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "stored", "nearest"),
+    [
+        ("a", "model.text.blocks.1.mlp.rooter.bias", "text.blocks.1.mlp.router.bias"),
+        ("b", f"{LAYER}.2.mixer.Wqkv.wieght", "text.blocks.2.attn.qkv.weight"),
+        ("b", f"{LAYER}.2.tau_beta", "text.blocks.2.attn.tau.alpha"),
+        ("b", "region_model.size_head.scale", "region.size_decoder.bias"),
+    ],
+)
+def test_an_extra_tensor_is_named(tiny3_config, state, tmp_path, layout, stored, nearest):
+    """What nobody expects is an error that tells the nearest of the network's own names."""
+    tensors = stored_as(layout, state, tiny3_config) | {stored: torch.zeros(3)}
+    (problem,) = problems(tiny3_config, tensors, tmp_path)
+    assert stored.removeprefix("model.") in problem
+    assert problem.endswith(f"unknown, the nearest expected name is {nearest}")
+
+
+@pytest.mark.parametrize(
+    ("layout", "stored", "shape"),
+    [
+        ("a", "model.text.blocks.0.attn.tau.wv", (3, 192)),
+        ("a", "model.text.blocks.1.mlp.fc1.weight", (5, 64, 64)),
+        ("b", f"{LAYER}.1.mlp.output_experts.weight", (6, 32, 64)),
+        ("b", f"{LAYER}.0.tau_wqwv", (2, 192)),
+        ("b", "region_model.size_features.weight", (2, 32)),
+        ("b", "region_model.coordinate_head.weight", (2048, 64)),
+    ],
+)
+def test_a_shape_that_is_wrong_is_named(tiny3_config, state, tmp_path, layout, stored, shape):
+    """Both shapes are told, by the stored name; a feature table of layout A is no table of B."""
+    tensors = stored_as(layout, state, tiny3_config) | {stored: torch.zeros(shape)}
+    (problem,) = problems(tiny3_config, tensors, tmp_path)
+    assert stored.removeprefix("model.") in problem
+    assert f"shape {list(shape)}, expected" in problem
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        (f"{LAYER}.1.gate.weight", torch.float8_e4m3fn),
+        (f"{LAYER}.2.mlp.experts.weight", torch.bfloat16),
+        (f"{LAYER}.1.moe_quant.up_scale", torch.int32),
+    ],
+)
+def test_a_dtype_that_is_wrong_is_named(tiny3_config, state, tmp_path, stored, dtype):
+    """In an e4m3 file all experts are e4m3, and nothing else is."""
+    tensors = layout_b(quantised(state), tiny3_config)
+    tensors[stored] = tensors[stored].float().to(dtype)
+    (problem,) = problems(tiny3_config, tensors, tmp_path)
+    assert problem.startswith(stored)
+    assert "which is not cast to" in problem
+
+
+def test_e4m3_experts_need_their_scales(tiny3_config, state, tmp_path):
+    """A file that lost one scale is refused, and so is one that has scales and plain experts."""
+    tensors = layout_b(quantised(state), tiny3_config)
+    del tensors[f"{LAYER}.2.moe_quant.down_scale"]
+    expected = ["text.blocks.2.mlp.fc2.scale: missing, expected [6, 64]"]
+    assert problems(tiny3_config, tensors, tmp_path) == expected
+    tensors = layout_b(state, tiny3_config) | {f"{LAYER}.2.moe_quant.down_scale": torch.ones(6, 64)}
+    (problem,) = problems(tiny3_config, tensors, tmp_path)
+    assert "moe_quant.down_scale" in problem
+    assert "unknown" in problem
+
+
+def headers_of(tensors):
+    """A file's headers, without the file."""
+    file = Path("model.safetensors")
+    return [Header(name, file, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+
+
+def meta_state(config, *, e4m3=False):
+    """A network without data, and its tensors."""
+    with torch.device("meta"):
+        network = Network(config).to(torch.bfloat16)
+        if e4m3:
+            network.text.use_fp8_experts()
+    return network, network.state_dict()
+
+
+def test_moondream3_has_the_published_tensors():
+    """The preview has 662 tensors and 9.27 billion parameters, with the published names, shapes."""
+    config = moondream3_config()
+    network, state = meta_state(config)
+    stored = layout_a(state, config.text.num_heads)
+    assert len(stored) == 662
+    assert sum(name.startswith("model.region") for name in stored) == 12
+    assert sum(p.numel() for p in network.parameters()) == pytest.approx(9.27e9, rel=0.001)
+    shapes = {
+        "text.blocks.0.attn.tau.wq": (32, 6144),
+        "text.blocks.23.attn.tau.wv": (32, 6144),
+        "text.blocks.23.attn.tau.alpha": (32,),
+        "text.blocks.3.mlp.fc1.bias": (8192,),
+        "text.blocks.4.mlp.router.weight": (64, 2048),
+        "text.blocks.4.mlp.router.bias": (64,),
+        "text.blocks.4.mlp.fc1.weight": (64, 2048, 2048),
+        "text.blocks.23.mlp.fc2.weight": (64, 2048, 1024),
+        "region.coord_decoder.weight": (1024, 2048),
+        "region.size_decoder.bias": (2048,),
+        "region.ln.weight": (2048,),
+    }
+    assert {name: tuple(stored[f"model.{name}"].shape) for name in shapes} == shapes
+    assert plan(network, headers_of(stored), layouts.rename(config.text.num_heads))
+
+
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_moondream3_in_layout_b_by_its_published_shapes(e4m3):
+    """At full size the names of layout B cover the network, with 10.5 GB of tensors in e4m3."""
+    config = moondream3_config()
+    network, state = meta_state(config, e4m3=e4m3)
+    stored = headers_of(layout_b(state, config, kv_scales=True))
+    assert layouts.has_fp8_experts(stored) is e4m3
+    shapes = {header.name: header.shape for header in stored}
+    assert shapes["region_model.coordinate_features.weight"] == (128, 1)
+    assert shapes["region_model.size_features.weight"] == (256, 2)
+    assert shapes[f"{LAYER}.23.tau_wqwv"] == (64, 6144)
+    if e4m3:
+        assert shapes[f"{LAYER}.4.moe_quant.up_scale"] == (64, 2048)
+        assert sum(header.num_bytes for header in stored) == pytest.approx(10.5e9, rel=0.01)
+    assert plan(network, stored, layouts.rename(config.text.num_heads))
+
+
+def test_moondream2_in_layout_b_by_its_published_shapes():
+    """Moondream 2's 592 tensors have a name each in layout B too."""
+    config = moondream2_config()
+    network, state = meta_state(config)
+    stored = headers_of(layout_b(state, config))
+    assert len(stored) == 592
+    assert plan(network, stored, layouts.rename(config.text.num_heads))
