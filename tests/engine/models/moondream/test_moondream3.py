@@ -10,9 +10,9 @@ import torch
 from legato_engine.core import PromptToken
 from legato_engine.layers.mlp import MLP
 from legato_engine.layers.moe import MoE
-from legato_engine.models.model import PrefillSpan
+from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.models.moondream.config import Gelu, TauConfig
-from legato_engine.models.moondream.model import MoondreamModel
+from legato_engine.models.moondream.model import MoondreamModel, Network
 
 from tests.engine.models.paged_session import PAGE_SIZE, PagedSession
 
@@ -105,6 +105,21 @@ def test_the_gelu_of_gains_is_a_switch(tiny3_config, make_model):
         model, _ = make_model(msgspec.structs.replace(tiny3_config, text=text))
         hidden.append(PagedSession(model).prefill(0, None, prompt))
     assert 0 < (hidden[0] - hidden[1]).abs().max() < 0.01
+
+
+def test_a_decode_step_needs_no_data(tiny3_config):
+    """Off the CPU a whole step runs on tensors without data, so a graph can capture it."""
+    with torch.device("meta"):
+        network = Network(tiny3_config).requires_grad_(False)
+        model = MoondreamModel(tiny3_config, network)
+        shape = (model.num_layers, 9, model.num_kv_heads, PAGE_SIZE, model.head_dim)
+        kv = KVCache(torch.empty(shape), torch.empty(shape))
+        tokens_B, payload_B2 = torch.empty(5, dtype=torch.int64), torch.empty(5, 2)
+        pages_BM = torch.empty(5, 4, dtype=torch.int64)
+        x_BD = model.embed(tokens_B, payload_B2)
+        hidden_BD = model.decode(x_BD, DecodeBatch(tokens_B, pages_BM), kv)
+        assert model.logits(hidden_BD).shape == (5, model.vocab_size)
+        assert model.payload(hidden_BD, tokens_B).shape == (5, 2)
 
 
 def test_bfloat16_is_near_float32(tiny3_config, make_model):
