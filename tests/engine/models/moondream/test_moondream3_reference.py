@@ -1,0 +1,312 @@
+"""Moondream 3 against float64 numbers by somebody who has not read the engine.
+
+The weights travel as a published checkpoint does: a file in layout A, read by the loader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from legato_engine.core import (
+    Box,
+    CachedImage,
+    CaptionLength,
+    DetectTask,
+    Point,
+    PointTask,
+    PromptToken,
+    Request,
+)
+from legato_engine.models.moondream.frontend import MoondreamFrontend
+from legato_engine.models.moondream.model import MoondreamModel
+from legato_engine.models.moondream.prompts import Prompts
+from legato_engine.models.moondream.tokenizer import StandInTokenizer
+from legato_engine.models.moondream.weights import load_weights
+from legato_engine.tasks import SampledToken
+from safetensors.torch import save_file
+
+from tests.engine.models.moondream.test_model import best, relative_error
+from tests.engine.models.paged_session import PagedSession
+from tests.reference.cases import leaning
+from tests.reference.moondream3 import config as sizes
+from tests.reference.moondream3 import (
+    encode_image,
+    prompts,
+    quantise_experts,
+    random_weights,
+    skills,
+)
+from tests.reference.moondream3.prompts import Coord, Size, Text, object_text
+
+CPU = torch.device("cpu")
+REFS = (Point(x=0.3, y=0.725), Box(x_min=0.1, y_min=0.2, x_max=0.55, y_max=0.9))
+RAW_REFS = ((0.3, 0.725), (0.1, 0.2, 0.55, 0.9))
+BUDGET = 14  # tokens
+TOKENIZER = StandInTokenizer()
+
+
+def described(config):
+    """The same model in the reference's words."""
+    vision, text, region, words = config.vision, config.text, config.region, config.templates
+    return sizes.Config(
+        vision=sizes.VisionConfig(
+            width=vision.dim,
+            layers=vision.num_layers,
+            heads=vision.num_heads,
+            inner=vision.ff_dim,
+            projection_inner=vision.proj_inner_dim,
+            patch=vision.patch_size,
+            grid=vision.crop_size // vision.patch_size,
+            margin=vision.overlap_margin,
+            max_crops=vision.max_crops,
+        ),
+        text=sizes.TextConfig(
+            vocab=text.vocab_size,
+            layers=text.num_layers,
+            dense_layers=text.moe.first_layer,
+            heads=text.num_heads,
+            head_dim=text.dim // text.num_heads,
+            rotary_dim=text.rotary_dim,
+            theta=text.rope_theta,
+            inner=text.ff_dim,
+            experts=text.moe.num_experts,
+            experts_per_token=text.moe.num_active,
+            expert_inner=text.moe.inner_dim,
+        ),
+        region=sizes.RegionConfig(
+            coord_frequencies=region.coord_features,
+            size_frequencies=region.size_features,
+            coord_bins=region.coord_bins,
+            size_bins=region.size_bins,
+        ),
+        ids=dataclasses.replace(
+            sizes.TokenIds(),
+            describe=words.caption.short[1:2],
+            short=words.caption.short[3:4],
+            normal=words.caption.normal[3:4],
+            long=words.caption.long[3:4],
+            query=words.query.prefix[1:-1],
+            detect=words.detect.prefix[1:-1],
+            point=words.point.prefix[1:-1],
+            segment=words.segment.prefix[1:-1],
+        ),
+    )
+
+
+class Both:
+    """One set of weights in the engine, through a file, and in the reference."""
+
+    def __init__(self, config, file, weights):
+        self.config = config
+        self.described = described(config)
+        self.weights = weights
+        save_file(stored(weights), file)
+        self.model = MoondreamModel(config, load_weights(config, file, CPU, torch.float32))
+
+
+def stored(weights):
+    """A checkpoint in layout A; experts that are codes are e4m3."""
+    tensors = {}
+    for name, array in weights.items():
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        is_code = tensor.dtype == torch.uint8
+        tensors[f"model.{name}"] = tensor.view(torch.float8_e4m3fn) if is_code else tensor
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def make_both(tiny3_config, tmp_path_factory):
+    """Both by seed: coord, size and EOS are likely, so that all that can happen does."""
+
+    def make(seed, change=lambda _config, weights: weights):
+        words = described(tiny3_config)
+        weights = leaning(random_weights(words, seed), {5: 2.5, 6: 1.5, 0: 2.0})
+        file = tmp_path_factory.mktemp("weights") / "model.safetensors"
+        return Both(tiny3_config, file, change(words, weights))
+
+    return make
+
+
+@pytest.mark.parametrize("size", [(50, 40), (230, 60), (60, 230), (150, 150), (97, 203)])
+def test_a_pictures_embeddings_are_the_references(make_both, prepare, picture, size):
+    """Resize, crops, tower, stitching, pooling, projection: for every tiling."""
+    both = make_both(0)
+    image = prepare(MoondreamFrontend(both.config, TOKENIZER), *size)
+    expected_PD = encode_image(np.asarray(picture(*size)), both.described, both.weights)
+    actual_PD = both.model.prefix_embeddings(image)[1:]
+    assert relative_error(actual_PD, torch.from_numpy(expected_PD)) < 1e-4
+
+
+def ids(text, skill):
+    """A name or question as the reference takes it."""
+    return TOKENIZER.encode(object_text(skill, text))
+
+
+SKILLS = {
+    "caption": (
+        lambda p: p.caption(CaptionLength.SHORT),
+        lambda image, c, w: skills.caption(image, c, w, "short", BUDGET),
+    ),
+    "query": (
+        lambda p: p.query("why?", (), reasoning=False),
+        lambda image, c, w: skills.query(ids("why?", "query"), c, w, image, max_tokens=BUDGET),
+    ),
+    "query with places": (
+        lambda p: p.query("why?", REFS, reasoning=False),
+        lambda image, c, w: skills.query(
+            ids("why?", "query"), c, w, image, RAW_REFS, max_tokens=BUDGET
+        ),
+    ),
+    "query with reasoning": (
+        lambda p: p.query("why?", (), reasoning=True),
+        lambda image, c, w: skills.query(
+            ids("why?", "query"), c, w, image, reasoning=True, max_tokens=BUDGET
+        ),
+    ),
+    "query without a picture": (
+        lambda p: p.query("why?", (), reasoning=False),
+        lambda _image, c, w: skills.query(ids("why?", "query"), c, w, max_tokens=BUDGET),
+    ),
+    "detect": (
+        lambda p: p.detect("red cup"),
+        lambda image, c, w: skills.detect(image, ids("red cup", "detect"), c, w, max_objects=5),
+    ),
+    "point": (
+        lambda p: p.point("cup", REFS),
+        lambda image, c, w: skills.point(image, ids("cup", "point"), c, w, RAW_REFS, max_objects=6),
+    ),
+    "segment": (
+        lambda p: p.segment("cup", ()),
+        lambda image, c, w: skills.segment(image, ids("cup", "segment"), c, w, max_tokens=BUDGET),
+    ),
+}
+
+
+def value_of(token):
+    """A reference's token as an id and the value that goes with it."""
+    match token:
+        case Text(token_id):
+            return token_id, (0.0, 0.0)
+        case Coord(value):
+            return 5, (value, 0.0)
+        case Size(width, height):
+            return 6, (width, height)
+
+
+def check_steps(both, image, prompt, steps):
+    """The engine's states, logits, choices and values at each of the reference's choices."""
+    model, session = both.model, PagedSession(both.model)
+    hidden_1D = session.prefill(2, image, prompt)
+    for step in steps:
+        assert relative_error(hidden_1D[0], torch.from_numpy(step.hidden_D)) < 1e-4
+        logits_V = model.logits(hidden_1D)[0]
+        assert relative_error(logits_V, torch.from_numpy(step.logits_V)) < 1e-4
+        assert int(logits_V.argmax()) == int(step.logits_V.argmax())
+        token_id, value = value_of(step.token)
+        payload_2 = model.payload(hidden_1D, torch.tensor([step.token_id]))[0]
+        assert payload_2.tolist() == pytest.approx(value, abs=1e-6)
+        session.feed(2, token_id, value)
+        hidden_1D = session.step()[2:3]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("skill", SKILLS)
+def test_every_skill_takes_the_references_steps(make_both, prepare, picture, skill, seed):
+    """States, logits, tokens, coordinates and sizes, at every step of a greedy run."""
+    both = make_both(seed)
+    prompt, run = SKILLS[skill]
+    size = (150, 150)
+    embeddings_PD = encode_image(np.asarray(picture(*size)), both.described, both.weights)
+    steps = run(embeddings_PD, both.described, both.weights).steps
+    image = prepare(MoondreamFrontend(both.config, TOKENIZER), *size)
+    if skill == "query without a picture":
+        image = None
+    check_steps(both, image, prompt(Prompts(both.config, TOKENIZER)), steps)
+
+
+def test_the_cases_see_everything_that_can_happen(make_both, picture):
+    """Text, values, an early end and a full budget are among the runs that are compared."""
+    kinds, reasons = set(), set()
+    for seed in (0, 1, 2):
+        both = make_both(seed)
+        image = encode_image(np.asarray(picture(150, 150)), both.described, both.weights)
+        for _, run in SKILLS.values():
+            done = run(image, both.described, both.weights)
+            kinds |= {type(step.token) for step in done.steps}
+            reasons.add(done.finish_reason)
+    assert kinds == {Text, Coord, Size}
+    assert reasons == {"stop", "length"}
+
+
+def test_experts_in_e4m3_are_those_of_the_reference(make_both, prepare, picture):
+    """Codes and scales of a file give what the reference makes of them."""
+    both = make_both(4, quantise_experts)
+    image = prepare(MoondreamFrontend(both.config, TOKENIZER), 150, 150)
+    embeddings_PD = encode_image(np.asarray(picture(150, 150)), both.described, both.weights)
+    prompt, run = SKILLS["query"]
+    steps = run(embeddings_PD, both.described, both.weights).steps
+    check_steps(both, image, prompt(Prompts(both.config, TOKENIZER)), steps)
+
+
+def solved(model, task, image):
+    """The result of a task, each token the likeliest that its constraint allows."""
+    session = PagedSession(model)
+    hidden_1D = session.prefill(2, image, task.prompt)
+    for _ in range(task.max_tokens):
+        token = best(model, model.logits(hidden_1D)[0], task.constraint())
+        payload = tuple(model.payload(hidden_1D, torch.tensor([token]))[0].tolist())
+        task.consume(SampledToken(token, payload))
+        if task.finish_reason is not None:
+            break
+        session.feed(2, token, payload)
+        hidden_1D = session.step()[2:3]
+    return task.result(task.finish_reason)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_boxes_and_points_are_the_references(make_both, prepare, picture, seed):
+    """The tasks' own state machines, greedy, end where the reference does with its regions."""
+    both = make_both(seed)
+    frontend = MoondreamFrontend(both.config, TOKENIZER)
+    image = prepare(frontend, 230, 60)
+    embeddings_PD = encode_image(np.asarray(picture(230, 60)), both.described, both.weights)
+    name, common = "cup", (both.described, both.weights)
+    boxes = skills.detect(embeddings_PD, ids(name, "detect"), *common, max_objects=4).boxes
+    task = frontend.make_task(request(DetectTask(object=name, max_objects=4)))
+    found = [event.box for event in solved(both.model, task, image).objects]
+    assert [edges(box) for box in found] == [pytest.approx(edges(box), abs=1e-6) for box in boxes]
+    points = skills.point(embeddings_PD, ids(name, "point"), *common, max_objects=4).points
+    task = frontend.make_task(request(PointTask(object=name, max_objects=4)))
+    spots = [(event.point.x, event.point.y) for event in solved(both.model, task, image).points]
+    assert spots == [pytest.approx(point, abs=1e-6) for point in points]
+
+
+def request(task):
+    """A request whose picture is given by hand."""
+    return Request(request_id="r", task=task, image=CachedImage(image_id="img_0"))
+
+
+def edges(box):
+    """Left, top, right, bottom."""
+    return box.x_min, box.y_min, box.x_max, box.y_max
+
+
+def test_prompts_are_the_references(make_both):
+    """Template words, places and text stand in the same order."""
+    both = make_both(0)
+    ours, theirs = Prompts(both.config, TOKENIZER), both.described.ids
+    pairs = [
+        (ours.caption(CaptionLength.LONG), prompts.caption_prompt(theirs, "long")),
+        (
+            ours.query("why?", REFS, reasoning=True),
+            prompts.query_prompt(theirs, ids("why?", "query"), RAW_REFS, reasoning=True),
+        ),
+        (ours.detect("cup"), prompts.detect_prompt(theirs, ids("cup", "detect"))),
+        (ours.point("cup", REFS), prompts.point_prompt(theirs, ids("cup", "point"), RAW_REFS)),
+        (ours.segment("cup", ()), prompts.segment_prompt(theirs, ids("cup", "segment"))),
+    ]
+    for given, expected in pairs:
+        assert [PromptToken(*value_of(token)) for token in expected] == list(given)
