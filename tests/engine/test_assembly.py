@@ -11,7 +11,7 @@ from legato_engine import assembly
 from legato_engine.config import EngineConfig
 from legato_engine.core import ImageInfo
 from legato_engine.errors import InvalidField
-from legato_engine.models.moondream import presets
+from legato_engine.models.moondream import family, presets
 from legato_engine.models.moondream.preprocess import Crops, WholePicture
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.runtime.model_runner import ModelRunner
@@ -38,7 +38,9 @@ def test_pictures_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch
 @pytest.fixture
 def moondream2(monkeypatch, tmp_path):
     """A small checkpoint under the name moondream2, with a tokenizer from elsewhere."""
-    monkeypatch.setattr(presets, "moondream2_config", presets.tiny_random_config)
+    monkeypatch.setitem(
+        family._NAMES, "moondream2", (presets.tiny_random_config, family._read_published)
+    )
     config = presets.tiny_random_config()
     state = random_weights(config, 0, torch.device("cpu"), torch.bfloat16).state_dict()
     file = tmp_path / "moondream.safetensors"
