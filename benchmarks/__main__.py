@@ -15,6 +15,7 @@ BENCHMARKS = (
     "intake",
     "kernels",
     "peers",
+    "reference",
     "serve",
     "summary",
 )

@@ -1,0 +1,195 @@
+"""Our model beside Moondream's open reference, on the same random weights.
+
+`python -m benchmarks reference --checkout FOLDER` takes a checkout of github.com/vikhyat/moondream,
+which is imported from there and never copied. Every run is a width and a dtype: hidden states and
+logits of every forward with the reference's tokens fed to both, then the engine's own answers,
+through its scheduler, token for token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from legato_engine.core import QueryTask
+from PIL import Image
+
+from benchmarks import record
+from benchmarks.peers.moondream_reference import sources
+from benchmarks.photos import Photographer
+from benchmarks.reference import report
+from benchmarks.reference.cases import SIZES, Case, cases
+from benchmarks.reference.compare import Errors, Score, bins_apart
+from benchmarks.reference.ours import Answer, Engine
+from benchmarks.reference.theirs import RULES, Reference, Token, Trace
+from benchmarks.reference.weights import (
+    COORD,
+    FAMILIES,
+    SIZE,
+    Family,
+    make_config,
+    write_checkpoint,
+)
+
+RUNS = ("tiny/f32", "tiny/bf16", "full/f32", "full/bf16")
+_LAYERS = {"tiny": (2, 3), "full": (1, 2)}  # of vision and text
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def main(options: Sequence[str]) -> int:
+    """Run them one after the other; the record is written after each."""
+    arguments = _parse(options)
+    runs: dict[str, Any] = {}
+    facts = {"rules": RULES, "sources' SHA-256": sources(arguments.checkout)}
+    facts["biases"] = {each.name: {str(k): v for k, v in each.bias.items()} for each in FAMILIES}
+    for name in arguments.runs:
+        started = time.monotonic()
+        runs[name] = Run(name, arguments).figures()
+        runs[name]["seconds"] = round(time.monotonic() - started)
+        record.write(
+            arguments.name,
+            "Moondream 2 beside its open reference",
+            {**facts, "runs": runs},
+            report.tables(facts, runs),
+        )
+    return 0 if all(report.passes(name, run) for name, run in runs.items()) else 1
+
+
+class Run:
+    """One width in one dtype."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        self._shape, _, self._dtype = name.partition("/")
+        self._seed: int = arguments.seed
+        self._threads: int = arguments.threads
+        self._layers = _LAYERS[self._shape]
+        self._max_tokens: int = arguments.max_tokens
+        few = arguments.full_sizes if self._shape == "full" else len(SIZES)
+        self._sizes = SIZES[: min(few, arguments.sizes)]
+        photographer = Photographer(self._seed, max(max(size) for size in self._sizes))
+        self._pictures = {
+            size: Image.fromarray(photographer.pixels(index, size))
+            for index, size in enumerate(self._sizes)
+        }
+        self._seen: set[str] = set()  # pictures that were compared
+        self._num_crops = 0
+        self._answers: set[tuple[Token, ...]] = set()
+        self.errors = Errors()
+        self.scores: dict[str, Score] = {}
+        self.bins: Counter[int] = Counter()
+        self.best: Counter[bool] = Counter()
+        config = make_config(self._shape, *self._layers, FAMILIES[0])
+        self._reference = Reference(arguments.checkout, config, _DTYPES[self._dtype])
+
+    def figures(self) -> dict[str, Any]:
+        """Everything compared."""
+        asked: list[Case] = []
+        for family in FAMILIES:
+            sizes = self._sizes[:: self._stride(family)]
+            asked += self._family(family, cases(family.name, sizes))
+            print(f"{self._shape}/{self._dtype} {family.name}: done", flush=True)
+        return {
+            "layers": {"vision": self._layers[0], "text": self._layers[1]},
+            "prompts": len(asked),
+            "sizes": list(self._sizes),
+            "crops": self._num_crops,
+            "different_answers": len(self._answers),
+            "errors": self.errors.figures(),
+            "skills": {skill: score.figures() for skill, score in self.scores.items()},
+            "bins_apart": {str(k): v for k, v in sorted(self.bins.items())},
+            "same_best_token": self.best[True] / max(1, self.best.total()),
+        }
+
+    def _stride(self, family: Family) -> int:
+        """Every so manieth size is asked about: thoughts take long, and so does full width."""
+        if family is FAMILIES[0]:
+            return 1
+        return 2 if self._shape == "full" or family.name.startswith("reasoning") else 1
+
+    def _family(self, family: Family, asked: list[Case]) -> list[Case]:
+        with tempfile.TemporaryDirectory() as folder:
+            config = make_config(self._shape, *self._layers, family)
+            checkpoint = write_checkpoint(config, family, self._seed, Path(folder) / "model")
+            self._reference.load(checkpoint, family.num_answers)
+            engine = Engine(checkpoint, self._dtype, self._threads)
+        try:
+            if family is FAMILIES[0]:
+                self._compare_crops(engine)
+            images = {size: engine.prepare(image, size) for size, image in self._pictures.items()}
+            answers = engine.answers(asked, images, self._budget)
+            for case, answer in zip(asked, answers, strict=True):
+                image = None if case.size is None else self._pictures[case.size]
+                trace = self._reference.run(case, image, self._max_tokens)
+                score = self.scores.setdefault(case.skill, Score())
+                score.add(case, trace, answer, self._max_tokens)
+                self._answers.add(tuple(trace.tokens))
+                self._replay(engine, images.get(case.size), trace, answer)
+        finally:
+            engine.close()
+        return asked
+
+    def _budget(self, case: Case) -> int | None:
+        """Of the engine: lists have theirs by their objects, thoughts and answer share one."""
+        task = case.task
+        if case.skill in ("detect", "point"):
+            return None
+        if isinstance(task, QueryTask) and task.reasoning:
+            return 2 * self._max_tokens + 2
+        return self._max_tokens
+
+    def _compare_crops(self, engine: Engine) -> None:
+        """The same tiling and, where the reference's values can be turned back, the same pixels."""
+        for size, picture in self._pictures.items():
+            mine = engine.prepare(picture, size).pixels
+            crops, tiling = self._reference.crops(picture)
+            assert mine.tiling == tiling, f"{size}: tiled as {mine.tiling} and {tiling}"
+            if self._dtype == "f32":
+                levels = ((crops.double() * 0.5 + 0.5) * 255).round().to(torch.uint8)
+                pixels = torch.from_numpy(mine.pixels_NHWC).permute(0, 3, 1, 2)
+                assert torch.equal(pixels, levels[: len(pixels)]), f"{size}: other crops"
+            self._num_crops += len(crops)
+
+    def _replay(self, engine: Engine, image: Any, trace: Trace, answer: Answer) -> None:
+        """The reference's tokens through our model, and both compared after every forward."""
+        replayed = engine.replay(image, answer.prompt, [each.fed for each in trace.passes[1:]])
+        for index, (expected, (hidden_TD, logits_V)) in enumerate(
+            zip(trace.passes, replayed, strict=True)
+        ):
+            if image is not None and image.key not in self._seen:
+                self._seen.add(image.key)
+                self.errors.add("vision", engine.prefix_PD[1:], self._reference.picture_TD)
+                theirs_PD = self._reference.prefix_TD
+                self.errors.add("picture's prefill hidden", engine.prefix_hidden_PD, theirs_PD)
+            stage = "decode" if index else "prefill"
+            theirs_TD = expected.hidden_TD[-len(hidden_TD) :]
+            self.errors.add(f"{stage} hidden", hidden_TD, theirs_TD)
+            self.errors.add(f"{stage} logits", logits_V, expected.logits_V)
+            self.best[logits_V.argmax().item() == expected.logits_V.argmax().item()] += 1
+            if index + 1 < len(trace.passes):
+                token, value = trace.passes[index + 1].fed[0]
+                if token in (COORD, SIZE):
+                    mine = engine.value(hidden_TD[-1], token)
+                    rounded = torch.tensor(mine).to(hidden_TD.dtype).tolist()
+                    self.bins[bins_apart(token, (rounded[0], rounded[1]), value)] += 1
+
+
+def _parse(options: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks reference", description=__doc__)
+    parser.add_argument("--checkout", required=True, help="folder of the reference's repository")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+    parser.add_argument("--sizes", type=int, default=len(SIZES), help="of pictures, at most")
+    parser.add_argument("--full-sizes", type=int, default=3, help="of these, in full width")
+    parser.add_argument("--max-tokens", type=int, default=24, help="of a text")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--name", default="reference_moondream2")
+    arguments = parser.parse_args(options)
+    if not (Path(arguments.checkout) / "moondream" / "torch").is_dir():
+        parser.error(f"{arguments.checkout} has no moondream/torch")
+    return arguments

@@ -1,0 +1,189 @@
+"""Two answers to one question, side by side: numbers of every forward, then tokens and values.
+
+A relative error is the largest difference over the largest expected magnitude, of one tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from legato_engine.core import (
+    CaptionResult,
+    DetectResult,
+    FinishReason,
+    PointResult,
+    QueryResult,
+    TaskResult,
+)
+
+from benchmarks.reference.cases import Case
+from benchmarks.reference.ours import Answer
+from benchmarks.reference.theirs import Token, Trace
+from benchmarks.reference.weights import ANSWER, COORD, EOS, SIZE
+
+_BINS = {COORD: 1024, SIZE: 1024}
+
+
+class Errors:
+    """Relative errors by stage."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[float]] = {}
+
+    def add(self, stage: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Compare two tensors of one shape."""
+        assert ours.shape == theirs.shape, f"{stage}: {ours.shape} and {theirs.shape}"
+        ours, theirs = ours.double(), theirs.double()
+        self._seen.setdefault(stage, []).append(
+            ((ours - theirs).abs().max() / theirs.abs().max()).item()
+        )
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """By stage: tensors, the largest error, the mean one."""
+        return {
+            stage: {"tensors": len(all_), "max": max(all_), "mean": sum(all_) / len(all_)}
+            for stage, all_ in self._seen.items()
+        }
+
+
+@dataclasses.dataclass(slots=True)
+class Score:
+    """What came out for one skill."""
+
+    cases: int = 0
+    tokens: int = 0
+    equal: int = 0  # cases whose tokens are all the same
+    ended: int = 0  # cases that ended by themselves, on both sides
+    same_prompt: int = 0
+    whole: int = 0  # of those, cases that neither side was cut short in
+    same_text: int = 0  # of those
+    values: int = 0  # coordinates and sizes of cases with the same ids
+    value_error: float = 0.0
+    box_error: float = 0.0
+    agreed: int = 0  # tokens up to the first that differs
+    changed: Counter[str] = dataclasses.field(default_factory=Counter)
+    unchanged: int = 0  # cases in which no rule changed a token
+    differing: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def add(self, case: Case, trace: Trace, answer: Answer, max_tokens: int) -> None:
+        """One more case."""
+        theirs, ours = comparable(trace, answer, max_tokens)
+        agreed = _agreed(theirs, ours)
+        self.cases += 1
+        self.tokens += len(theirs)
+        self.agreed += agreed
+        self.changed.update(trace.changed)
+        self.unchanged += not trace.changed
+        self.ended += answer.finish_reason is not FinishReason.LENGTH
+        self.same_prompt += tuple(t for t, _ in answer.prompt) == prompt_ids(trace, case)
+        if agreed < max(len(theirs), len(ours)):
+            self._differs(case, theirs, ours, agreed)
+            return
+        self.equal += 1
+        if len(ours) >= len(answer.tokens) - 1:
+            self.whole += 1
+            self.same_text += (shown(trace.thoughts), shown(trace.text)) == _texts(answer.result)
+        for (token, expected), (_, given) in zip(theirs, ours, strict=True):
+            if token in _BINS:
+                self.values += 1
+                pairs = zip(expected, given, strict=True)
+                self.value_error = max(self.value_error, *(abs(a - b) for a, b in pairs))
+        self.box_error = max(self.box_error, box_error(trace, answer.result))
+
+    def _differs(self, case: Case, theirs: list[Token], ours: list[Token], at: int) -> None:
+        self.differing.append(
+            {
+                "size": case.size,
+                "at": at,
+                "reference": theirs[at : at + 3],
+                "legato": ours[at : at + 3],
+            }
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, with the first five that differ."""
+        figures = dataclasses.asdict(self)
+        return {**figures, "changed": dict(self.changed), "differing": self.differing[:5]}
+
+
+def comparable(trace: Trace, answer: Answer, max_tokens: int) -> tuple[list[Token], list[Token]]:
+    """The tokens of both that mean the same.
+
+    The engine's EOS is dropped, which the reference does not feed back. The reference gives
+    thoughts and answer a budget each, the engine one to both: what is behind the end of one is
+    left out.
+    """
+    theirs, ours = trace.tokens, list(answer.tokens)
+    if ours and ours[-1][0] == EOS:
+        ours.pop()
+    ids = [token for token, _ in theirs]
+    thoughts = ids.index(ANSWER) if ANSWER in ids else 0  # no answer holds one
+    if thoughts >= max_tokens:
+        return theirs[:max_tokens], ours[:max_tokens]
+    if max_tokens in (len(trace.passes) - 1, len(trace.passes) - thoughts - 2):
+        ours = ours[: len(theirs)]  # the reference's last budget ran out
+    return theirs, ours
+
+
+def prompt_ids(trace: Trace, case: Case) -> tuple[int, ...]:
+    """Of the reference's first prompt, which begins with BOS where there is no picture."""
+    ids = tuple(token for token, _ in trace.passes[0].fed)
+    return ids if case.size is not None else ids[1:]
+
+
+def box_error(trace: Trace, result: TaskResult) -> float:
+    """The largest difference of a coordinate of points or boxes, theirs cut to the picture."""
+    match result:
+        case PointResult():
+            given = [{"x": each.point.x, "y": each.point.y} for each in result.points]
+        case DetectResult():
+            names = ("x_min", "y_min", "x_max", "y_max")
+            given = [{name: getattr(each.box, name) for name in names} for each in result.objects]
+        case _:
+            return 0.0
+    if len(given) != len(trace.objects):
+        return math.inf
+    pairs = zip(given, trace.objects, strict=True)
+    return max(
+        (
+            abs(value - min(1.0, max(0.0, expected[name])))
+            for ours, expected in pairs
+            for name, value in ours.items()
+        ),
+        default=0.0,
+    )
+
+
+def bins_apart(token: int, ours: tuple[float, float], theirs: tuple[float, float]) -> int:
+    """By how many bins two values of a coord or size token differ."""
+    if token == COORD:
+        return round(abs(ours[0] - theirs[0]) * _BINS[COORD])
+    apart = (abs(math.log2(a) - math.log2(b)) for a, b in zip(ours, theirs, strict=True))
+    return round(max(apart) / 10 * (_BINS[SIZE] - 1))
+
+
+def _agreed(theirs: list[Token], ours: list[Token]) -> int:
+    for at, ((one, _), (other, _)) in enumerate(zip(theirs, ours, strict=False)):
+        if one != other:
+            return at
+    return min(len(theirs), len(ours))
+
+
+def shown(text: str) -> str:
+    """As the engine shows it: from the first word on, without what is no whole character."""
+    return text.replace("\ufffd", "").lstrip()
+
+
+def _texts(result: TaskResult) -> tuple[str, str]:
+    """Thoughts and answer."""
+    match result:
+        case CaptionResult():
+            return "", result.caption
+        case QueryResult():
+            return result.reasoning or "", result.answer
+        case _:
+            return "", ""

@@ -1,0 +1,323 @@
+"""Moondream's open reference (GitHub vikhyat/moondream, Apache-2.0), from a checkout, and watched.
+
+Its own methods run; this stands at their seams, sees what goes in and comes out, and holds it to
+the engine's rules where the two differ on purpose or by mistake. `RULES` says where, and every
+token that a rule has changed is counted.
+
+Shape legend: T positions of one forward, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from legato_engine.core import CaptionTask, DetectTask, Point, PointTask, SpatialRef
+from legato_engine.models.moondream.config import MoondreamConfig
+from PIL import Image
+
+from benchmarks.reference.cases import Case
+from benchmarks.reference.weights import ANSWER, COORD, EOS, SIZE
+
+_SEAMS = (
+    "_run_vision_encoder",
+    "_prefill",
+    "_prefill_prompt",
+    "_decode_one_tok",
+    "_generate_reasoning",
+    "_generate_answer",
+)
+GRID = 27  # patches on a side; the reference takes its number of vision layers for it
+RULES = {
+    "crops": "its pixels are bfloat16 whatever the model's dtype; here they have the model's",
+    "resize": "PIL's Lanczos on both sides, where it would take pyvips if that is installed",
+    "first token": "it suppresses ids from the second token on; here from the first",
+    "answer": "the engine lets no coord and size ids into a text, it does (without their values)",
+    "answer ids": "it feeds one 3 between thoughts and answer; the engine as many as a query has",
+    "references": "it looks for references in the answer's prompt again, and fails; here not",
+    "first coord": "a coord as the first thought is read from all of the prompt; here from its end",
+    "text": "it begins with a space and shows broken characters; the engine drops both",
+    "boundary": "it goes on with a list for any token but EOS; here coord and EOS alone can win",
+}
+Token = tuple[int, tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward: what was fed, the residual stream of its positions, and the last's logits.
+
+    `hidden_TD` is as long as `fed`. A prompt's references are there without their values.
+    """
+
+    fed: tuple[Token, ...]
+    hidden_TD: torch.Tensor
+    logits_V: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Trace:
+    """An answer with all its forwards; `changed` counts the rules that changed a token of it."""
+
+    passes: list[Pass] = dataclasses.field(default_factory=list)
+    changed: Counter[str] = dataclasses.field(default_factory=Counter)
+    text: str = ""
+    thoughts: str = ""
+    objects: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[Token]:
+        """What it generated and fed back, behind its first prompt."""
+        return [token for each in self.passes[1:] for token in each.fed]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Phase:
+    """What may be sampled: all but `suppressed`, or only `allowed`; and what it suppresses itself.
+
+    `every`: logits decide at every so manieth forward of the phase only.
+    """
+
+    suppressed: tuple[int, ...] = ()
+    allowed: tuple[int, ...] = ()
+    own: tuple[int, ...] = ()
+    every: int = 1
+
+
+_ANSWERING = _Phase(suppressed=(ANSWER, COORD, SIZE), own=(ANSWER,))
+_THINKING = _Phase(suppressed=(EOS, SIZE), own=(EOS, SIZE))
+_POINTING, _BOXING = (_Phase(allowed=(COORD, EOS), every=every) for every in (2, 3))
+
+
+class Reference:
+    """The reference with a checkpoint; `run` answers a case."""
+
+    def __init__(self, checkout: str, config: MoondreamConfig, dtype: torch.dtype) -> None:
+        sys.path.insert(0, checkout)
+        self._module: Any = importlib.import_module("moondream.torch.moondream")
+        self._crops: Any = importlib.import_module("moondream.torch.image_crops")
+        self._weights: Any = importlib.import_module("moondream.torch.weights")
+        text: Any = importlib.import_module("moondream.torch.text")
+        region: Any = importlib.import_module("moondream.torch.region")
+        self._dtype = dtype
+        vars(self._crops).update(HAS_VIPS=False, Image=Image)
+        vars(self._module).update(
+            Tokenizer=_LocalTokenizer,
+            prepare_crops=self._prepare_crops,
+            text_encoder=self._watched(text.text_encoder, self._saw_ids),
+            encode_coordinate=self._watched(region.encode_coordinate, self._saw_coord),
+            encode_size=self._watched(region.encode_size, self._saw_size),
+        )
+        self._model = self._build(config)
+        for name in _SEAMS:
+            setattr(self, f"_its{name}", getattr(self._model, name))
+            setattr(self._model, name, getattr(self, name))
+        self._encoded: dict[tuple[int, int], Any] = {}
+        self.picture_TD = torch.empty(0)  # embeddings of the picture encoded last
+        self.prefix_TD = torch.empty(0)  # residual stream of BOS and that picture
+        self._fed: list[Token] | None = None  # None: nobody watches
+        self._thought = False
+        self._phase = _Phase()
+        self._trace = Trace()
+
+    def load(self, folder: Path, num_answers: int) -> None:
+        """Read a checkpoint with the reference's own loader; raises `AssertionError` for a gap.
+
+        Only the head's bias may differ from the one before: encoded pictures are kept.
+        """
+        self._num_answers = num_answers
+        self._model.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        file = folder / "model.safetensors"
+        self._weights.load_weights_into_model(str(file), self._model)
+        with self._weights.safetensors_open(str(file)) as stored:
+            for name, tensor in self._model.state_dict().items():
+                if not name.endswith("_cache"):
+                    held = stored(f"model.{name}").to(self._dtype)
+                    assert torch.equal(tensor, held), f"the reference has another {name}"
+
+    def crops(self, image: Image.Image) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Normalised crops [N, C, H, W] and tiling."""
+        crops, tiling = self._prepare_crops(image, self._model.config.vision, "cpu")
+        return crops, tiling
+
+    def run(self, case: Case, image: Image.Image | None, max_tokens: int) -> Trace:
+        """Answer greedily; a picture of one size is encoded once."""
+        encoded = None
+        if image is not None and case.size is not None:
+            if case.size not in self._encoded:
+                self._encoded[case.size] = self._model.encode_image(image)
+            encoded = self._encoded[case.size]
+        self._trace, self._fed, self._thought = Trace(), [], False
+        settings = {"temperature": 0, "max_tokens": max_tokens}
+        task = case.task
+        match task:
+            case CaptionTask():
+                answer = self._model.caption(encoded, task.length.value, settings=settings)
+                self._trace.text = answer["caption"]
+            case DetectTask():
+                self._phase = _BOXING
+                limit = {"max_objects": task.max_objects}
+                self._trace.objects = self._model.detect(encoded, task.object, limit)["objects"]
+            case PointTask():
+                self._phase = _POINTING
+                limit = {"max_objects": task.max_objects}
+                self._trace.objects = self._model.point(encoded, task.object, limit)["points"]
+            case _:
+                refs = [_plain(ref) for ref in task.spatial_refs]
+                answer = self._model.query(
+                    encoded, task.question, task.reasoning, refs or None, settings=settings
+                )
+                self._trace.text = answer["answer"]
+                self._trace.thoughts = answer.get("reasoning", {}).get("text", "")
+        self._fed = None
+        return self._trace
+
+    # ------------------------------------------------------------ building it
+
+    def _build(self, config: MoondreamConfig) -> Any:
+        configs: Any = importlib.import_module("moondream.torch.config")
+        vision, text, region = config.vision, config.text, config.region
+        model = self._module.MoondreamModel(
+            configs.MoondreamConfig(
+                text=configs.TextConfig(
+                    dim=text.dim,
+                    ff_dim=text.ff_dim,
+                    n_layers=text.num_layers,
+                    n_heads=text.num_heads,
+                    n_kv_heads=text.num_heads,
+                ),
+                vision=configs.VisionConfig(
+                    enc_dim=vision.dim,
+                    enc_ff_dim=vision.ff_dim,
+                    enc_n_layers=GRID,
+                    enc_n_heads=vision.num_heads,
+                    proj_out_dim=text.dim,
+                    proj_inner_dim=vision.proj_inner_dim,
+                ),
+                region=configs.RegionConfig(dim=text.dim, inner_dim=region.inner_dim),
+            ),
+            dtype=self._dtype,
+        )
+        model.vision["blocks"] = model.vision["blocks"][: vision.num_layers]
+        return model.eval()
+
+    def _prepare_crops(self, image: Image.Image, config: Any, device: object) -> Any:
+        cut = self._crops.overlap_crop_image(
+            _pixels(image), max_crops=config.max_crops, overlap_margin=config.overlap_margin
+        )
+        levels = torch.from_numpy(cut["crops"]).permute(0, 3, 1, 2)
+        return levels.to(self._dtype).div_(255.0).sub_(0.5).div_(0.5), cut["tiling"]
+
+    # ------------------------------------------------------------ watching it
+
+    def _watched(
+        self, embedder: Callable[..., Any], saw: Callable[[torch.Tensor], None]
+    ) -> Callable[..., Any]:
+        def embed(values: torch.Tensor, weights: Any) -> Any:
+            if self._fed is not None:
+                saw(values)
+            return embedder(values, weights)
+
+        return embed
+
+    def _saw_ids(self, ids: torch.Tensor) -> None:
+        assert self._fed is not None, "nobody watches"
+        self._fed += [(token, (0.0, 0.0)) for token in ids.flatten().tolist()]
+
+    def _saw_coord(self, value: torch.Tensor) -> None:
+        assert self._fed is not None, "nobody watches"
+        self._fed.append((COORD, (value.float().item(), 0.0)))
+
+    def _saw_size(self, size: torch.Tensor) -> None:
+        assert self._fed is not None, "nobody watches"
+        width, height = size.float().tolist()
+        self._fed.append((SIZE, (width, height)))
+
+    def _seen(self, hidden_1TD: torch.Tensor, logits_1V: torch.Tensor) -> None:
+        assert self._fed is not None, "nobody watches"
+        seen = Pass(tuple(self._fed), hidden_1TD[0].clone(), logits_1V[0].clone())
+        self._trace.passes.append(seen)
+        self._fed.clear()
+
+    # ------------------------------------------------------------ its methods, held to the rules
+
+    def _run_vision_encoder(self, image: Image.Image) -> torch.Tensor:
+        self.picture_TD = self._its_run_vision_encoder(image)
+        return self.picture_TD
+
+    def _prefill(self, *args: Any) -> torch.Tensor:
+        hidden_1TD: torch.Tensor = self._its_prefill(*args)
+        if self._fed is None:
+            self.prefix_TD = hidden_1TD[0]
+        return hidden_1TD
+
+    def _prefill_prompt(self, prompt: torch.Tensor, *args: Any, **options: Any) -> Any:
+        logits, hidden, _, pos = self._its_prefill_prompt(prompt, *args, **options)
+        self._seen(hidden, logits)
+        logits = self._ruled(logits, own=(), rule="first token")
+        return logits, hidden[:, -1:], logits.argmax(-1, keepdim=True), pos
+
+    def _decode_one_tok(self, *args: Any, **options: Any) -> Any:
+        logits, hidden = self._its_decode_one_tok(*args, **options)
+        self._seen(hidden, logits)
+        rule = "boundary" if self._phase.allowed else "answer"
+        return self._ruled(logits, own=self._phase.own, rule=rule), hidden
+
+    def _ruled(self, logits_1V: torch.Tensor, own: Sequence[int], rule: str) -> torch.Tensor:
+        """The logits with what the phase does not allow at minus infinity."""
+        phase = self._phase
+        allowed_V = torch.full_like(logits_1V, not phase.allowed, dtype=torch.bool)
+        allowed_V[:, list(phase.allowed)] = True
+        allowed_V[:, list(phase.suppressed)] = False
+        ruled = logits_1V.masked_fill(~allowed_V, -torch.inf)
+        bare = logits_1V.clone()
+        bare[:, list(own)] = -torch.inf
+        best, kept = bare.argmax().item(), ruled.argmax().item()
+        decides = (len(self._trace.passes) - 1) % phase.every == 0
+        if phase.allowed:  # it only asks whether EOS is the best
+            best, kept = best == EOS, kept == EOS
+        if decides and best != kept:
+            self._trace.changed[rule] += 1
+        return ruled
+
+    def _generate_reasoning(self, *args: Any, **options: Any) -> Any:
+        self._phase, self._thought = _THINKING, True
+        return self._its_generate_reasoning(*args, **options)
+
+    def _generate_answer(
+        self, prompt: torch.Tensor, pos: int, settings: Any, refs: Any = None, **options: Any
+    ) -> Any:
+        self._phase = _ANSWERING
+        if self._thought:
+            if refs:
+                self._trace.changed["references"] += 1
+            if self._num_answers != 1:
+                self._trace.changed["answer ids"] += 1
+            prompt, refs = torch.full((1, self._num_answers), ANSWER), None
+        return self._its_generate_answer(prompt, pos, settings, refs, **options)
+
+
+class _LocalTokenizer:
+    """Stands for one that would be downloaded, until `load` sets the checkpoint's."""
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> None:
+        """Nothing is read."""
+
+
+def _plain(ref: SpatialRef) -> tuple[float, ...]:
+    if isinstance(ref, Point):
+        return ref.x, ref.y
+    return ref.x_min, ref.y_min, ref.x_max, ref.y_max
+
+
+def _pixels(image: Image.Image) -> Any:
+    import numpy as np
+
+    return np.asarray(image.convert("RGB"))
