@@ -24,7 +24,7 @@ from benchmarks import record
 from benchmarks.peers.moondream_reference import sources
 from benchmarks.photos import Photographer
 from benchmarks.reference import report
-from benchmarks.reference.cases import SIZES, Case, cases
+from benchmarks.reference.cases import SIZES, Case, Size, cases
 from benchmarks.reference.compare import Errors, Score, bins_apart
 from benchmarks.reference.ours import Answer, Engine
 from benchmarks.reference.theirs import RULES, Reference, Token, Trace
@@ -91,8 +91,7 @@ class Run:
         """Everything compared."""
         asked: list[Case] = []
         for family in FAMILIES:
-            sizes = self._sizes[:: self._stride(family)]
-            asked += self._family(family, cases(family.name, sizes))
+            asked += self._family(family, questions(self._shape, family, self._sizes))
             print(f"{self._shape}/{self._dtype} {family.name}: done", flush=True)
         return {
             "layers": {"vision": self._layers[0], "text": self._layers[1]},
@@ -105,12 +104,6 @@ class Run:
             "bins_apart": {str(k): v for k, v in sorted(self.bins.items())},
             "same_best_token": self.best[True] / max(1, self.best.total()),
         }
-
-    def _stride(self, family: Family) -> int:
-        """Every so manieth size is asked about: thoughts take long, and so does full width."""
-        if family is FAMILIES[0]:
-            return 1
-        return 2 if self._shape == "full" or family.name.startswith("reasoning") else 1
 
     def _family(self, family: Family, asked: list[Case]) -> list[Case]:
         with tempfile.TemporaryDirectory() as folder:
@@ -177,6 +170,13 @@ class Run:
                     mine = engine.value(hidden_TD[-1], token)
                     rounded = torch.tensor(mine).to(hidden_TD.dtype).tolist()
                     self.bins[bins_apart(token, (rounded[0], rounded[1]), value)] += 1
+
+
+def questions(shape: str, family: Family, sizes: Sequence[Size]) -> list[Case]:
+    """What a run asks; thoughts take long, and so does full width: about every other size then."""
+    is_text = family is FAMILIES[0]
+    every = shape == "tiny" and not family.name.startswith("reasoning")
+    return cases(family.name, sizes if is_text or every else sizes[::2])
 
 
 def _parse(options: Sequence[str]) -> argparse.Namespace:
