@@ -57,9 +57,9 @@ class Score:
     cases: int = 0
     tokens: int = 0
     equal: int = 0  # cases whose tokens are all the same
-    ended: int = 0  # cases that ended by themselves, on both sides
+    ended: int = 0  # cases that the engine ended before its budget did
     same_prompt: int = 0
-    whole: int = 0  # of those, cases that neither side was cut short in
+    whole: int = 0  # cases with the same tokens, all of the engine's compared
     same_text: int = 0  # of those
     values: int = 0  # coordinates and sizes of cases with the same ids
     value_error: float = 0.0

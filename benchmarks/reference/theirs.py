@@ -10,20 +10,18 @@ Shape legend: T positions of one forward, D width, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
-from legato_engine.core import CaptionTask, DetectTask, Point, PointTask, SpatialRef
+from legato_engine.core import CaptionTask, DetectTask, Point, PointTask, QueryTask, SpatialRef
 from legato_engine.models.moondream.config import MoondreamConfig
 from PIL import Image
 
-from benchmarks.reference.cases import Case
+from benchmarks.reference.cases import Case, Size
+from benchmarks.reference.checkout import Checkout
 from benchmarks.reference.weights import ANSWER, COORD, EOS, SIZE
 
 _SEAMS = (
@@ -34,7 +32,6 @@ _SEAMS = (
     "_generate_reasoning",
     "_generate_answer",
 )
-GRID = 27  # patches on a side; the reference takes its number of vision layers for it
 RULES = {
     "crops": "its pixels are bfloat16 whatever the model's dtype; here they have the model's",
     "resize": "PIL's Lanczos on both sides, where it would take pyvips if that is installed",
@@ -98,27 +95,16 @@ _POINTING, _BOXING = (_Phase(allowed=(COORD, EOS), every=every) for every in (2,
 class Reference:
     """The reference with a checkpoint; `run` answers a case."""
 
-    def __init__(self, checkout: str, config: MoondreamConfig, dtype: torch.dtype) -> None:
-        sys.path.insert(0, checkout)
-        self._module: Any = importlib.import_module("moondream.torch.moondream")
-        self._crops: Any = importlib.import_module("moondream.torch.image_crops")
-        self._weights: Any = importlib.import_module("moondream.torch.weights")
-        text: Any = importlib.import_module("moondream.torch.text")
-        region: Any = importlib.import_module("moondream.torch.region")
-        self._dtype = dtype
-        vars(self._crops).update(HAS_VIPS=False, Image=Image)
-        vars(self._module).update(
-            Tokenizer=_LocalTokenizer,
-            prepare_crops=self._prepare_crops,
-            text_encoder=self._watched(text.text_encoder, self._saw_ids),
-            encode_coordinate=self._watched(region.encode_coordinate, self._saw_coord),
-            encode_size=self._watched(region.encode_size, self._saw_size),
-        )
-        self._model = self._build(config)
+    def __init__(self, folder: str, config: MoondreamConfig, dtype: torch.dtype) -> None:
+        self._checkout = Checkout(folder, dtype)
+        self._checkout.watch("text_encoder", "text", self._saw_ids)
+        self._checkout.watch("encode_coordinate", "region", self._saw_coord)
+        self._checkout.watch("encode_size", "region", self._saw_size)
+        self._model = self._checkout.build(config)
         for name in _SEAMS:
             setattr(self, f"_its{name}", getattr(self._model, name))
             setattr(self._model, name, getattr(self, name))
-        self._encoded: dict[tuple[int, int], Any] = {}
+        self._encoded: dict[Size, Any] = {}
         self.picture_TD = torch.empty(0)  # embeddings of the picture encoded last
         self.prefix_TD = torch.empty(0)  # residual stream of BOS and that picture
         self._fed: list[Token] | None = None  # None: nobody watches
@@ -127,24 +113,16 @@ class Reference:
         self._trace = Trace()
 
     def load(self, folder: Path, num_answers: int) -> None:
-        """Read a checkpoint with the reference's own loader; raises `AssertionError` for a gap.
+        """Read a checkpoint of which only the head may differ from the one before.
 
-        Only the head's bias may differ from the one before: encoded pictures are kept.
+        Pictures stay encoded. `num_answers` ids stand between thoughts and answer.
         """
         self._num_answers = num_answers
-        self._model.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        file = folder / "model.safetensors"
-        self._weights.load_weights_into_model(str(file), self._model)
-        with self._weights.safetensors_open(str(file)) as stored:
-            for name, tensor in self._model.state_dict().items():
-                if not name.endswith("_cache"):
-                    held = stored(f"model.{name}").to(self._dtype)
-                    assert torch.equal(tensor, held), f"the reference has another {name}"
+        self._checkout.load(self._model, folder)
 
     def crops(self, image: Image.Image) -> tuple[torch.Tensor, tuple[int, int]]:
         """Normalised crops [N, C, H, W] and tiling."""
-        crops, tiling = self._prepare_crops(image, self._model.config.vision, "cpu")
-        return crops, tiling
+        return self._checkout.prepare_crops(image, self._model.config.vision, "cpu")
 
     def run(self, case: Case, image: Image.Image | None, max_tokens: int) -> Trace:
         """Answer greedily; a picture of one size is encoded once."""
@@ -168,7 +146,7 @@ class Reference:
                 self._phase = _POINTING
                 limit = {"max_objects": task.max_objects}
                 self._trace.objects = self._model.point(encoded, task.object, limit)["points"]
-            case _:
+            case QueryTask():
                 refs = [_plain(ref) for ref in task.spatial_refs]
                 answer = self._model.query(
                     encoded, task.question, task.reasoning, refs or None, settings=settings
@@ -178,66 +156,21 @@ class Reference:
         self._fed = None
         return self._trace
 
-    # ------------------------------------------------------------ building it
-
-    def _build(self, config: MoondreamConfig) -> Any:
-        configs: Any = importlib.import_module("moondream.torch.config")
-        vision, text, region = config.vision, config.text, config.region
-        model = self._module.MoondreamModel(
-            configs.MoondreamConfig(
-                text=configs.TextConfig(
-                    dim=text.dim,
-                    ff_dim=text.ff_dim,
-                    n_layers=text.num_layers,
-                    n_heads=text.num_heads,
-                    n_kv_heads=text.num_heads,
-                ),
-                vision=configs.VisionConfig(
-                    enc_dim=vision.dim,
-                    enc_ff_dim=vision.ff_dim,
-                    enc_n_layers=GRID,
-                    enc_n_heads=vision.num_heads,
-                    proj_out_dim=text.dim,
-                    proj_inner_dim=vision.proj_inner_dim,
-                ),
-                region=configs.RegionConfig(dim=text.dim, inner_dim=region.inner_dim),
-            ),
-            dtype=self._dtype,
-        )
-        model.vision["blocks"] = model.vision["blocks"][: vision.num_layers]
-        return model.eval()
-
-    def _prepare_crops(self, image: Image.Image, config: Any, device: object) -> Any:
-        cut = self._crops.overlap_crop_image(
-            _pixels(image), max_crops=config.max_crops, overlap_margin=config.overlap_margin
-        )
-        levels = torch.from_numpy(cut["crops"]).permute(0, 3, 1, 2)
-        return levels.to(self._dtype).div_(255.0).sub_(0.5).div_(0.5), cut["tiling"]
-
     # ------------------------------------------------------------ watching it
 
-    def _watched(
-        self, embedder: Callable[..., Any], saw: Callable[[torch.Tensor], None]
-    ) -> Callable[..., Any]:
-        def embed(values: torch.Tensor, weights: Any) -> Any:
-            if self._fed is not None:
-                saw(values)
-            return embedder(values, weights)
-
-        return embed
-
     def _saw_ids(self, ids: torch.Tensor) -> None:
-        assert self._fed is not None, "nobody watches"
-        self._fed += [(token, (0.0, 0.0)) for token in ids.flatten().tolist()]
+        self._feed(*((token, (0.0, 0.0)) for token in ids.flatten().tolist()))
 
     def _saw_coord(self, value: torch.Tensor) -> None:
-        assert self._fed is not None, "nobody watches"
-        self._fed.append((COORD, (value.float().item(), 0.0)))
+        self._feed((COORD, (value.float().item(), 0.0)))
 
     def _saw_size(self, size: torch.Tensor) -> None:
-        assert self._fed is not None, "nobody watches"
         width, height = size.float().tolist()
-        self._fed.append((SIZE, (width, height)))
+        self._feed((SIZE, (width, height)))
+
+    def _feed(self, *tokens: Token) -> None:
+        if self._fed is not None:
+            self._fed += tokens
 
     def _seen(self, hidden_1TD: torch.Tensor, logits_1V: torch.Tensor) -> None:
         assert self._fed is not None, "nobody watches"
@@ -260,7 +193,8 @@ class Reference:
     def _prefill_prompt(self, prompt: torch.Tensor, *args: Any, **options: Any) -> Any:
         logits, hidden, _, pos = self._its_prefill_prompt(prompt, *args, **options)
         self._seen(hidden, logits)
-        logits = self._ruled(logits, own=(), rule="first token")
+        rule = "boundary" if self._phase.allowed else "first token"
+        logits = self._ruled(logits, own=(), rule=rule)
         return logits, hidden[:, -1:], logits.argmax(-1, keepdim=True), pos
 
     def _decode_one_tok(self, *args: Any, **options: Any) -> Any:
@@ -303,21 +237,7 @@ class Reference:
         return self._its_generate_answer(prompt, pos, settings, refs, **options)
 
 
-class _LocalTokenizer:
-    """Stands for one that would be downloaded, until `load` sets the checkpoint's."""
-
-    @classmethod
-    def from_pretrained(cls, name: str) -> None:
-        """Nothing is read."""
-
-
 def _plain(ref: SpatialRef) -> tuple[float, ...]:
     if isinstance(ref, Point):
         return ref.x, ref.y
     return ref.x_min, ref.y_min, ref.x_max, ref.y_max
-
-
-def _pixels(image: Image.Image) -> Any:
-    import numpy as np
-
-    return np.asarray(image.convert("RGB"))
