@@ -185,9 +185,13 @@ def experts_gathered(
 
 
 def gate(z: torch.Tensor) -> torch.Tensor:
-    """[..., I] of [..., 2 I]; float32 inside, one cast back."""
+    """[..., I] of [..., 2 I]; float32 inside, one cast back.
+
+    The gelu's input is copied: where it is strided, or cut among threads, torch rounds what does
+    not fill a vector differently.
+    """
     u, g = z.float().chunk(2, dim=-1)
-    return (F.gelu(u) * (g + 1.0)).to(z.dtype)
+    return (F.gelu(u.contiguous()) * (g + 1.0)).to(z.dtype)
 
 
 def _one_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert: int) -> torch.Tensor:

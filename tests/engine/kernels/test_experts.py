@@ -13,6 +13,7 @@ from legato_engine.kernels.experts import ExpertWeights, Routes
 
 from tests.engine.kernels.expert_cases import (
     DIM,
+    INNER,
     NUM_EXPERTS,
     by_hand,
     dequantised,
@@ -92,6 +93,24 @@ def test_a_row_decides_its_own_bits(e4m3):
         some = Routes(routes.expert_TK[rows], routes.share_TK[rows])
         out = ops.experts(x_TD[rows], some, up, down, capturable=False)
         assert torch.equal(out, whole_TD[rows])
+
+
+@pytest.fixture
+def three_threads():
+    """A number that cuts tensors at odd places."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("inner", [INNER, 1024])
+def test_the_gate_rounds_alike_wherever_a_row_stands(three_threads, inner):
+    """Neither the number of rows nor the threads that share them change a row's bits."""
+    z_TI = torch.randn(64, 2 * inner, generator=torch.Generator().manual_seed(0))
+    whole_TI = reference.gate(z_TI)
+    for count in (1, 2, 7, 8, 24, 40):
+        assert torch.equal(reference.gate(z_TI[:count].clone()), whole_TI[:count])
 
 
 def test_a_broken_row_stays_alone():
