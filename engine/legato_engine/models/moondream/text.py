@@ -54,6 +54,7 @@ class TextBlock(nn.Module):
         return ops.add3(x, self.attn.join(attend(q, k, v, k_NHSE, v_NHSE)), mlp)
 
     def _feed_forward(self, normed: torch.Tensor, *, capturable: bool) -> torch.Tensor:
+        """The MLP or the experts; a step may be captured, a span never is."""
         out: torch.Tensor
         if isinstance(self.mlp, MoE):
             out = self.mlp(normed, capturable=capturable)

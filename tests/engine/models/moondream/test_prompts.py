@@ -7,7 +7,11 @@ import math
 import pytest
 from legato_engine.core import Box, CaptionLength, Point, PromptToken
 from legato_engine.errors import InvalidField, TaskUnsupported
-from legato_engine.models.moondream.presets import moondream2_config, tiny_random_config
+from legato_engine.models.moondream.presets import (
+    moondream2_config,
+    moondream3_config,
+    tiny_random_config,
+)
 from legato_engine.models.moondream.prompts import Prompts
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 
@@ -39,6 +43,19 @@ def test_prompts_of_moondream2(moondream2):
     assert ids(moondream2.query("cup", (), reasoning=True)) == (1, 15381, 2, *CUP, 3, 4)
     assert ids(moondream2.detect("cup ")) == (1, 7235, 476, 2, *SPACE_CUP, 3)
     assert ids(moondream2.point("cup", ())) == (1, 2581, 2, *SPACE_CUP, 3)
+
+
+def test_lengths_of_moondream3():
+    """Prefix and prompt are as long as published; a point adds two positions, a box three."""
+    prompts, prefix = Prompts(moondream3_config(), TOKENIZER), moondream3_config().prefix_length
+    n, spaced = len(CUP), len(SPACE_CUP)
+    refs = (Point(x=0.1, y=0.7), Box(x_min=0.25, y_min=0.5, x_max=0.75, y_max=0.625))
+    assert prefix + len(prompts.caption(CaptionLength.SHORT)) == 735
+    assert prefix + len(prompts.query("cup", (), reasoning=False)) == 734 + n
+    assert prefix + len(prompts.query("cup", (), reasoning=True)) == 734 + n
+    assert prefix + len(prompts.detect("cup")) == 735 + spaced
+    assert prefix + len(prompts.point("cup", refs)) == 734 + spaced + 5
+    assert prefix + len(prompts.segment("cup", refs)) == 734 + n + 5
 
 
 def test_moondream2_cannot_segment(moondream2):
