@@ -34,8 +34,10 @@ class PagedSession:
         self.prefixes = {}
 
     def prefix(self, image, length):
-        """Pages that hold BOS and the image, computed once per picture."""
+        """Pages that hold BOS and the image, computed once per picture; none for no positions."""
         key = image.key if image is not None else None
+        if length == 0:
+            return torch.zeros(0, dtype=torch.int64)
         if key not in self.prefixes:
             pages = torch.tensor(self._take(-(-length // PAGE_SIZE)))
             x_PD = self.model.prefix_embeddings(image)
@@ -46,7 +48,7 @@ class PagedSession:
 
     def prefill(self, row, image, prompt):
         """[1, D] hidden of the prompt's last token; the row continues from there."""
-        length = 1 if image is None else self.model.prefix_embeddings(image).shape[0]
+        length = self.model.prefix_embeddings(image).shape[0]
         shared = self.prefix(image, length)
         num_full = length // PAGE_SIZE
         pages = torch.tensor(shared[:num_full].tolist() + self._take(self.pages_per_row - num_full))

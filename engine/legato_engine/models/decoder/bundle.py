@@ -1,0 +1,132 @@
+"""Text models from Hugging Face folders."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from legato_engine.errors import InvalidField
+from legato_engine.models.bundle import ModelSource
+from legato_engine.models.checkpoint import Progress
+from legato_engine.models.decoder import weights
+from legato_engine.models.decoder.chat import ChatTemplate, Plain
+from legato_engine.models.decoder.config import DecoderConfig, HubConfig, read_config
+from legato_engine.models.decoder.frontend import TextFrontend, TextSetup
+from legato_engine.models.decoder.model import DecoderModel
+from legato_engine.models.decoder.network import DecoderNetwork
+from legato_engine.models.decoder.settings import read_settings
+from legato_engine.models.decoder.tokenizer import TextTokenizer
+
+DEFAULT_CONTEXT = 8192
+"""Positions of a sequence where nobody says and the model reads more."""
+
+_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """How the configurations of one family are read, by their `model_type`, and what they build."""
+
+    configs: Mapping[str, Callable[[HubConfig], DecoderConfig]]
+    network: Callable[[DecoderConfig], DecoderNetwork]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecoderBundle:
+    """A `models.bundle.ModelBundle`. `weights` None: random ones."""
+
+    name: str
+    config: DecoderConfig
+    network: Callable[[DecoderConfig], DecoderNetwork]
+    frontend: TextFrontend
+    weights: Path | None
+
+    @property
+    def max_context(self) -> int:
+        """Positions of one sequence, generated ones included."""
+        return self.config.max_context
+
+    def load(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        vision_fp8: bool = False,
+        memory: int | None = None,
+        progress: Progress = lambda fraction: None,
+    ) -> DecoderModel:
+        """The model on a device; raises `InvalidField` when the weights do not fit it or `memory`.
+
+        So does `vision_fp8`: there is no vision tower.
+        """
+        if vision_fp8:
+            raise InvalidField(f"{self.name} has no vision tower", field="vision_dtype")
+        with torch.device("meta"):
+            network = self.network(self.config).to(dtype)
+        if self.weights is None:
+            weights.random_weights(network, _SEED, device, memory=memory, progress=progress)
+        else:
+            weights.load_weights(network, self.weights, device, memory=memory, progress=progress)
+        return DecoderModel(network)
+
+
+def find(source: ModelSource, family: Family) -> DecoderBundle:
+    """Find a family's model in a folder: config.json, tokenizer.json, model*.safetensors.
+
+    tokenizer_config.json, generation_config.json and chat_template.jinja are read if they are
+    there; nothing is ever fetched. With `random_weights` the folder needs none.
+
+    Raises `InvalidField` for files that are missing or wrong, and for what is not implemented.
+    """
+    if not source.weights:
+        problem = f"{source.name} needs a Hugging Face folder with its config.json"
+        raise InvalidField(problem, field="weights")
+    folder = Path(source.weights)
+    hub = read_config(folder, family.configs)
+    config = _limited(family.configs[hub.model_type](hub), source.max_context)
+    path = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
+    frontend = _frontend(source.name, folder, TextTokenizer(path), hub, config)
+    stored = None if source.random_weights else folder
+    return DecoderBundle(source.name, config, family.network, frontend, stored)
+
+
+def _frontend(
+    name: str, folder: Path, tokenizer: TextTokenizer, hub: HubConfig, config: DecoderConfig
+) -> TextFrontend:
+    settings = read_settings(folder, tokenizer, hub.eos_token_id)
+    highest = max(tokenizer.num_ids - 1, *settings.eos, 0)
+    if highest >= config.vocab_size:
+        raise InvalidField(
+            f"the tokenizer has the id {highest}, the model's vocabulary ends before "
+            f"{config.vocab_size}",
+            field="tokenizer",
+        )
+    prompter = (
+        Plain(tokenizer)
+        if settings.template is None
+        else ChatTemplate(settings.template, settings.specials, tokenizer)
+    )
+    return TextFrontend(
+        TextSetup(
+            name=name,
+            prompter=prompter,
+            pieces=tokenizer,
+            eos=settings.eos,
+            sampling=settings.sampling,
+            max_context=config.max_context,
+        )
+    )
+
+
+def _limited(config: DecoderConfig, max_context: int) -> DecoderConfig:
+    """The context that is asked for, or as much of the model's as memory is likely to hold."""
+    wanted = max_context or min(config.max_context, DEFAULT_CONTEXT)
+    if not 2 <= wanted <= config.max_context:
+        raise InvalidField(
+            f"the model has a context of 2 to {config.max_context} positions, not {wanted}",
+            field="max_context",
+        )
+    return dataclasses.replace(config, max_context=wanted)

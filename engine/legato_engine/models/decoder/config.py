@@ -1,0 +1,145 @@
+"""A text decoder's sizes, and how they are read from a Hugging Face config.json.
+
+What a configuration asks for and nothing here does is refused by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from legato_engine.errors import InvalidField
+from legato_engine.layers.grouped_attention import HeadPlan
+from legato_engine.layers.rope import LinearScaling, Llama3Scaling, Scaling
+
+HubConfig = Any
+"""What transformers makes of a config.json; its fields differ from family to family."""
+
+_FULL = "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """What every family here has, by whatever name; `tied_head`: the embeddings are the head."""
+
+    dim: int
+    ff_dim: int
+    num_layers: int
+    vocab_size: int
+    max_context: int
+    norm_eps: float
+    heads: HeadPlan
+    rope_theta: float
+    rotary_dim: int
+    rope_scaling: Scaling | None
+    tied_head: bool
+
+
+def read_config(folder: Path, model_types: Collection[str]) -> HubConfig:
+    """The folder's config.json; raises `InvalidField` unless it is of one of these types."""
+    found = _model_type(folder)
+    if found not in model_types:
+        known = " or ".join(map(repr, model_types))
+        raise InvalidField(f"config.json: model_type is {found!r}, not {known}", field="weights")
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - what fails in reading it has many types, all say why
+        raise InvalidField(f"config.json: {error}", field="weights") from None
+
+
+def decoder_config(
+    config: HubConfig, *, norm_eps: float, heads: HeadPlan, partial: float = 1.0
+) -> DecoderConfig:
+    """The fields that all families call the same; `partial` of a head turns by its position.
+
+    Raises `InvalidField` naming the field that does not fit.
+    """
+    refuse_others(config, {"quantization_config": None})
+    if other := set(getattr(config, "layer_types", None) or ()) - {_FULL}:
+        raise _refusal(f"layer_types has {sorted(other)}; only {_FULL!r} is implemented")
+    rope: Mapping[str, Any] = config.rope_parameters
+    rotary_dim = int(heads.head_dim * partial)
+    if heads.num_heads % heads.num_kv_heads:
+        raise _refusal("num_key_value_heads does not divide num_attention_heads")
+    if (found := partial_rotary(config)) != partial:
+        raise _refusal(f"partial_rotary_factor is {found}; only {partial} is implemented")
+    if rotary_dim % 2:
+        raise _refusal(f"{rotary_dim} dimensions of a head turn, which is odd")
+    return DecoderConfig(
+        dim=config.hidden_size,
+        ff_dim=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+        max_context=config.max_position_embeddings,
+        norm_eps=norm_eps,
+        heads=heads,
+        rope_theta=rope["rope_theta"],
+        rotary_dim=rotary_dim,
+        rope_scaling=_scaling(rope),
+        tied_head=config.tie_word_embeddings,
+    )
+
+
+def head_plan(
+    config: HubConfig, *, qkv_bias: bool, out_bias: bool, norm_eps: float | None = None
+) -> HeadPlan:
+    """The heads; their width is what the model's divides into, unless it is given."""
+    return HeadPlan(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        norm_eps=norm_eps,
+    )
+
+
+def refuse_others(config: HubConfig, implemented: Mapping[str, object]) -> None:
+    """Raise `InvalidField` for a field whose value is not the one that is implemented."""
+    for name, only in implemented.items():
+        value = getattr(config, name, only)
+        if value != only:
+            raise _refusal(f"{name} is {value!r}; only {only!r} is implemented")
+
+
+def partial_rotary(config: HubConfig) -> float:
+    """The part of a head that turns."""
+    return float(config.rope_parameters.get("partial_rotary_factor") or 1.0)
+
+
+def _scaling(rope: Mapping[str, Any]) -> Scaling | None:
+    kinds: dict[str, Callable[[], Scaling | None]] = {
+        "default": lambda: None,
+        "linear": lambda: LinearScaling(rope["factor"]),
+        "llama3": lambda: Llama3Scaling(
+            factor=rope["factor"],
+            low=rope["low_freq_factor"],
+            high=rope["high_freq_factor"],
+            first_context=rope["original_max_position_embeddings"],
+        ),
+    }
+    kind = rope["rope_type"]
+    if kind not in kinds:
+        raise _refusal(f"rope_type is {kind!r}; only {', '.join(kinds)} are implemented")
+    return kinds[kind]()
+
+
+def _model_type(folder: Path) -> object:
+    try:
+        fields = json.loads((folder / "config.json").read_bytes())
+    except OSError as error:
+        problem = f"no config.json in {folder}: {error.strerror}"
+        raise InvalidField(problem, field="weights") from None
+    except ValueError:
+        raise _refusal("it is not JSON") from None
+    return fields.get("model_type") if isinstance(fields, dict) else None
+
+
+def _refusal(problem: str) -> InvalidField:
+    return InvalidField(f"config.json: {problem}", field="weights")

@@ -1,0 +1,123 @@
+"""The decoder that all text families share: embeddings, blocks over paged keys and values, head.
+
+Shape legend: T tokens of one sequence, B rows of one token each, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from legato_engine.kernels import ops
+from legato_engine.layers.gated_mlp import GatedMLP
+from legato_engine.layers.grouped_attention import Attend, GroupedAttention, Heads
+from legato_engine.layers.linear import Linear
+from legato_engine.layers.rope import Rope
+from legato_engine.models.decoder.config import DecoderConfig
+from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
+
+
+class GatedBlock(nn.Module):
+    """RMS norms, attention, then a gated MLP, each added to what it read."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.self_attn = GroupedAttention(config.dim, config.heads)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = GatedMLP(config.dim, config.ff_dim)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        where: ops.Places | ops.Span,
+        k_NHSE: torch.Tensor,
+        v_NHSE: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """[tokens, D] to [tokens, D]; writes the tokens' keys and values first."""
+        x = x + self.self_attn(self.input_layernorm(x), where, k_NHSE, v_NHSE, attend)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class DecoderNetwork(nn.Module):
+    """All weights; `block` makes a layer, which is called as `GatedBlock` is.
+
+    Modules are named as in the checkpoints of Llama, layers that run as one apart; a family whose
+    names are others says so in `checkpoint_name`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        block: Callable[[DecoderConfig], nn.Module] = GatedBlock,
+        norm: nn.Module | None = None,
+        *,
+        head_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(block(config) for _ in range(config.num_layers))
+        self.norm = norm or nn.RMSNorm(config.dim, eps=config.norm_eps)
+        if not config.tied_head:
+            self.lm_head = Linear(config.dim, config.vocab_size, bias=head_bias)
+        self.rope = Rope(
+            config.rope_theta, config.rotary_dim, config.max_context, config.rope_scaling
+        )
+        self.config = config
+
+    @staticmethod
+    def checkpoint_name(name: str) -> str:
+        """What the family's checkpoints call this parameter or module."""
+        return name if name.startswith("lm_head.") else f"model.{name}"
+
+    def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
+        """[T, D] final residual stream of a span of one sequence."""
+        assert not span.bidirectional, "text is read in one direction"
+        end = span.start + x_TD.shape[0]
+        where = ops.Span(span.start, span.pages_M, self.rope.cos_PR, self.rope.sin_PR)
+
+        def attend(
+            q_THE: Heads, k_THE: Heads, v_THE: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
+        ) -> Heads:
+            if span.start == 0:
+                return ops.suffix_attention(q_THE, k_THE, v_THE)
+            k_LHE = ops.gather_pages(k_NHSE, span.pages_M, end)
+            v_LHE = ops.gather_pages(v_NHSE, span.pages_M, end)
+            return ops.suffix_attention(q_THE, k_LHE, v_LHE)
+
+        return self._blocks(x_TD, where, kv, attend)
+
+    def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
+        """[B, D] final residual stream of one token per row."""
+        index_B1 = (batch.positions_B // kv.page_size)[:, None]
+        pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
+        angles = self.rope.at(batch.positions_B)
+        where = ops.Places(*angles, pages_B, batch.positions_B % kv.page_size)
+
+        def attend(
+            q_BHE: Heads, _k: Heads, _v: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
+        ) -> Heads:
+            return ops.decode_attention(
+                q_BHE, k_NHSE, v_NHSE, batch.positions_B, batch.page_table_BM
+            )
+
+        return self._blocks(x_BD, where, kv, attend)
+
+    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
+        """[B, V] float32 of the residual stream."""
+        normed_BD = self.norm(hidden_BD)
+        if self.config.tied_head:
+            return ops.linear(normed_BD, self.embed_tokens.weight, None).float()
+        logits_BV: torch.Tensor = self.lm_head(normed_BD)
+        return logits_BV.float()
+
+    def _blocks(
+        self, x: torch.Tensor, where: ops.Places | ops.Span, kv: KVCache, attend: Attend
+    ) -> torch.Tensor:
+        for layer, block in enumerate(self.layers):
+            x = block(x, where, kv.k_LNHSE[layer], kv.v_LNHSE[layer], attend)
+        return x

@@ -1,0 +1,90 @@
+"""What a Hugging Face folder says beside its weights: how to end, to sample and to ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from legato_engine.errors import InvalidField
+from legato_engine.models.budget import SamplingDefaults
+from legato_engine.models.decoder.tokenizer import TextTokenizer
+
+_TOKENIZER, _GENERATION = "tokenizer_config.json", "generation_config.json"
+_TEMPLATE = "chat_template.jinja"
+_SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FolderSettings:
+    """`eos` ends an answer, any of them; `specials` are tokens by the names of their roles."""
+
+    eos: frozenset[int]
+    sampling: SamplingDefaults
+    template: str | None
+    specials: dict[str, str]
+
+
+def read_settings(
+    folder: Path, tokenizer: TextTokenizer, model_eos: int | list[int] | None
+) -> FolderSettings:
+    """Read the folder's files, each of which may be missing; raises `InvalidField`.
+
+    `model_eos` is the config.json's, which generation_config.json overrules. The tokenizer's own
+    EOS counts besides. A repetition penalty is no part of this server's sampling.
+    """
+    texts, generation = _read(folder / _TOKENIZER), _read(folder / _GENERATION)
+    specials = {name: text for name in _SPECIALS if (text := _content(texts.get(name)))}
+    ids = generation.get("eos_token_id", model_eos)
+    eos = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    if (own := tokenizer.token_id(specials.get("eos_token", ""))) is not None:
+        eos.add(own)
+    if not all(isinstance(token_id, int) for token_id in eos):
+        raise InvalidField(f"{_GENERATION}: eos_token_id is {ids!r}", field="weights")
+    return FolderSettings(frozenset(eos), _sampling(generation), _template(folder, texts), specials)
+
+
+def _sampling(generation: dict[str, Any]) -> SamplingDefaults:
+    if not generation.get("do_sample"):
+        return SamplingDefaults()
+    try:
+        top_k = generation.get("top_k")
+        return SamplingDefaults(
+            temperature=float(generation.get("temperature") or 1.0),
+            top_p=float(generation.get("top_p") or 1.0),
+            top_k=None if top_k is None else int(top_k),
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidField(f"{_GENERATION}: {error}", field="weights") from None
+
+
+def _template(folder: Path, texts: dict[str, Any]) -> str | None:
+    """A file of its own goes first; of several in tokenizer_config.json the one named default."""
+    if (folder / _TEMPLATE).is_file():
+        return (folder / _TEMPLATE).read_text(encoding="utf-8")
+    template = texts.get("chat_template")
+    if isinstance(template, list):
+        named = {each.get("name"): each.get("template") for each in template}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise InvalidField(f"{_TOKENIZER}: chat_template is no text", field="weights")
+    return template
+
+
+def _content(token: object) -> str | None:
+    """A token is written as its text or as an object with its text."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise InvalidField(f"{path.name} cannot be read: {error}", field="weights") from None
+    if not isinstance(content, dict):
+        raise InvalidField(f"{path.name} is no JSON object", field="weights")
+    return content

@@ -1,0 +1,54 @@
+"""Text for a prompt, as a task."""
+
+from __future__ import annotations
+
+from legato_engine.core import Event, FinishReason, PromptToken, QueryResult, SamplingParams
+from legato_engine.models.answer import Answer
+from legato_engine.tasks import SampledToken
+
+
+class TextTask:
+    """A `tasks.Task`: tokens until an EOS, a stop string or the end of the budget."""
+
+    constrained = False
+    has_payload = False
+    reasoning_tokens = 0
+
+    def __init__(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        max_tokens: int,
+        eos: frozenset[int],
+        answer: Answer,
+    ) -> None:
+        self.prompt = tuple(map(PromptToken, prompt))
+        self.sampling = sampling
+        self.max_tokens = max_tokens
+        self.finish_reason: FinishReason | None = None
+        self._eos = eos
+        self._answer = answer
+        self._num_consumed = 0
+
+    def constraint(self) -> int:
+        """Free, always."""
+        return 0
+
+    def consume(self, token: SampledToken) -> list[Event]:
+        """Advance by one token; the budget's last one ends the task if nothing else does."""
+        self._num_consumed += 1
+        events: list[Event] = []
+        if token.token_id in self._eos:
+            self.finish_reason = FinishReason.STOP
+        else:
+            events = self._answer.push(token.token_id)
+            if self._answer.stopped:
+                self.finish_reason = FinishReason.STOP
+            elif self._num_consumed == self.max_tokens:
+                self.finish_reason = FinishReason.LENGTH
+        return events if self.finish_reason is None else events + self._answer.close()
+
+    def result(self, finish_reason: FinishReason) -> QueryResult:
+        """The answer so far."""
+        self._answer.close()
+        return QueryResult(answer=self._answer.text)

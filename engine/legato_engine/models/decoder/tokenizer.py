@@ -1,0 +1,118 @@
+"""A tokenizer.json of any text family: text to ids, and ids to bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from legato_engine.errors import InvalidField
+from legato_engine.models.byte_level import byte_of_letter
+
+_SPACE = "\u2581"  # how vocabularies that fall back to bytes write a space
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TextTokenizer:
+    """Both directions; safe to use from many threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `InvalidField` when the file is missing, or its ids cannot be read as bytes."""
+        data = _read(path)
+        self._tokenizer = _parse(data, path)
+        self._inert = _parse(data, path)
+        self._inert.encode_special_tokens = True  # special tokens in a text are not recognised
+        self._pieces = _pieces(self._tokenizer, _decoders(data))
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        specials = [re.escape(token.content) for token in added if token.special]
+        self._special = re.compile("|".join(specials)) if specials else None
+
+    @property
+    def num_ids(self) -> int:
+        """One more than the highest id."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, *, opened: bool = False) -> tuple[int, ...]:
+        """Ids of a text, in which what looks like a special token is text like any.
+
+        `opened`: as the start of a sequence, with the BOS that the tokenizer may put before it.
+        """
+        return tuple(self._inert.encode(text, add_special_tokens=opened).ids)
+
+    def encode_marked(self, text: str) -> tuple[int, ...]:
+        """Ids of a text whose special tokens are meant, and which brings all of them itself."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def has_special(self, text: str) -> bool:
+        """Whether `encode_marked` would find a special token in the text."""
+        return self._special is not None and self._special.search(text) is not None
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token by its whole text."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of a token; none for special ids and ids without an entry."""
+        return self._pieces.get(token_id, b"")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidField(f"no tokenizer at {path}: {error.strerror}", field="tokenizer") from None
+    except ValueError:
+        raise InvalidField(f"{path} is not JSON", field="tokenizer") from None
+    if not isinstance(data, dict):
+        raise InvalidField(f"{path} is not a tokenizer", field="tokenizer")
+    return data
+
+
+def _parse(data: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(data))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing more special
+        raise InvalidField(f"{path} is not a tokenizer: {error}", field="tokenizer") from None
+
+
+def _decoders(data: dict[str, Any]) -> set[str]:
+    """The kinds of the decoder's steps."""
+    decoder = data.get("decoder") or {}
+    return {step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step}
+
+
+def _pieces(tokenizer: tokenizers.Tokenizer, decoders: set[str]) -> dict[int, bytes]:
+    if "ByteLevel" in decoders:
+        byte_of = byte_of_letter()
+
+        def read(text: str) -> bytes:
+            known = all(letter in byte_of for letter in text)
+            return bytes(byte_of[letter] for letter in text) if known else text.encode()
+
+    elif "ByteFallback" in decoders:
+
+        def read(text: str) -> bytes:
+            byte = _BYTE.fullmatch(text)
+            return bytes.fromhex(byte[1]) if byte else text.replace(_SPACE, " ").encode()
+
+    else:
+        kinds = ", ".join(sorted(decoders)) or "nothing"
+        raise InvalidField(
+            f"the tokenizer decodes by {kinds}; ByteLevel and ByteFallback are implemented",
+            field="tokenizer",
+        )
+    added = tokenizer.get_added_tokens_decoder()
+
+    def entries() -> Iterator[tuple[int, bytes]]:
+        for text, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+            if token_id in added:
+                yield token_id, b"" if added[token_id].special else text.encode()
+            else:
+                yield token_id, read(text)
+
+    return dict(entries())

@@ -1,0 +1,124 @@
+"""Hugging Face checkpoints to networks, and random weights for them.
+
+Layers that run as one (`PackedLinear`) are apart in a checkpoint. A head that is the embeddings may
+be there a second time, with the same values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from legato_engine.errors import InvalidField
+from legato_engine.layers.linear import PackedLinear
+from legato_engine.models import checkpoint
+from legato_engine.models.checkpoint_files import Header, headers, opened
+from legato_engine.models.checkpoint_plan import Place
+from legato_engine.models.decoder.network import DecoderNetwork
+
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # old checkpoints hold what rope computes
+_HEAD = "lm_head.weight"
+
+
+class _Part(NamedTuple):
+    """Where a stored tensor belongs, and the rows that it fills there."""
+
+    place: Place
+    num_rows: int
+
+
+def load_weights(
+    network: DecoderNetwork,
+    folder: Path,
+    device: torch.device,
+    *,
+    memory: int | None = None,
+    progress: checkpoint.Progress = lambda fraction: None,
+) -> DecoderNetwork:
+    """Fill a network made on the meta device; raises `InvalidField` as `checkpoint.load` does."""
+    parts = _parts(network)
+    stored = headers(folder)
+    _check_rows(stored, parts)
+    if network.config.tied_head:
+        _check_tied(stored, network.checkpoint_name("embed_tokens.weight"))
+
+    def rename(name: str) -> str | Place | None:
+        if _DERIVED.search(name) or (name == _HEAD and network.config.tied_head):
+            return None
+        return parts[name].place if name in parts else name
+
+    checkpoint.load(network, stored, rename, device, memory=memory, progress=progress)
+    return network.eval()
+
+
+def random_weights(
+    network: DecoderNetwork,
+    seed: int,
+    device: torch.device,
+    *,
+    memory: int | None = None,
+    progress: checkpoint.Progress = lambda fraction: None,
+) -> DecoderNetwork:
+    """Fill a network made on the meta device with seeded weights of sensible scale."""
+    checkpoint.require_memory(network, device, memory)
+    generator = torch.Generator(device).manual_seed(seed)
+    state = network.state_dict()
+    meter = checkpoint.Meter(sum(like.nbytes for like in state.values()), progress)
+    for name, like in state.items():
+        noise = torch.randn(like.shape, generator=generator, device=device, dtype=like.dtype)
+        noise.mul_(1.0 / math.sqrt(like.shape[1]) if like.ndim == 2 else 0.02)
+        if re.search(r"norm\.weight$", name):
+            noise.add_(1.0)
+        checkpoint.assign(network, name, noise)
+        meter.add(like.nbytes)
+    meter.finish()
+    return network.eval()
+
+
+def _parts(network: DecoderNetwork) -> dict[str, _Part]:
+    """By the stored name, for all that the network has."""
+    packed = {name: m for name, m in network.named_modules() if isinstance(m, PackedLinear)}
+    parts: dict[str, _Part] = {}
+    for name, tensor in network.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        if module not in packed:
+            parts[network.checkpoint_name(name)] = _Part(Place(name), tensor.shape[0])
+            continue
+        parent, row = module.rpartition(".")[0], 0
+        for part, num_rows in packed[module].parts.items():
+            stored = network.checkpoint_name(f"{parent}.{part}.{kind}")
+            parts[stored] = _Part(Place(name, row), num_rows)
+            row += num_rows
+    return parts
+
+
+def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
+    """A part with rows to spare would run into its neighbour's."""
+    for header in stored:
+        part = parts.get(header.name)
+        if part is None or part.place.first_row is None:
+            continue
+        if header.shape[:1] != (part.num_rows,):
+            shape = f"shape {list(header.shape)}, expected {part.num_rows} rows"
+            raise InvalidField(f"{header.name}: {shape}", field="weights")
+
+
+def _check_tied(stored: Sequence[Header], embeddings: str) -> None:
+    """A head of its own that the configuration says nothing of would be lost."""
+    by_name = {header.name: header for header in stored}
+    if _HEAD not in by_name or embeddings not in by_name:
+        return
+    with (
+        opened(by_name[_HEAD].file) as read_head,
+        opened(by_name[embeddings].file) as read_embeddings,
+    ):
+        if not torch.equal(read_head(_HEAD), read_embeddings(embeddings)):
+            raise InvalidField(
+                f"{_HEAD} differs from {embeddings}, to which tie_word_embeddings ties it",
+                field="weights",
+            )

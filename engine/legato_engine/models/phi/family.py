@@ -1,0 +1,76 @@
+"""Phi 1, 1.5 and 2 in transformers' format: parallel blocks, biases, a part of a head turns."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from legato_engine.kernels import ops
+from legato_engine.layers.grouped_attention import Attend, GroupedAttention
+from legato_engine.layers.mlp import MLP
+from legato_engine.models.bundle import ModelSource
+from legato_engine.models.decoder import bundle
+from legato_engine.models.decoder.config import (
+    DecoderConfig,
+    HubConfig,
+    decoder_config,
+    head_plan,
+    partial_rotary,
+    refuse_others,
+)
+from legato_engine.models.decoder.network import DecoderNetwork
+
+
+class PhiBlock(nn.Module):
+    """Attention and MLP read the same normed input; one residual add of both."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.self_attn = GroupedAttention(config.dim, config.heads)
+        self.mlp = MLP(config.dim, config.ff_dim, config.dim)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        where: ops.Places | ops.Span,
+        k_NHSE: torch.Tensor,
+        v_NHSE: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """[tokens, D] to [tokens, D]; writes the tokens' keys and values first."""
+        normed: torch.Tensor = self.input_layernorm(x)
+        heads: torch.Tensor = self.self_attn(normed, where, k_NHSE, v_NHSE, attend)
+        mlp: torch.Tensor = self.mlp(normed)
+        return ops.add3(x, heads, mlp)
+
+
+class PhiNetwork(DecoderNetwork):
+    """All weights of a Phi."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        super().__init__(config, PhiBlock, norm, head_bias=True)
+
+    @staticmethod
+    def checkpoint_name(name: str) -> str:
+        """What Phi's checkpoints call this parameter."""
+        if name.startswith("norm."):
+            return f"model.final_layer{name}"
+        return DecoderNetwork.checkpoint_name(name.replace(".o_proj.", ".dense."))
+
+
+def find(source: ModelSource) -> bundle.DecoderBundle:
+    """Find a Phi; see `bundle.find`."""
+    return bundle.find(source, bundle.Family({"phi": _config}, PhiNetwork))
+
+
+def _config(config: HubConfig) -> DecoderConfig:
+    implemented = {"hidden_act": "gelu_new", "qk_layernorm": False, "tie_word_embeddings": False}
+    refuse_others(config, implemented)
+    return decoder_config(
+        config,
+        norm_eps=config.layer_norm_eps,
+        heads=head_plan(config, qkv_bias=True, out_bias=True),
+        partial=partial_rotary(config),
+    )

@@ -1,0 +1,153 @@
+"""A served text model beside transformers' own, on the same weights."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from legato_engine.assembly import assemble
+from legato_engine.config import EngineConfig
+from legato_engine.core import FinishReason, PromptToken, QueryTask, Request, SamplingParams
+from legato_engine.engine import make_sequence
+from legato_engine.models.registry import resolve
+
+from tests.engine.models.paged_session import PagedSession
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5  # of the largest logit
+
+
+def relative_error(actual, expected):
+    """Largest difference over the largest expected magnitude."""
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def load(name, folder, dtype=torch.float32, **settings):
+    """The model that is served under that name."""
+    return resolve(name, weights=str(folder), **settings).load(CPU, dtype)
+
+
+def check_prefill_and_decode(model, theirs, *, length, steps=20, seed=0):
+    """Logits of a prompt's last token, and of every step behind it, are transformers' own.
+
+    The tokens are random, not chosen: so steps go everywhere. A second row decodes beside it.
+    """
+    generator = random.Random(seed)
+    ids = [generator.randrange(model.vocab_size) for _ in range(length + steps)]
+    with torch.inference_mode():
+        expected_TV = theirs(torch.tensor([ids])).logits[0]
+        session = PagedSession(model, seed=seed)
+        hidden_1D = session.prefill(2, None, list(map(PromptToken, ids[:length])))
+        session.prefill(0, None, [PromptToken(5)])
+        for at in range(length - 1, length + steps - 1):
+            logits_V = model.logits(hidden_1D)[0]
+            assert relative_error(logits_V, expected_TV[at]) < TOLERANCE, at
+            session.feed(2, ids[at + 1], (0.0, 0.0))
+            session.feed(0, ids[at], (0.0, 0.0))
+            hidden_1D = session.step()[2:3]
+        assert relative_error(model.logits(hidden_1D)[0], expected_TV[-1]) < TOLERANCE
+
+
+def check_chosen(theirs, prompt, chosen, eos=None):
+    """Every token is the one that transformers would choose behind the prompt and those before it.
+
+    That is its greedy loop, in one pass. `eos`: what it would choose behind the last of them.
+    """
+    expected = [*chosen, *([] if eos is None else [eos])]
+    with torch.inference_mode():
+        logits_TV = theirs(torch.tensor([[*prompt, *chosen]])).logits[0]
+    assert logits_TV[len(prompt) - 1 :].argmax(-1)[: len(expected)].tolist() == expected
+
+
+class Answers:
+    """A `scheduler.Sink` that keeps what became of every request."""
+
+    def __init__(self):
+        self.tokens, self.results, self.reasons = {}, {}, {}
+
+    def started(self, sequence):
+        """Nothing yet."""
+        self.tokens[sequence.request.request_id] = []
+
+    def delta(self, sequence, events):
+        """Ids of the tokens that the events name."""
+        named = [token.token_id for event in events for token in event.tokens]
+        self.tokens[sequence.request.request_id] += named
+
+    def done(self, sequence, finish_reason):
+        """The whole answer."""
+        name = sequence.request.request_id
+        self.results[name] = sequence.task.result(finish_reason).answer
+        self.reasons[name] = finish_reason
+
+    def failed(self, sequence, error):
+        """Nothing here fails."""
+        raise error
+
+
+class Engine:
+    """Everything of an engine but its process."""
+
+    def __init__(self, name, folder, **settings):
+        config = EngineConfig(model=name, weights=str(folder), device="cpu", threads=1)
+        fields = {"max_running": 6, **settings}
+        self.config = type(config)(**{**_fields(config), **fields})
+        self.assembly = assemble(self.config)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *failure):
+        self.assembly.device.close()
+
+    def prompt(self, question):
+        """Ids that the model is given."""
+        task = self.assembly.frontend.make_task(
+            Request(request_id="p", task=QueryTask(question=question))
+        )
+        return [token.token_id for token in task.prompt]
+
+    def ask(self, questions, depth=2, together=True, **sampling):
+        """Ask all; whatever was asked before is forgotten."""
+        answers = Answers()
+        scheduler = self.assembly.scheduler(answers, pipeline_depth=depth)
+        for index, question in enumerate(questions):
+            request = Request(
+                request_id=str(index),
+                task=QueryTask(question=question),
+                sampling=SamplingParams(**sampling),
+                return_tokens=True,
+            )
+            scheduler.submit(make_sequence(self.assembly.frontend, request, None))
+            if not together:
+                scheduler.drain()
+        scheduler.drain()
+        load = scheduler.load()
+        assert (load.rows_used, load.pages_used, load.prefix_pages) == (0, 0, 0)
+        return answers
+
+
+def questions(count, seed=0):
+    """Texts of one word to many, some with letters of several bytes."""
+    generator = random.Random(seed)
+    words = ["the", "cat", "sky", "why", "is", "it", "blue?", "é", "😀", "0", "tea", "\n", "x" * 9]
+    return [
+        f"{index} " + " ".join(generator.choices(words, k=generator.randrange(1, 24)))
+        for index in range(count)
+    ]
+
+
+def check_greedy(name, folder, theirs, *, count, tokens=8, eos=0):
+    """Greedy answers, many decoding together, are token for token transformers' own."""
+    asked = questions(count)
+    with Engine(name, folder, max_running=16, max_waiting=count) as engine:
+        answers = engine.ask(asked, max_tokens=tokens, temperature=0.0)
+        for index, question in enumerate(asked):
+            chosen, reason = answers.tokens[str(index)], answers.reasons[str(index)]
+            assert len(chosen) == tokens or reason is FinishReason.STOP
+            end = eos if reason is FinishReason.STOP else None
+            check_chosen(theirs, engine.prompt(question), chosen, end)
+
+
+def _fields(config):
+    return {name: getattr(config, name) for name in config.__struct_fields__}

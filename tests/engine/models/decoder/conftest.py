@@ -1,0 +1,18 @@
+"""One tiny Phi for all tests that only read it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.models import hub_folder
+
+
+@pytest.fixture(scope="package")
+def phi_folder(tmp_path_factory):
+    """A Phi that is asked in turns of a chat, and ends at either of two tokens."""
+    folder = tmp_path_factory.mktemp("phi")
+    generation = {"eos_token_id": [0, 2]}
+    hub_folder.write(
+        folder, hub_folder.phi(num_key_value_heads=2), chat=hub_folder.CHAT, generation=generation
+    )
+    return folder

@@ -1,0 +1,123 @@
+"""A text model through the whole engine: batches, both depths, ends of answers, bfloat16."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from legato_engine.core import FinishReason, QueryTask, Request
+from legato_engine.models.decoder.bundle import DecoderBundle
+from legato_engine.models.decoder.model import DecoderModel
+from legato_engine.models.model import DecodeBatch, KVCache
+from legato_engine.models.registry import resolve
+from legato_engine.tasks import SampledToken
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from tests.engine.models import against_transformers as same
+
+QUESTIONS = same.questions(9, seed=3)
+
+
+@pytest.fixture(scope="module")
+def engine(phi_folder):
+    """One engine for all tests."""
+    with same.Engine("phi", phi_folder) as made:
+        yield made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_neither_batch_nor_depth_changes_an_answer(engine, temperature):
+    """Token for token the same alone, in company, pipelined or not; greedy or sampled."""
+    sampling = {"max_tokens": 12, "temperature": temperature, "top_p": 0.95}
+    answers = [
+        engine.ask(QUESTIONS, depth, together, **sampling).tokens
+        for depth, together in itertools.product((1, 2), (True, False))
+    ]
+    assert all(other == answers[0] for other in answers[1:])
+    assert any(len(set(tokens)) > 3 for tokens in answers[0].values())
+
+
+def test_deltas_spell_the_answer(engine):
+    """The tokens' texts add up to the result, whatever bytes they are."""
+    answers = engine.ask(QUESTIONS, max_tokens=30, temperature=1.5)
+    pieces = engine.assembly.frontend._setup.pieces
+    for name, tokens in answers.tokens.items():
+        spelled = b"".join(map(pieces.piece, tokens)).decode(errors="ignore")
+        assert answers.results[name] == spelled.lstrip()
+
+
+@pytest.mark.parametrize("eos", [0, 2])
+def test_every_eos_ends_an_answer(engine, eos):
+    """Each of the folder's two, and it is no part of the text."""
+    request = Request(request_id="r", task=QueryTask(question="why?"), return_tokens=True)
+    task = engine.assembly.frontend.make_task(request)
+    (shown,) = task.consume(SampledToken(100, (0.0, 0.0)))
+    assert [token.token_id for token in shown.tokens] == [100]
+    assert task.finish_reason is None
+    assert not any(event.tokens for event in task.consume(SampledToken(eos, (0.0, 0.0))))
+    assert task.finish_reason is FinishReason.STOP
+
+
+def test_sampled_answers_end_at_an_eos(engine):
+    """An engine that samples wildly meets one before the budget ends, and shows none."""
+    answers = engine.ask(same.questions(30), max_tokens=200, temperature=3.0)
+    assert FinishReason.STOP in answers.reasons.values()
+    assert not any({0, 2} & set(tokens) for tokens in answers.tokens.values())
+
+
+def test_a_stop_string_ends_an_answer(engine):
+    """Before it, wherever tokens are cut."""
+    (whole,) = engine.ask(QUESTIONS[:1], max_tokens=20, temperature=1.0).results.values()
+    stop = whole[len(whole) // 2 :][:2]
+    answers = engine.ask(QUESTIONS[:1], max_tokens=20, temperature=1.0, stop=(stop,))
+    assert answers.results["0"] == whole[: whole.index(stop)]
+    assert answers.reasons["0"] is FinishReason.STOP
+
+
+def test_bfloat16_answers(phi_folder):
+    """The model runs in bfloat16 through pages and pipeline, close to float32 at first."""
+    exact, half = (same.load("phi", phi_folder, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert half.dtype is torch.bfloat16
+    logits = []
+    for model in (exact, half):
+        session = same.PagedSession(model)
+        hidden_1D = session.prefill(0, None, list(map(same.PromptToken, range(3, 40))))
+        session.feed(0, 50, (0.0, 0.0))
+        logits.append(torch.cat([model.logits(hidden_1D), model.logits(session.step()[:1])]))
+    assert same.relative_error(logits[1], logits[0]) < 0.1
+    with same.Engine("phi", phi_folder, dtype="bf16") as engine:
+        together = engine.ask(QUESTIONS, max_tokens=8).tokens
+        assert together == engine.ask(QUESTIONS, 1, together=False, max_tokens=8).tokens
+
+
+def test_the_engine_is_told_what_it_serves(engine):
+    """Name, the one skill, and a context without a picture in it."""
+    info = engine.assembly.info
+    assert (info.name, info.tasks, info.max_context_tokens) == ("phi", ("query",), 256)
+    assert info.max_output_tokens == 255
+
+
+def test_a_decode_step_reads_nothing_on_the_host(phi_folder):
+    """So it can be captured: on a GPU no operation of a step waits for a value.
+
+    The GPU is torch's imitation, which knows shapes and devices and refuses to know values.
+    """
+    bundle = resolve("phi", weights=str(phi_folder))
+    assert isinstance(bundle, DecoderBundle)
+    with torch.inference_mode(), FakeTensorMode():
+        with torch.device("cuda"):
+            model = DecoderModel(bundle.network(bundle.config))
+        shape = (model.num_layers, 40, model.num_kv_heads, 16, model.head_dim)
+        kv = KVCache(torch.zeros(shape, device="cuda"), torch.zeros(shape, device="cuda"))
+        tokens_B = torch.zeros(4, dtype=torch.int64, device="cuda")
+        payload_B2 = torch.zeros(4, 2, device="cuda")
+        table_BM = torch.zeros(4, 16, dtype=torch.int64, device="cuda")
+        hidden_BD = model.decode(
+            model.embed(tokens_B, payload_B2), DecodeBatch(tokens_B, table_BM), kv
+        )
+        assert model.logits(hidden_BD).shape == (4, model.vocab_size)
+        assert model.logits(hidden_BD).device.type == "cuda"
+        assert model.payload(hidden_BD, tokens_B).device.type == "cuda"
+        with pytest.raises(DataDependentOutputException):
+            hidden_BD.sum().item()
