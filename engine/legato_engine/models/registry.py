@@ -17,6 +17,7 @@ _FAMILIES = {
     "moondream2": "legato_engine.models.moondream.family",
     "moondream3": "legato_engine.models.moondream.family",
     "moondream3.1": "legato_engine.models.moondream.family",
+    "llama": "legato_engine.models.llama.family",
     "phi": "legato_engine.models.phi.family",
     "random-tiny": "legato_engine.models.moondream.family",
     "random-tiny3": "legato_engine.models.moondream.family",

@@ -1,0 +1,134 @@
+"""Llama as transformers computes it, and what of it is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from legato_engine.errors import InvalidField
+from legato_engine.models.registry import resolve
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from tests.engine.models import against_transformers as same
+from tests.engine.models import hub_folder
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def config(**fields):
+    """Two layers, four heads of queries and two of keys, 16 wide."""
+    sizes = {
+        "vocab_size": hub_folder.VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "eos_token_id": 0,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    return LlamaConfig(**(sizes | fields))
+
+
+KINDS = {
+    "as Llama 2": {"num_key_value_heads": 4},
+    "as Llama 3.1": {"rope_parameters": LLAMA3},
+    "as Llama 3.2": {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    "one head of keys": {"num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+    "wide heads, biased": {"head_dim": 40, "attention_bias": True},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}},
+    "eight to a group": {"num_attention_heads": 16, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 45, 150])
+def test_logits_are_those_of_transformers(tmp_path, kind, length):
+    """Prefill and decode, within a page, across pages, and behind the first context."""
+    theirs = hub_folder.write(tmp_path, config(**KINDS[kind]))
+    same.check_prefill_and_decode(same.load("llama", tmp_path), theirs, length=length)
+
+
+def test_greedy_answers_are_those_of_transformers(tmp_path):
+    """A hundred prompts in a vocabulary of letters and bytes, behind a BOS."""
+    tokenizer = hub_folder.byte_fallback_tokenizer()
+    eos = tokenizer.token_to_id(hub_folder.EOS)
+    theirs = hub_folder.write(
+        tmp_path, config(rope_parameters=LLAMA3, eos_token_id=eos), tokenizer=tokenizer
+    )
+    same.check_greedy("llama", tmp_path, theirs, count=100, eos=eos)
+
+
+def test_neither_batch_nor_depth_changes_an_answer(tmp_path):
+    """Grouped queries and RMS norms give a row the same bits in any company."""
+    hub_folder.write(tmp_path, config(num_attention_heads=16), chat=hub_folder.CHAT)
+    asked = same.questions(9, seed=4)
+    with same.Engine("llama", tmp_path) as engine:
+        sampling = {"max_tokens": 10, "temperature": 1.0}
+        first = engine.ask(asked, **sampling).tokens
+        assert engine.ask(asked, depth=1, **sampling).tokens == first
+        assert engine.ask(asked, together=False, **sampling).tokens == first
+
+
+def test_a_tied_head_may_be_there_twice(tmp_path):
+    """With the same values; another one would be lost, and is refused."""
+    theirs = hub_folder.write(tmp_path, config(tie_word_embeddings=True))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path)
+    same.check_prefill_and_decode(same.load("llama", tmp_path), theirs, length=9)
+    tensors["lm_head.weight"][3, 3] += 1
+    save_file(tensors, path)
+    with pytest.raises(InvalidField, match=r"lm_head\.weight differs"):
+        same.load("llama", tmp_path)
+
+
+def test_a_tied_model_is_counted_once(tmp_path):
+    """As many parameters as transformers counts."""
+    theirs = hub_folder.write(tmp_path, config(tie_word_embeddings=True))
+    assert same.load("llama", tmp_path).num_parameters == theirs.num_parameters()
+
+
+def test_bfloat16_follows_float32(tmp_path):
+    """The same weights in half the bits give nearly the same logits."""
+    hub_folder.write(tmp_path, config())
+    logits = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = same.load("llama", tmp_path, dtype)
+        prompt = list(map(same.PromptToken, range(3, 40)))
+        logits.append(model.logits(same.PagedSession(model).prefill(0, None, prompt)))
+    assert same.relative_error(logits[1], logits[0]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is implemented"),
+        ({"mlp_bias": True}, "mlp_bias is True; only False is implemented"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            "rope_type is 'yarn'",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5; only 1.0 is implemented",
+        ),
+    ],
+)
+def test_fields_that_are_not_implemented_are_named(tmp_path, fields, message):
+    """What would change the answers and is not done is refused at load."""
+    hub_folder.write(tmp_path, config())
+    hub_folder.change(tmp_path / "config.json", **fields)
+    with pytest.raises(InvalidField) as caught:
+        resolve("llama", weights=str(tmp_path))
+    assert message in caught.value.message
