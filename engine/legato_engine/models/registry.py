@@ -19,6 +19,7 @@ _FAMILIES = {
     "moondream3.1": "legato_engine.models.moondream.family",
     "llama": "legato_engine.models.llama.family",
     "phi": "legato_engine.models.phi.family",
+    "qwen": "legato_engine.models.qwen.family",
     "random-tiny": "legato_engine.models.moondream.family",
     "random-tiny3": "legato_engine.models.moondream.family",
 }
