@@ -124,8 +124,9 @@ def make_sequence(
     arrival: float = 0.0,
     priority: int = 0,
     tenant: str = "",
+    adapter: str = "",
 ) -> EngineSequence:
-    """A waiting sequence of request `r<seq_id>`."""
+    """A waiting sequence of request `r<seq_id>`; its adapter changes its prefix too."""
     task = task if task is not None else FakeTask(seed=seq_id)
     request = Request(
         request_id=f"r{seq_id}",
@@ -134,9 +135,13 @@ def make_sequence(
         priority=priority,
         tenant=tenant,
     )
+    if prefix_key is not None and adapter:
+        prefix_key = f"{prefix_key} {adapter}"
     sequence = EngineSequence(
         seq_id, request, task, prefix_key, prefix_length, task.prompt, object(), num_crops
     )
+    if adapter:
+        sequence.adapter, sequence.adapter_key, sequence.adapter_rank = object(), adapter, 8
     sequence.arrival = arrival
     if isinstance(task, FakeTask):
         task.is_over = lambda: sequence.finalized
@@ -167,6 +172,7 @@ class FakeRunner:
         self._slots: dict[int, _SlotUse] = {}
         self._kv: dict[tuple[int, int], object] = {}  # (page, offset): what was written there
         self._last_token: dict[int, tuple[int, int]] = {}  # row: (sequence id, position)
+        self._adapters: dict[int, str] = {0: ""}  # by slot: whose weights were written there
         self._features: tuple[EngineSequence, int] | None = None  # whose first crops are encoded
         self.calls: list[tuple[str, int]] = []  # (call, launch id)
         self.plans: list[Plan] = []  # by launch id
@@ -238,6 +244,8 @@ class FakeRunner:
         for index, page in enumerate(sequence.page_ids):
             shared = (index + 1) * self._page_size <= sequence.prefix_length
             claims["page", page] = _prefix_owner(sequence) if shared else sequence.seq_id
+        if sequence.adapter_slot:
+            claims["adapter slot", sequence.adapter_slot] = sequence.adapter_key
         if sequence.prefix_key is not None:
             claims.update({("page", p): sequence.prefix_key for p in row.prefix.compute_pages})
             if row.prefix.copy_tail is not None:
@@ -269,6 +277,9 @@ class FakeRunner:
 
     def _prefill(self, row: Row) -> None:
         sequence = row.sequence
+        if row.prefix.write_adapter:
+            assert sequence.adapter is not None, "its adapter is gone"
+            self._adapters[sequence.adapter_slot] = sequence.adapter_key
         self._continue_features(row)
         self._features = None
         assert row.prefix.stop_crop == 0, "a prefill encodes all that are left"
@@ -298,6 +309,8 @@ class FakeRunner:
         self._kv[page, position % self._page_size] = (sequence.seq_id, position)
 
     def _check_kv(self, sequence: EngineSequence, length: int) -> None:
+        read = self._adapters.get(sequence.adapter_slot)
+        assert read == sequence.adapter_key, f"reads the adapter {read}"
         for position in range(length):
             page = sequence.page_ids[position // self._page_size]
             is_prefix = position < sequence.prefix_length

@@ -6,7 +6,8 @@
     │   ├── SessionProtocol       a session message came out of order
     │   ├── ImageUndecodable      not an image, truncated, mislabelled, zero-sized
     │   ├── ImageTooLarge         over the pixel or byte limit, known from its header
-    │   └── PromptTooLong         prompt and max_tokens do not fit the context or the KV pool
+    │   ├── PromptTooLong         prompt and max_tokens do not fit the context or the KV pool
+    │   └── AdapterUnusable       a named adapter's file is not one for this model
     ├── NotFound
     │   ├── ImageNotFound
     │   ├── ModelNotFound
@@ -68,6 +69,10 @@ class ImageTooLarge(InvalidRequest):
 
 class PromptTooLong(InvalidRequest):
     """Prompt and max_tokens can never fit."""
+
+
+class AdapterUnusable(InvalidRequest):
+    """The adapter of this name is malformed, too large, or another model's."""
 
 
 class NotFound(LegatoError):

@@ -92,6 +92,7 @@ class ModelInfo(Value, frozen=True):
     max_waiting: int
     num_parameters: int
     dtype: str
+    adapters: bool = False  # whether requests may name some
 
 
 class Loading(Value, frozen=True):
@@ -141,6 +142,7 @@ class Load(Value, frozen=True):
     pages_used: int = 0  # by live sequences, not counting unreferenced shared prefixes
     prefix_pages: int = 0  # held by unreferenced shared prefixes, evictable
     pages_total: int = 0
+    adapters_used: int = 0  # adapter slots held by live sequences
     images_cached: int = 0
     decode_steps: StepReport | None = None  # None until one decode step has followed another
 

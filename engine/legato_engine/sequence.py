@@ -29,8 +29,10 @@ class Sequence:
 
     `prefix_length` tokens (BOS and image) may be shared with other sequences; they are followed by
     `len(prompt)` private prompt tokens. The picture may be encoded in parts of its `num_crops`
-    crops; 0 or 1 leaves nothing to split. `num_launched` counts the tokens whose sampling was
-    planned, `num_committed` those read back; the difference is at most 2.
+    crops; 0 or 1 leaves nothing to split. `adapter_key` names the content of the adapter, empty for
+    none; rows of a batch that have one pay for the largest `adapter_rank` of them. `num_launched`
+    counts the tokens whose sampling was planned, `num_committed` those read back; the difference is
+    at most 2.
     """
 
     seq_id: int
@@ -41,6 +43,10 @@ class Sequence:
     prompt: tuple[PromptToken, ...]
     pixels: Any = None  # prepared image, opaque here; dropped once prefilled or finalized
     num_crops: int = 0
+    adapter: Any = None  # its weights, opaque here; dropped with `pixels`
+    adapter_key: str = ""
+    adapter_rank: int = 0
+    adapter_slot: int = 0  # on the device while resources are held, 0 without an adapter
     status: SequenceStatus = SequenceStatus.WAITING
     finalized: bool = False
     inflight_refs: int = 0

@@ -116,6 +116,7 @@ TABLE: dict[type[errors.LegatoError], Row] = {
     errors.ImageUndecodable: Row(_C.INVALID_ARGUMENT, "IMAGE_UNDECODABLE", _bad_request),
     errors.ImageTooLarge: Row(_C.INVALID_ARGUMENT, "IMAGE_TOO_LARGE", _bad_request),
     errors.PromptTooLong: Row(_C.INVALID_ARGUMENT, "PROMPT_TOO_LONG", _bad_request),
+    errors.AdapterUnusable: Row(_C.INVALID_ARGUMENT, "INVALID_FIELD", _bad_request),
     errors.ImageNotFound: Row(_C.NOT_FOUND, "IMAGE_NOT_FOUND", _resource),
     errors.ModelNotFound: Row(_C.NOT_FOUND, "MODEL_NOT_FOUND", _resource),
     errors.AdapterNotFound: Row(_C.NOT_FOUND, "ADAPTER_NOT_FOUND", _resource),

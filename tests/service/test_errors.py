@@ -32,6 +32,7 @@ FROM_ENGINE = [
     (errors.ImageUndecodable("cut", field="image"), "INVALID_ARGUMENT", "IMAGE_UNDECODABLE"),
     (errors.ImageTooLarge("big", limit=1, actual=2), "INVALID_ARGUMENT", "IMAGE_TOO_LARGE"),
     (errors.PromptTooLong("long", limit=1, actual=2), "INVALID_ARGUMENT", "PROMPT_TOO_LONG"),
+    (errors.AdapterUnusable("bad", field="options.adapter"), "INVALID_ARGUMENT", "INVALID_FIELD"),
     (errors.ImageNotFound("gone", resource="img_1"), "NOT_FOUND", "IMAGE_NOT_FOUND"),
     (errors.ModelNotFound("none", resource="m"), "NOT_FOUND", "MODEL_NOT_FOUND"),
     (errors.AdapterNotFound("none", resource="a"), "NOT_FOUND", "ADAPTER_NOT_FOUND"),

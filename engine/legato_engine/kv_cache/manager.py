@@ -1,7 +1,10 @@
-"""Who holds which pages and which batch row."""
+"""Who holds which pages, which batch row and which adapter slot."""
 
 from __future__ import annotations
 
+import dataclasses
+
+from legato_engine.kv_cache.adapter_slots import NO_ADAPTER, AdapterSlots
 from legato_engine.kv_cache.block_pool import BlockPool
 from legato_engine.kv_cache.prefix_cache import PrefixCache, PrefixEntry
 from legato_engine.kv_cache.prefix_work import PrefixWork
@@ -18,12 +21,19 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, num_rows: int, max_context: int | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        num_rows: int,
+        max_context: int | None = None,
+        *,
+        num_adapter_slots: int = 0,
     ) -> None:
         """`num_pages` counts the scratch page; `max_context` is the model's, in positions."""
         self._pool = BlockPool(num_pages)
         self._prefixes = PrefixCache(self._pool)
         self._rows = SlotPool(num_rows)
+        self._adapters = AdapterSlots(num_adapter_slots)
         self._page_size = page_size
         capacity = self._pool.num_usable * page_size
         self.max_length = capacity if max_context is None else min(capacity, max_context)
@@ -42,6 +52,11 @@ class KVCacheManager:
     def rows_used(self) -> int:
         """Rows held by live sequences and zombies."""
         return self._rows.num_used
+
+    @property
+    def adapters_used(self) -> int:
+        """Adapter slots held by live sequences and zombies."""
+        return self._adapters.num_held
 
     @property
     def pages_total(self) -> int:
@@ -69,7 +84,7 @@ class KVCacheManager:
 
         A sequence whose prefix another one is about to compute waits: next time it is a hit.
         """
-        if not self._rows.can_allocate():
+        if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
         entry = self._find(sequence)
         available = self._pool.num_free + self._prefixes.idle_pages
@@ -80,9 +95,51 @@ class KVCacheManager:
                 available -= len(entry.pages)
         return self._num_missing(sequence, entry) <= available
 
+    def lacks_adapter_slot(self, sequence: Sequence) -> bool:
+        """Whether its adapter has no slot now and can have none until a holder goes."""
+        return bool(sequence.adapter_key) and not self._adapters.can_acquire(sequence.adapter_key)
+
     def admit(self, sequence: Sequence) -> PrefixWork:
-        """Set `row`, `page_ids` and `cached_tokens`; the caller has asked `can_admit`."""
+        """Set `row`, `page_ids`, `cached_tokens` and `adapter_slot`, having asked `can_admit`."""
         assert sequence.row < 0, f"sequence {sequence.seq_id} is admitted twice"
+        work = self._admit_prefix(sequence)
+        if not sequence.adapter_key:
+            return work
+        adapter = self._adapters.acquire(sequence.adapter_key)
+        sequence.adapter_slot = adapter.slot
+        return work if adapter.ready else dataclasses.replace(work, write_adapter=True)
+
+    def prefill_launched(self, sequence: Sequence) -> None:
+        """The launch that computes this sequence's prefix is enqueued: others may read it.
+
+        So they may its adapter, which the same launch has written where it had to be.
+        """
+        entry = self._find(sequence)
+        if entry is not None:
+            entry.ready = True
+        if sequence.adapter_key:
+            self._adapters.launched(sequence.adapter_key)
+
+    def forget_prefix(self, sequence: Sequence) -> None:
+        """Let nobody join this sequence's prefix; after its last holder it is computed anew."""
+        entry = self._find(sequence)
+        if entry is not None:
+            entry.ready = False
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back the row, the private pages, and the shares of the prefix and the adapter."""
+        assert sequence.row >= 0, f"sequence {sequence.seq_id} holds nothing to release"
+        self._pool.free(sequence.page_ids[self._num_shared(sequence) :])
+        if sequence.prefix_key is not None:
+            self._prefixes.release(sequence.prefix_key)
+        if sequence.adapter_key:
+            self._adapters.release(sequence.adapter_key)
+        self._rows.free(sequence.row)
+        sequence.row = -1
+        sequence.adapter_slot = NO_ADAPTER
+        sequence.page_ids = ()
+
+    def _admit_prefix(self, sequence: Sequence) -> PrefixWork:
         entry = self._find(sequence)
         if entry is not None:
             self._prefixes.acquire(entry)
@@ -98,28 +155,6 @@ class KVCacheManager:
             entry = self._prefixes.create(sequence.prefix_key, length, self._pages(length))
             compute = entry.pages
         return PrefixWork(compute, self._extend(sequence, entry))
-
-    def prefix_launched(self, sequence: Sequence) -> None:
-        """The launch that computes this sequence's prefix is enqueued: others may read it."""
-        entry = self._find(sequence)
-        if entry is not None:
-            entry.ready = True
-
-    def forget_prefix(self, sequence: Sequence) -> None:
-        """Let nobody join this sequence's prefix; after its last holder it is computed anew."""
-        entry = self._find(sequence)
-        if entry is not None:
-            entry.ready = False
-
-    def release(self, sequence: Sequence) -> None:
-        """Take back the row, the private pages and the share of the prefix."""
-        assert sequence.row >= 0, f"sequence {sequence.seq_id} holds nothing to release"
-        self._pool.free(sequence.page_ids[self._num_shared(sequence) :])
-        if sequence.prefix_key is not None:
-            self._prefixes.release(sequence.prefix_key)
-        self._rows.free(sequence.row)
-        sequence.row = -1
-        sequence.page_ids = ()
 
     def _extend(self, sequence: Sequence, entry: PrefixEntry) -> tuple[int, int] | None:
         """Build the page table behind the entry's full pages; the copy of its last, if partial."""

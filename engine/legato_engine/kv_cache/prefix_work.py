@@ -16,12 +16,15 @@ class PrefixWork:
     `first_crop` counts the picture's crops that earlier launches have encoded. An encode goes on to
     `stop_crop` (not included) and no further; a prefill encodes all that are left, and its
     `stop_crop` is 0.
+
+    `write_adapter`: the sequence's adapter is not in its slot yet, its prefill writes it first.
     """
 
     compute_pages: tuple[int, ...] = ()
     copy_tail: tuple[int, int] | None = None
     first_crop: int = 0
     stop_crop: int = 0
+    write_adapter: bool = False
 
 
 NO_PREFIX_WORK = PrefixWork()

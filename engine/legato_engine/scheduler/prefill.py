@@ -66,7 +66,7 @@ class PrefillPlanner:
             return self._continue(self._encoding, max_crops)
         rows: list[Row] = []
         while len(rows) < self._max_rows and self._manager.rows_free > 0:
-            sequence = self._queue.first(self._manager.can_admit)
+            sequence = self._queue.first(self._manager.can_admit, self._manager.lacks_adapter_slot)
             if sequence is None:
                 break
             large = 0 < max_crops < sequence.num_crops

@@ -169,6 +169,7 @@ class Scheduler:
             pages_used=self._manager.pages_used,
             prefix_pages=self._manager.prefix_pages,
             pages_total=self._manager.pages_total,
+            adapters_used=self._manager.adapters_used,
         )
 
     # ------------------------------------------------------------ the tick
@@ -229,8 +230,8 @@ class Scheduler:
         sequences = [row.sequence for row in launch.plan.rows]
         if launch.plan.kind is LaunchKind.PREFILL:
             for sequence in sequences:
-                sequence.pixels = None
-                self._manager.prefix_launched(sequence)
+                sequence.pixels = sequence.adapter = None
+                self._manager.prefill_launched(sequence)
         starting = [s for s in sequences if s.status is SequenceStatus.WAITING]
         now = self._clock.now()
         for sequence in starting:
@@ -319,7 +320,8 @@ class Scheduler:
             if sequence.inflight_refs == 0:
                 self._manager.release(sequence)
         sequence.status = SequenceStatus.FINISHED
-        sequence.pixels = None  # observers may keep the launch, and it the sequence
+        # Observers may keep the launch, and it the sequence.
+        sequence.pixels = sequence.adapter = None
 
 
 def deadline_of(request: Request) -> float:

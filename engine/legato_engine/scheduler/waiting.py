@@ -32,6 +32,9 @@ class WaitingQueue:
 
     A sequence that does not fit right now may be overtaken by `max_overtakes` sequences that rank
     behind it; then it blocks all of those until it fits. Nor is the queue searched deeper.
+
+    A sequence that lacks an adapter slot blocks only those behind it that have adapters, as only
+    they can keep the slots held; others pass it however often, and do not count as searched.
     """
 
     def __init__(self, *, max_overtakes: int, priority_seconds: float) -> None:
@@ -57,13 +60,26 @@ class WaitingQueue:
         """Forget a sequence that is queued; nobody counts as overtaken."""
         self._pop(self.position(sequence))
 
-    def first(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+    def first(
+        self,
+        fits: Callable[[Sequence], bool],
+        lacks_slot: Callable[[Sequence], bool] = lambda sequence: False,
+    ) -> Sequence | None:
         """The first that fits, unless one before it was overtaken often enough."""
-        for waiting in islice(self._queue, self._max_overtakes + 1):
-            if fits(waiting.sequence):
-                return waiting.sequence
-            if waiting.overtaken >= self._max_overtakes:
+        depth, slots_are_due = 0, False
+        for waiting in self._queue:
+            sequence = waiting.sequence
+            patient = waiting.overtaken < self._max_overtakes
+            if lacks_slot(sequence):
+                slots_are_due = slots_are_due or not patient
+            elif slots_are_due and sequence.adapter_key:
+                continue
+            elif fits(sequence):
+                return sequence
+            elif not patient or depth == self._max_overtakes:
                 return None
+            else:
+                depth += 1
         return None
 
     def take(self, sequence: Sequence) -> None:

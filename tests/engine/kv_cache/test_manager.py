@@ -22,7 +22,7 @@ def admit(manager: KVCacheManager, admitted: Sequence) -> PrefixWork:
     """Ask, admit and launch."""
     assert manager.can_admit(admitted)
     work = manager.admit(admitted)
-    manager.prefix_launched(admitted)
+    manager.prefill_launched(admitted)
     return work
 
 
@@ -136,7 +136,7 @@ def test_a_sharer_waits_until_the_prefix_is_launched() -> None:
     first, second = sequence(0, 8), sequence(1, 8)
     manager.admit(first)
     assert not manager.can_admit(second)
-    manager.prefix_launched(first)
+    manager.prefill_launched(first)
     assert manager.can_admit(second)
     assert manager.admit(second).compute_pages == ()
 

@@ -90,7 +90,7 @@ def test_a_prefill_batch_has_bounded_rows() -> None:
     for sequence in sequences:
         planner.add(sequence)
     assert planned(planner.plan()) == [0, 2]
-    manager.prefix_launched(sequences[0])
+    manager.prefill_launched(sequences[0])
     plan = planner.plan()
     assert planned(plan) == [1]
     assert sequences[1].cached_tokens == 4

@@ -34,8 +34,11 @@ tasks = st.builds(
 )
 keys = st.sampled_from([None, *PREFIX_LENGTHS])
 crops = st.integers(0, 7)
+adapters = st.sampled_from(["", "", "x", "y", "z"])
 who = st.tuples(st.integers(-3, 3), st.sampled_from(["", "a", "b"]))  # priority and tenant
-bursts = st.lists(st.tuples(tasks, keys, crops, st.integers(-30, 30), who), min_size=1, max_size=6)
+bursts = st.lists(
+    st.tuples(tasks, keys, crops, st.integers(-30, 30), who, adapters), min_size=1, max_size=6
+)
 
 
 def prefix_length(key: str | None) -> int:
@@ -67,6 +70,7 @@ class Walk(RuleBasedStateMachine):
         max_prefill_rows=st.integers(1, 2),
         max_overtakes=st.integers(0, 3),
         crops_per_launch=st.integers(0, 3),
+        num_adapter_slots=st.integers(1, 3),
         not_finite=st.frozensets(st.tuples(st.integers(0, 20), st.integers(2, 20)), max_size=4),
         quitters=st.frozensets(st.integers(0, 20), max_size=4),
     )
@@ -82,9 +86,11 @@ class Walk(RuleBasedStateMachine):
         self.world.sink.on_delta = on_delta
 
     @rule(burst=bursts)
-    def submit(self, burst: list[tuple[FakeTask, str | None, int, int, tuple[int, str]]]) -> None:
+    def submit(
+        self, burst: list[tuple[FakeTask, str | None, int, int, tuple[int, str], str]]
+    ) -> None:
         """Some more requests, any of which may be refused; half of them have a deadline."""
-        for task, key, num_crops, seconds, (priority, tenant) in burst:
+        for task, key, num_crops, seconds, (priority, tenant), adapter in burst:
             deadline = self.world.clock.now() + seconds if seconds > 0 else None
             with contextlib.suppress(PromptTooLong, Busy, DeadlineUnreachable):
                 self.world.submit(
@@ -95,6 +101,7 @@ class Walk(RuleBasedStateMachine):
                     deadline=deadline,
                     priority=priority,
                     tenant=tenant,
+                    adapter=adapter,
                 )
 
     @precondition(lambda self: self.world.sequences)
@@ -154,13 +161,15 @@ def test_any_walk_keeps_the_rules(walk: type[Walk]) -> None:
     )
 
 
-arrivals = st.lists(st.tuples(tasks, keys, crops, st.integers(0, 3)), min_size=1, max_size=10)
+arrivals = st.lists(
+    st.tuples(tasks, keys, crops, st.integers(0, 3), adapters), min_size=1, max_size=10
+)
 
 
 @settings(max_examples=100, deadline=None)
 @given(arrivals=arrivals, num_pages=st.integers(12, 24), num_rows=st.integers(1, 4))
 def test_neither_depth_nor_splitting_changes_a_token(
-    arrivals: list[tuple[FakeTask, str | None, int, int]], num_pages: int, num_rows: int
+    arrivals: list[tuple[FakeTask, str | None, int, int, str]], num_pages: int, num_rows: int
 ) -> None:
     """Every request reads the same tokens and ends the same way, however it is launched."""
     outcomes = []
@@ -170,8 +179,9 @@ def test_neither_depth_nor_splitting_changes_a_token(
             num_pages=num_pages,
             num_rows=num_rows,
             crops_per_launch=crops_per_launch,
+            num_adapter_slots=2,
         )
-        for drawn, key, num_crops, ticks in arrivals:
+        for drawn, key, num_crops, ticks, adapter in arrivals:
             task = FakeTask(
                 seed=drawn.sampling.seed or 0,
                 num_prompt=len(drawn.prompt),
@@ -179,7 +189,11 @@ def test_neither_depth_nor_splitting_changes_a_token(
                 constrained=drawn.constrained,
             )
             world.submit(
-                task, prefix_key=key, prefix_length=prefix_length(key), num_crops=num_crops
+                task,
+                prefix_key=key,
+                prefix_length=prefix_length(key),
+                num_crops=num_crops,
+                adapter=adapter,
             )
             for _ in range(ticks):
                 world.step()

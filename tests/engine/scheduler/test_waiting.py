@@ -84,6 +84,44 @@ def test_a_removed_sequence_overtook_nobody() -> None:
     assert queue.first(lambda sequence: sequence is third) is third
 
 
+def test_who_lacks_an_adapter_slot_blocks_only_adapters() -> None:
+    """Those without one pass, however many and however often; those with one wait their turn."""
+    lacking = [make_sequence(n, adapter="x") for n in range(3)]
+    served, plain = make_sequence(3, adapter="y"), make_sequence(4)
+    queue = queue_of(*lacking, served, plain, max_overtakes=1)
+
+    def lacks_slot(sequence: Sequence) -> bool:
+        return sequence.adapter_key == "x"
+
+    assert queue.first(anybody, lacks_slot) is served
+    queue.take(served)
+    other = make_sequence(5, adapter="y")
+    queue.add(other)
+    assert queue.first(anybody, lacks_slot) is plain, "overtaken once, adapters wait"
+    queue.take(plain)
+    assert queue.first(anybody, lacks_slot) is None
+    queue.add(make_sequence(6))
+    assert queue.first(lambda s: s is not lacking[0], lacks_slot) is not None
+    assert queue.first(anybody) is lacking[0], "a slot is free again"
+
+
+def test_adapters_beyond_the_slots_take_turns() -> None:
+    """More adapters than slots are all served, while others with and without one come and go."""
+    world = World(num_adapter_slots=1, num_rows=3, max_overtakes=2)
+    for number in range(24):
+        world.submit(FakeTask(seed=1, max_tokens=6), adapter=("x", "", "y", "x")[number % 4])
+    started = []
+    while not world.scheduler.idle:
+        world.step()
+        started = [int(name[1:]) for name in world.sink.started_ids]
+    world.check_rest()
+    adapted = [number for number in started if number % 4 != 1]
+    assert started != sorted(started), "somebody went ahead of who lacked a slot"
+    assert max(number - place for place, number in enumerate(adapted)) <= 2 * 24 // 4
+    writes = [row for plan in world.runner.plans for row in plan.rows if row.prefix.write_adapter]
+    assert len(writes) < len(adapted), "an adapter that stands in its slot is not written again"
+
+
 sequences = st.lists(
     st.tuples(st.integers(-100, 100), st.integers(0, 50), st.sampled_from(["", "a", "b"])),
     min_size=1,

@@ -31,12 +31,15 @@ class World:
         max_prefill_rows: int = 1,
         max_overtakes: int = 16,
         crops_per_launch: int = 5,
+        num_adapter_slots: int = 0,
     ) -> None:
         self.page_size = page_size
         self.clock = FakeClock()
         self.sink = FakeSink()
         self.runner = FakeRunner(page_size, not_finite)
-        self.manager = KVCacheManager(num_pages, page_size, num_rows)
+        self.manager = KVCacheManager(
+            num_pages, page_size, num_rows, num_adapter_slots=num_adapter_slots
+        )
         self.pipeline = Pipeline(depth)
         self.records: list[StepRecord] = []
         self.scheduler = Scheduler(
@@ -71,6 +74,7 @@ class World:
         deadline: float | None = None,
         priority: int = 0,
         tenant: str = "",
+        adapter: str = "",
     ) -> Sequence:
         """Submit request `r<n>`, n counting from 0; raises what the scheduler raises."""
         sequence = make_sequence(
@@ -83,6 +87,7 @@ class World:
             arrival=self.clock.now(),
             priority=priority,
             tenant=tenant,
+            adapter=adapter,
         )
         self.sequences.append(sequence)
         try:
@@ -143,6 +148,7 @@ class World:
         assert all(s.row >= 0 for s in self.sequences if s.inflight_refs), "released too early"
         assert load.rows_used == len(holders) == load.running + len(zombies)
         assert load.inflight <= self.pipeline.depth
+        assert load.adapters_used == len({s.adapter_key for s in holders} - {""})
         assert load.pages_used == self._pages_of(holders)
         assert load.pages_used + load.prefix_pages <= load.pages_total
         for sequence in self.sequences:
@@ -161,7 +167,8 @@ class World:
         assert ended | self.aborted == {s.request.request_id for s in self.sequences}
         for sequence in self.sequences:
             assert sequence.finalized
-            assert (sequence.inflight_refs, sequence.row) == (0, -1)
+            assert (sequence.inflight_refs, sequence.row, sequence.adapter_slot) == (0, -1, 0)
+            assert sequence.adapter is None, "the host's weights are let go"
         commits = [launch for call, launch in self.runner.calls if call == "collect"]
         assert commits == sorted(commits) == [r.launch.launch_id for r in self.records]
         assert self.scheduler.steps_committed == len(commits)
