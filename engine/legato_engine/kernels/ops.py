@@ -4,7 +4,8 @@ Shape legend: N pages, S positions per page, H heads, E head dim, T query tokens
 L its positions, B rows, M pages per row, P positions, R rotated dims of a head; D width, X experts,
 K experts of a token, J = T * K pairs of the two, I and O inputs and outputs of an expert's layer.
 Caches are one layer's, [N, H, S, E]. Keys and values may have fewer heads than queries, by a whole
-factor: each of their heads then serves that many heads of queries which follow each other.
+factor: each of their heads then serves that many heads of queries which follow each other. Of
+adapters: S slots, R ranks, I and O a layer's inputs and outputs.
 """
 
 from __future__ import annotations
@@ -53,6 +54,19 @@ class Span:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AdapterRows:
+    """Which adapter slot each of T tokens reads, all int64; slot 0 is none.
+
+    `slot_T` of one element speaks for all tokens. `rank_S` are the slots' own ranks, and `rank` is
+    at least that of every slot named: known on the host, so that a step's cost is.
+    """
+
+    slot_T: torch.Tensor
+    rank_S: torch.Tensor
+    rank: int
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[..., out] of [..., in] by a weight [out, in].
 
@@ -62,6 +76,24 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     if x.device.type == "cpu":
         return reference.linear_rows(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def add_low_rank(
+    out_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    a_SRI: torch.Tensor,
+    b_SRO: torch.Tensor,
+    rows: AdapterRows,
+) -> torch.Tensor:
+    """[T, O]: `out` plus B(A x) of each token's slot; the storage of `out` may be reused.
+
+    Beyond a slot's own rank both matrices are zero. On the CPU a row's bits depend on nothing but
+    that row and its adapter; elsewhere nothing is read on the host, so the call can be captured.
+    """
+    if out_TO.device.type == "cpu":
+        slots, ranks = rows.slot_T, rows.rank_S
+        return reference.add_low_rank_rows(out_TO, x_TI, a_SRI, b_SRO, slots, ranks)
+    return reference.add_low_rank_gathered(out_TO, x_TI, a_SRI, b_SRO, rows.slot_T, rows.rank)
 
 
 def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from legato_engine.kernels.experts import ExpertWeights, Routes
 
 _SCRATCH_PAGE = 0
+_NO_SLOT = 0
 _ROW_BLOCK = 8
 
 
@@ -29,6 +30,42 @@ def _whole_blocks(rows_TD: torch.Tensor) -> torch.Tensor:
     """The rows, with zeros behind them up to a whole block."""
     padding = -rows_TD.shape[0] % _ROW_BLOCK
     return F.pad(rows_TD, (0, 0, 0, padding)) if padding else rows_TD
+
+
+def add_low_rank_rows(
+    out_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    a_SRI: torch.Tensor,
+    b_SRO: torch.Tensor,
+    slot_T: torch.Tensor,
+    rank_S: torch.Tensor,
+) -> torch.Tensor:
+    """See `ops.add_low_rank`; slot by slot, each at its own rank and over its own rows."""
+    slots, ranks = slot_T.tolist(), rank_S.tolist()
+    if len(slots) == 1:
+        slots *= x_TI.shape[0]
+    for slot in sorted({*slots} - {_NO_SLOT}):
+        rows = [row for row, each in enumerate(slots) if each == slot]
+        a_RI, b_RO = a_SRI[slot, : ranks[slot]], b_SRO[slot, : ranks[slot]]
+        out_TO[rows] += linear_rows(linear_rows(x_TI[rows], a_RI, None), b_RO.t(), None)
+    return out_TO
+
+
+def add_low_rank_gathered(
+    out_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    a_SRI: torch.Tensor,
+    b_SRO: torch.Tensor,
+    slot_T: torch.Tensor,
+    rank: int,
+) -> torch.Tensor:
+    """See `ops.add_low_rank`; every row with a copy of its slot's first `rank` ranks."""
+    a_TRI = a_SRI[:, :rank].index_select(0, slot_T)
+    b_TRO = b_SRO[:, :rank].index_select(0, slot_T)
+    if slot_T.shape[0] == 1:
+        return torch.addmm(out_TO, x_TI @ a_TRI[0].t(), b_TRO[0])
+    hidden_T1R = torch.bmm(x_TI[:, None], a_TRI.transpose(1, 2))
+    return torch.baddbmm(out_TO[:, None], hidden_T1R, b_TRO)[:, 0]
 
 
 def write_kv(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels.cuda import norm
 from legato_engine.layers.linear import Linear
+from legato_engine.layers.lora import MlpAdapters
 
 
 class MLP(nn.Module):
@@ -17,10 +19,13 @@ class MLP(nn.Module):
         self.fc1 = Linear(dim, inner_dim)
         self.fc2 = Linear(inner_dim, out_dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., dim] to [..., out_dim]."""
-        out: torch.Tensor = self.fc2(self.fc1.gelu(x))
-        return out
+    def forward(self, x: torch.Tensor, adapters: MlpAdapters | None = None) -> torch.Tensor:
+        """[..., dim] to [..., out_dim]; with adapters [T, dim], each token by its own."""
+        if adapters is None:
+            out: torch.Tensor = self.fc2(self.fc1.gelu(x))
+            return out
+        hidden = F.gelu(adapters.add_fc1(self.fc1(x), x), approximate="tanh")
+        return adapters.add_fc2(self.fc2(hidden), hidden)
 
     def after_norm(
         self, x: torch.Tensor, y: torch.Tensor, ln: nn.LayerNorm

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch  # frontends import this module, and they never load torch
 
     from legato_engine.kernels.cuda.sampling import RowTensors
+    from legato_engine.layers.lora import AdaptedRows, AdapterBank, MlpWeights
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,10 +38,14 @@ class KVCache:
 
 @dataclasses.dataclass(slots=True)
 class DecodeBatch:
-    """Where B single-token rows stand: `positions_B` int64 and `page_table_BM` int64 page ids."""
+    """Where B single-token rows stand: `positions_B` int64 and `page_table_BM` int64 page ids.
+
+    `adapters`: which of them each row reads; None where no row has one.
+    """
 
     positions_B: torch.Tensor
     page_table_BM: torch.Tensor
+    adapters: AdaptedRows | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +90,20 @@ class PrefillSpan:
     start: int
     pages_M: torch.Tensor
     bidirectional: bool
+    adapters: AdaptedRows | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapter:
+    """A fine-tune on the host: what is added to the weights, for those requests that name it.
+
+    `key` names the content (same file, same key).
+    """
+
+    key: str
+    rank: int
+    weights: MlpWeights
+    num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,6 +221,20 @@ class Model(Protocol):
 
     def payload(self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
         """[B, 2] float32: the value that goes with each sampled token, zero for plain tokens."""
+        ...
+
+    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank | None:
+        """Room for adapters on the device, to be named by `DecodeBatch` and `PrefillSpan`.
+
+        None for a model that takes none; `read_adapter` then refuses all.
+        """
+        ...
+
+    def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
+        """An adapter's file; safe on any thread, and apart from the compute stream.
+
+        Raises `AdapterUnusable` saying what does not fit this model.
+        """
         ...
 
     def step_kernels(self, kv: KVCache) -> StepKernels | None:

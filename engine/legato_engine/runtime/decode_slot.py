@@ -55,6 +55,7 @@ class DecodeSlot:
                 "payload": ((max_prompt, 2), torch.float32),
                 "prefix_pages": ((max_pages,), torch.int64),
                 "pages": ((max_pages,), torch.int64),
+                "adapter_slot": ((1,), torch.int64),
                 "seed": ((1,), torch.int64),
                 "top_k": ((1,), torch.int64),
                 "temperature": ((1,), torch.float32),

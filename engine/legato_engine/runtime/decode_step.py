@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import DecodeBatch, KVCache, Model
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.row_state import RowState
@@ -14,23 +15,37 @@ from legato_engine.runtime.sampler import greedy, sample
 
 
 class DecodeStep:
-    """One batch size over one slot's buffers."""
+    """One batch size over one slot's buffers; `rank` 0 reads no adapters."""
 
     def __init__(
-        self, model: Model, kv: KVCache, state: RowState, slot: DecodeSlot, batch: int
+        self,
+        model: Model,
+        kv: KVCache,
+        state: RowState,
+        slot: DecodeSlot,
+        batch: int,
+        bank: AdapterBank | None,
+        rank: int,
     ) -> None:
         self._model = model
         self._kv = kv
         self._state = state
         self._slot = slot
         self._batch = batch
+        self._bank = bank if rank else None
+        self._rank = rank
 
     def forward(self) -> None:
         """Last sampled tokens in, final residual stream and logits out."""
         model, state, slot, batch = self._model, self._state, self._slot, self._batch
         row_B = slot.staged.device["row"][:batch]
         x_BD = model.embed(state.token_R[row_B], state.payload_R2[row_B])
-        where = DecodeBatch(slot.staged.device["position"][:batch], state.page_table_RM[row_B])
+        bank = self._bank
+        where = DecodeBatch(
+            slot.staged.device["position"][:batch],
+            state.page_table_RM[row_B],
+            bank.rows(state.adapter_slot_R[row_B], self._rank) if bank is not None else None,
+        )
         hidden_BD = model.decode(x_BD, where, self._kv)
         slot.hidden_RD[:batch].copy_(hidden_BD)
         slot.logits_RV[:batch].copy_(model.logits(hidden_BD))

@@ -2,6 +2,9 @@
 
 A short prompt runs as rows of a decode step that share one page table, so it costs what a step
 costs and gives the same bits.
+
+The kernels know no adapters. A launch in which a row has one runs by torch's operations instead,
+over the same caches and the same row state: its decode steps captured by rank, its prefills not.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import numpy as np
 from legato_engine.core import PromptToken
 from legato_engine.device.base import Device
 from legato_engine.kernels.cuda.sampling import Sampler
+from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import (
     KVCache,
     Model,
@@ -22,6 +26,7 @@ from legato_engine.models.model import (
     StepKernels,
 )
 from legato_engine.runtime.decode_slot import MAX_PROMPT_CHUNKS, DecodeSlot
+from legato_engine.runtime.decode_step import DecodeStep
 from legato_engine.runtime.prefill_step import PrefillStep, stage_prefill
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table
@@ -41,6 +46,7 @@ class FusedProgram:
         kv: KVCache,
         state: RowState,
         slots: Sequence[DecodeSlot],
+        bank: AdapterBank | None,
         buckets: tuple[int, ...],
         capture: Callable[[Work], Work],
     ) -> None:
@@ -51,6 +57,8 @@ class FusedProgram:
         self._kv = kv
         self._state = state
         self._slots = slots
+        self._bank = bank
+        self._ranks = (0, *bank.ranks) if bank is not None else (0,)
         self._capture = capture
         self._sampler = Sampler(model.vocab_size)
         self._constraints_CV = constraint_table(model.constraints, model.vocab_size).to(
@@ -61,11 +69,12 @@ class FusedProgram:
         self._graphs: dict[tuple[object, ...], Work] = {}
 
     def warm_up(self) -> None:
-        """Every bucket of both slots, with and without payloads; every number of crops."""
+        """Every bucket of both slots, by rank and with and without payloads; all crop counts."""
         for slot in range(len(self._slots)):
             self._submit("admit", slot)
             for bucket in self.buckets:
-                self.decode(slot, bucket)
+                for rank in self._ranks:
+                    self.decode(slot, bucket, rank)
                 for payload in (False, True):
                     self.sample(slot, bucket, sampled=False, payload=payload)
         if self._encoder is not None:
@@ -74,9 +83,9 @@ class FusedProgram:
             for slot in range(len(self._slots)):
                 self._submit("prefix", slot)
 
-    def decode(self, slot: int, bucket: int) -> None:
+    def decode(self, slot: int, bucket: int, rank: int) -> None:
         """See `program.Program`."""
-        self._submit("forward", slot, bucket)
+        self._submit("forward", slot, bucket, rank)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         """See `program.Program`; every row knows by itself whether it is greedy."""
@@ -88,13 +97,16 @@ class FusedProgram:
         stage_prefill(buffers, row, self._state.scratch_row)
         buffers.prompt.upload(compute)
         self._submit("admit", slot)
+        step = PrefillStep(self._model, self._kv, self._state, buffers, self._bank, row)
+        if row.sequence.adapter_key:
+            self._prefill_adapted(slot, row, step)
+            return
         tokens, start = row.sequence.prompt, row.position
         if row.prefix.compute_pages:
             if row.sequence.pixels is None:
                 tokens, start = (PromptToken(self._model.bos_token), *tokens), 0
             else:
-                self._prefix(slot, row)
-        step = PrefillStep(self._model, self._kv, self._state, buffers, row)
+                self._prefix(slot, row, step)
         compute.submit(step.copy_tail)
         most = self.buckets[-1]
         if len(tokens) > most * MAX_PROMPT_CHUNKS:
@@ -105,16 +117,29 @@ class FusedProgram:
             part = tokens[first : first + most]
             bucket = self._stage_chunk(buffers, chunk, row, part, start + first)
             buffers.staged.upload(compute, chunk)
-            self.decode(slot, bucket)
+            self.decode(slot, bucket, 0)
 
     def encode(self, slot: int, row: Row) -> None:
         """See `program.Program`."""
         self._encode(slot, row, row.prefix.stop_crop)
 
-    def _prefix(self, slot: int, row: Row) -> None:
+    def _prefill_adapted(self, slot: int, row: Row, step: PrefillStep) -> None:
+        """Behind its admission, a prefill with an adapter."""
+        compute, encoder = self._device.compute, self._encoder
+        compute.submit(step.write_adapter)
+        if row.prefix.compute_pages and row.sequence.num_crops:
+            self._encode(slot, row, row.sequence.num_crops)
+            assert encoder is not None, "a picture is left whole only for an encoder"
+            compute.submit(lambda: step.run_encoded_prefix(encoder.finish()))
+        elif row.prefix.compute_pages:
+            compute.submit(step.run_prefix)
+        compute.submit(step.copy_tail)
+        self._slots[slot].staged.upload(compute)
+        compute.submit(step.run_prompt)
+
+    def _prefix(self, slot: int, row: Row, step: PrefillStep) -> None:
         """The picture's own positions: what is left of its crops, then the decoder over them."""
         if row.sequence.num_crops == 0:
-            step = PrefillStep(self._model, self._kv, self._state, self._slots[slot], row)
             self._device.compute.submit(step.run_prefix)
             return
         self._encode(slot, row, row.sequence.num_crops)
@@ -171,8 +196,11 @@ class FusedProgram:
     def _admit_work(self, slot: int) -> Work:
         return lambda: self._state.admit(self._slots[slot])
 
-    def _forward_work(self, slot: int, bucket: int) -> Work:
+    def _forward_work(self, slot: int, bucket: int, rank: int) -> Work:
         buffers, state = self._slots[slot], self._state
+        if rank:
+            model, kv, bank = self._model, self._kv, self._bank
+            return DecodeStep(model, kv, state, buffers, bucket, bank, rank).forward
         staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
         inputs = StepInputs(
             source_B=staged["source"],

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from legato_engine.device.base import Device, Event
+from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import KVCache, Model
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.program import Program
@@ -51,7 +52,9 @@ class ModelRunner:
         max_running: int,
         buckets: Sequence[int],
         cuda_graphs: bool = True,
+        adapters: AdapterBank | None = None,
     ) -> None:
+        """`adapters` is where rows find theirs; without it no row has one."""
         max_pages = -(-model.max_context // kv.page_size)
         self._device = device
         self._state = RowState(max_running, max_pages, device.torch_device)
@@ -68,9 +71,10 @@ class ModelRunner:
             for _ in range(NUM_SLOTS)
         )
         self._flights = [Flight(*(device.compute.record() for _ in range(5))) for _ in self._slots]
+        self._adapters = adapters
         capture = device.capture if cuda_graphs else _run_directly
         self._program = _program(
-            model, device, kv, self._state, self._slots, tuple(buckets), capture
+            model, device, kv, self._state, self._slots, adapters, tuple(buckets), capture
         )
         self._buckets = self._program.buckets
 
@@ -99,7 +103,7 @@ class ModelRunner:
             self._stage_rows(slot, rows, bucket)
             flight.forward_start = compute.record(flight.forward_start)
             slot.staged.upload(compute)
-            self._program.decode(launch.slot, bucket)
+            self._program.decode(launch.slot, bucket, self._rank(rows))
         else:
             assert len(rows) == 1, "a prefill is one sequence: its slot stages one prompt"
             work = self._program
@@ -152,6 +156,12 @@ class ModelRunner:
     def _bucket(self, num_rows: int) -> int:
         return next(bucket for bucket in self._buckets if bucket >= num_rows)
 
+    def _rank(self, rows: Sequence[Row]) -> int:
+        """The rank to run for all rows, 0 when none has an adapter."""
+        if self._adapters is None:
+            return 0
+        return self._adapters.bucket(max(row.sequence.adapter_rank for row in rows))
+
     def _stage_rows(self, slot: DecodeSlot, rows: Sequence[Row], bucket: int) -> None:
         """One token a row, the last that it sampled; the rest of the bucket is padding."""
         staged = slot.staged.host
@@ -184,16 +194,17 @@ def _program(
     kv: KVCache,
     state: RowState,
     slots: Sequence[DecodeSlot],
+    bank: AdapterBank | None,
     buckets: tuple[int, ...],
     capture: Callable[[Callable[[], None]], Callable[[], None]],
 ) -> Program:
     """By kernels where the model has some for this device, by its torch operations elsewhere."""
     kernels = model.step_kernels(kv)
     if kernels is None:
-        return TorchProgram(model, device, kv, state, slots, buckets, capture)
+        return TorchProgram(model, device, kv, state, slots, bank, buckets, capture)
     from legato_engine.runtime.fused_program import FusedProgram
 
-    return FusedProgram(model, kernels, device, kv, state, slots, buckets, capture)
+    return FusedProgram(model, kernels, device, kv, state, slots, bank, buckets, capture)
 
 
 def _run_directly(work: Callable[[], None]) -> Callable[[], None]:

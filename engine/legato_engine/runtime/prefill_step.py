@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from legato_engine.models.model import KVCache, Model, PrefillSpan
+from typing import TYPE_CHECKING
+
+from legato_engine.layers.lora import AdapterBank
+from legato_engine.models.model import Adapter, KVCache, Model, PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.row_state import RowState
 from legato_engine.scheduler.launch import Row
+
+if TYPE_CHECKING:
+    import torch  # for annotations
 
 
 def stage_prefill(slot: DecodeSlot, row: Row, scratch_row: int) -> None:
@@ -25,6 +31,7 @@ def stage_prefill(slot: DecodeSlot, row: Row, scratch_row: int) -> None:
     staged["prefix_pages"][: len(row.prefix.compute_pages)] = row.prefix.compute_pages
     staged["pages"].fill(0)
     staged["pages"][: len(sequence.page_ids)] = sequence.page_ids
+    staged["adapter_slot"][0] = sequence.adapter_slot
     sampling = sequence.task.sampling
     staged["row"][0] = sequence.row
     staged["seed"][0] = (sampling.seed or 0) & ((1 << 63) - 1)
@@ -41,7 +48,13 @@ class PrefillStep:
     """
 
     def __init__(
-        self, model: Model, kv: KVCache, state: RowState, slot: DecodeSlot, row: Row
+        self,
+        model: Model,
+        kv: KVCache,
+        state: RowState,
+        slot: DecodeSlot,
+        bank: AdapterBank | None,
+        row: Row,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -52,20 +65,37 @@ class PrefillStep:
         self._start = row.position
         self._count = len(row.sequence.prompt)
         self._num_pages = len(row.sequence.page_ids)
+        self._adapter_slot = row.sequence.adapter_slot
+        self._adapter: Adapter | None = row.sequence.adapter if row.prefix.write_adapter else None
+        rank = bank.bucket(row.sequence.adapter_rank) if bank is not None else 0
+        self._bank = bank if rank else None
+        slot_1 = slot.prompt.device["adapter_slot"]
+        self._adapters = bank.rows(slot_1, rank) if bank is not None and rank else None
 
     def __call__(self) -> None:
         """Run on the compute stream; leaves the last position's outputs in row 0 of the slot."""
         self._state.admit(self._slot)
+        self.write_adapter()
         if self._prefix.compute_pages:
             self.run_prefix()
         self.copy_tail()
-        self._run_prompt()
+        self.run_prompt()
+
+    def write_adapter(self) -> None:
+        """Put the sequence's adapter into its slot, unless it stands there."""
+        if self._adapter is not None:
+            assert self._bank is not None, "an adapter needs a bank"
+            self._bank.write(self._adapter_slot, self._adapter.weights)
 
     def run_prefix(self) -> None:
         """Fill the prefix's pages: BOS, and the picture if there is one."""
-        x_PD = self._model.prefix_embeddings(self._pixels)
+        self.run_encoded_prefix(self._model.prefix_embeddings(self._pixels))
+
+    def run_encoded_prefix(self, x_PD: torch.Tensor) -> None:
+        """The same, of its embeddings."""
         pages = self._slot.prompt.device["prefix_pages"][: len(self._prefix.compute_pages)]
-        self._model.prefill(x_PD, PrefillSpan(0, pages, bidirectional=True), self._kv)
+        span = PrefillSpan(0, pages, bidirectional=True, adapters=self._adapters)
+        self._model.prefill(x_PD, span, self._kv)
 
     def copy_tail(self) -> None:
         """Give the sequence its own copy of a page that the prefix fills only in part."""
@@ -78,12 +108,14 @@ class PrefillStep:
         """The prompt, and BOS before it where no picture stands there."""
         if self._prefix.compute_pages and self._pixels is None:
             self.run_prefix()
-        self._run_prompt()
+        self.run_prompt()
 
-    def _run_prompt(self) -> None:
+    def run_prompt(self) -> None:
+        """Fill the prompt's positions; the last one's outputs become the slot's first row."""
         slot, model, staged = self._slot, self._model, self._slot.prompt.device
         x_TD = model.embed(staged["token"][: self._count], staged["payload"][: self._count])
-        span = PrefillSpan(self._start, staged["pages"][: self._num_pages], bidirectional=False)
+        pages = staged["pages"][: self._num_pages]
+        span = PrefillSpan(self._start, pages, bidirectional=False, adapters=self._adapters)
         hidden_1D = model.prefill(x_TD, span, self._kv)[-1:]
         slot.hidden_RD[:1].copy_(hidden_1D)
         slot.logits_RV[:1].copy_(model.logits(hidden_1D))

@@ -21,8 +21,8 @@ class Program(Protocol):
         """Capture (or once run) every shape, so that no launch pays for it later."""
         ...
 
-    def decode(self, slot: int, bucket: int) -> None:
-        """One forward over the staged rows."""
+    def decode(self, slot: int, bucket: int, rank: int) -> None:
+        """One forward over the staged rows; adapters of at most `rank`, none if that is 0."""
         ...
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:

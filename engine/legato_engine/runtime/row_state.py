@@ -1,7 +1,8 @@
 """What the device remembers of every live sequence between launches.
 
 The sampled token is written here and read here by the next forward: it never leaves the device on
-its way. What is constant in a sequence's life (pages, sampling) is written once, by its prefill.
+its way. What is constant in a sequence's life (pages, adapter slot, sampling) is written once, by
+its prefill.
 
 Shape legend: R rows (one more than can be live: the last is scratch for padding), M pages.
 """
@@ -22,6 +23,7 @@ class RowState:
         self.token_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.payload_R2 = torch.zeros(rows, 2, device=device)
         self.page_table_RM = torch.zeros(rows, max_pages, dtype=torch.int64, device=device)
+        self.adapter_slot_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.seed_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.top_k_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperature_R = torch.zeros(rows, device=device)
@@ -35,6 +37,7 @@ class RowState:
         staged = slot.prompt.device
         row_1 = staged["row"]
         self.page_table_RM.index_copy_(0, row_1, staged["pages"][None])
+        self.adapter_slot_R.index_copy_(0, row_1, staged["adapter_slot"])
         self.seed_R.index_copy_(0, row_1, staged["seed"])
         self.top_k_R.index_copy_(0, row_1, staged["top_k"])
         self.temperature_R.index_copy_(0, row_1, staged["temperature"])

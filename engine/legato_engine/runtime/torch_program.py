@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from legato_engine.device.base import Device
+from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import KVCache, Model
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.decode_step import DecodeStep
@@ -26,6 +27,7 @@ class TorchProgram:
         kv: KVCache,
         state: RowState,
         slots: Sequence[DecodeSlot],
+        bank: AdapterBank | None,
         buckets: tuple[int, ...],
         capture: Capture,
     ) -> None:
@@ -36,27 +38,30 @@ class TorchProgram:
         self._kv = kv
         self._state = state
         self._slots = slots
+        self._bank = bank
+        self._ranks = (0, *bank.ranks) if bank is not None else (0,)
         self._capture = capture
         self._constraints_CV = constraint_table(model.constraints, model.vocab_size).to(
             device.torch_device
         )
-        self._forwards: dict[tuple[int, int], Callable[[], None]] = {}
+        self._forwards: dict[tuple[int, int, int], Callable[[], None]] = {}
         self._samples: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
 
     def warm_up(self) -> None:
-        """Every bucket of both slots, with and without sampling and payloads."""
+        """Every bucket of both slots and every rank, with and without sampling and payloads."""
         for slot in range(len(self._slots)):
             for bucket in self.buckets:
-                self.decode(slot, bucket)
+                for rank in self._ranks:
+                    self.decode(slot, bucket, rank)
                 for sampled in (False, True):
                     for payload in (False, True):
                         self.sample(slot, bucket, sampled=sampled, payload=payload)
 
-    def decode(self, slot: int, bucket: int) -> None:
+    def decode(self, slot: int, bucket: int, rank: int) -> None:
         """See `program.Program`."""
-        key = (slot, bucket)
+        key = (slot, bucket, rank)
         if key not in self._forwards:
-            self._forwards[key] = self._capture(self._step(slot, bucket).forward)
+            self._forwards[key] = self._capture(self._step(slot, bucket, rank).forward)
         self._device.compute.submit(self._forwards[key])
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
@@ -71,7 +76,7 @@ class TorchProgram:
         """See `program.Program`."""
         buffers = self._slots[slot]
         stage_prefill(buffers, row, self._state.scratch_row)
-        step = PrefillStep(self._model, self._kv, self._state, buffers, row)
+        step = PrefillStep(self._model, self._kv, self._state, buffers, self._bank, row)
         buffers.prompt.upload(self._device.compute)
         buffers.staged.upload(self._device.compute)
         self._device.compute.submit(step)
@@ -80,5 +85,6 @@ class TorchProgram:
         """Never planned: pictures are split only for a program that has an encoder."""
         raise AssertionError("no picture is encoded apart from its prefill here")
 
-    def _step(self, slot: int, bucket: int) -> DecodeStep:
-        return DecodeStep(self._model, self._kv, self._state, self._slots[slot], bucket)
+    def _step(self, slot: int, bucket: int, rank: int = 0) -> DecodeStep:
+        buffers, bank = self._slots[slot], self._bank
+        return DecodeStep(self._model, self._kv, self._state, buffers, bucket, bank, rank)

@@ -10,7 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from legato_engine.layers.lora import AdapterBank, MlpWeights
 from legato_engine.models.model import (
+    Adapter,
     DecodeBatch,
     KVCache,
     PictureEncoder,
@@ -18,6 +20,7 @@ from legato_engine.models.model import (
     PreparedImage,
     StepKernels,
 )
+from legato_engine.models.moondream.adapters import parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
 from legato_engine.models.moondream.fused import FusedMoondream, can_fuse
@@ -99,6 +102,28 @@ class MoondreamModel:
         kind_B1 = token_ids_B[:, None]
         payload_B2 = torch.where(kind_B1 == self._tokens.coord, coord_B2, 0.0)
         return torch.where(kind_B1 == self._tokens.size, size_B2, payload_B2)
+
+    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank | None:
+        """Room for adapters of all text MLPs; experts have none."""
+        text = self._config.text
+        if text.moe is not None:
+            return None
+        return AdapterBank(
+            num_layers=text.num_layers,
+            dim=text.dim,
+            ff_dim=text.ff_dim,
+            num_slots=num_slots,
+            max_rank=max_rank,
+            like=self._network.text.wte,
+        )
+
+    def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
+        """An adapter's file, in page-locked memory where the device copies from that."""
+        weights = parse_adapter(data, self._config, max_rank, self.dtype)
+        if self._device.type != "cpu":
+            weights = MlpWeights(*(tensor.pin_memory() for tensor in weights.tensors))
+        num_bytes = sum(tensor.nbytes for tensor in weights.tensors)
+        return Adapter(key, weights.tensors[0].shape[1], weights, num_bytes)
 
     def step_kernels(self, kv: KVCache) -> StepKernels | None:
         """The kernels over this cache, None where only torch's own operations run."""

@@ -13,6 +13,7 @@ from torch import nn
 from legato_engine.kernels import ops
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.linear import Linear
+from legato_engine.layers.lora import AdaptedRows, MlpAdapters
 from legato_engine.layers.mlp import MLP
 from legato_engine.layers.moe import MoE
 from legato_engine.layers.rope import Rope
@@ -42,6 +43,7 @@ class TextBlock(nn.Module):
         k_NHSE: torch.Tensor,
         v_NHSE: torch.Tensor,
         attend: Attend,
+        adapters: MlpAdapters | None,
     ) -> torch.Tensor:
         """[T, D] to [T, D]; writes the tokens' keys and values first."""
         normed: torch.Tensor = self.ln(x)
@@ -50,16 +52,18 @@ class TextBlock(nn.Module):
         if self.attn.tau is not None:
             qkv_T3HE = self.attn.tau(qkv_T3HE, positions_T)
         q, k, v = ops.rotate_and_cache(qkv_T3HE.flatten(1, 2), where, k_NHSE, v_NHSE)
-        mlp = self._feed_forward(normed, capturable=isinstance(where, ops.Places))
+        mlp = self._feed_forward(normed, adapters, capturable=isinstance(where, ops.Places))
         return ops.add3(x, self.attn.join(attend(q, k, v, k_NHSE, v_NHSE)), mlp)
 
-    def _feed_forward(self, normed: torch.Tensor, *, capturable: bool) -> torch.Tensor:
-        """The MLP or the experts; a step may be captured, a span never is."""
+    def _feed_forward(
+        self, normed: torch.Tensor, adapters: MlpAdapters | None, *, capturable: bool
+    ) -> torch.Tensor:
+        """The MLP or the experts, which have no adapters; a step may be captured, a span is not."""
         out: torch.Tensor
         if isinstance(self.mlp, MoE):
             out = self.mlp(normed, capturable=capturable)
         else:
-            out = self.mlp(normed)
+            out = self.mlp(normed, adapters)
         return out
 
 
@@ -102,7 +106,7 @@ class Text(nn.Module):
             v_LHE = ops.gather_pages(v_NHSE, span.pages_M, end)
             return ops.suffix_attention(q_THE, k_LHE, v_LHE)
 
-        return self._blocks(x_TD, where, positions_T, kv, attend)
+        return self._blocks(x_TD, where, positions_T, kv, attend, span.adapters)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
@@ -118,7 +122,7 @@ class Text(nn.Module):
                 q_BHE, k_NHSE, v_NHSE, batch.positions_B, batch.page_table_BM
             )
 
-        return self._blocks(x_BD, where, batch.positions_B, kv, attend)
+        return self._blocks(x_BD, where, batch.positions_B, kv, attend, batch.adapters)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """[B, V] float32 of the residual stream."""
@@ -132,9 +136,12 @@ class Text(nn.Module):
         positions_T: torch.Tensor,
         kv: KVCache,
         attend: Attend,
+        adapters: AdaptedRows | None,
     ) -> torch.Tensor:
         for layer, block in enumerate(self.blocks):
-            x = block(x, where, positions_T, kv.k_LNHSE[layer], kv.v_LNHSE[layer], attend)
+            own = adapters.layer(layer) if adapters is not None else None
+            kv_NHSE = kv.k_LNHSE[layer], kv.v_LNHSE[layer]
+            x = block(x, where, positions_T, *kv_NHSE, attend, own)
         return x
 
 

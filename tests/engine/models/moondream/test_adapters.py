@@ -1,0 +1,277 @@
+"""Adapters: files are read strictly, and the slots compute what merged weights would."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from legato_engine.core import PromptToken
+from legato_engine.errors import AdapterUnusable
+from legato_engine.layers.lora import AdapterBank
+from legato_engine.models.model import DecodeBatch, PrefillSpan
+from legato_engine.models.moondream.adapters import parse_adapter
+from legato_engine.models.moondream.model import MoondreamModel
+from legato_engine.models.moondream.weights import random_weights
+
+from tests.adapters import (
+    own_names,
+    published_file,
+    random_adapter,
+    safetensors_file,
+    torch_file,
+)
+from tests.engine.models.paged_session import PagedSession
+
+CPU = torch.device("cpu")
+MAX_RANK = 16
+PROMPT = [PromptToken(1), PromptToken(134), PromptToken(90), PromptToken(3)]
+FED = [40, 5, 120, 6, 77]
+
+
+def parse(data, config, max_rank=MAX_RANK, dtype=torch.float32):
+    """A file's weights."""
+    return parse_adapter(data, config, max_rank, dtype)
+
+
+class AdaptedModel:
+    """A model with adapters in every call: `slots` of the rows, one alone in a prefill."""
+
+    def __init__(self, model, bank, slots):
+        self.model, self.bank, self.slots = model, bank, torch.tensor(slots)
+        self.prefilled = 0
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def rows(self, slots):
+        """The launch's rows at the highest rank."""
+        return self.bank.rows(slots, self.bank.ranks[-1])
+
+    def prefill(self, x_TD, span, kv):
+        """With the adapter of the row that is prefilled."""
+        span.adapters = self.rows(self.slots[self.prefilled : self.prefilled + 1])
+        return self.model.prefill(x_TD, span, kv)
+
+    def decode(self, x_BD, batch, kv):
+        """With everybody's."""
+        batch.adapters = self.rows(self.slots)
+        return self.model.decode(x_BD, batch, kv)
+
+
+class AdaptedSession(PagedSession):
+    """A session whose rows read adapter slots."""
+
+    def __init__(self, model, bank, slots, **options):
+        super().__init__(AdaptedModel(model, bank, slots), num_rows=len(slots), **options)
+
+    def prefill(self, row, image, prompt):
+        """As ever; a prefix is computed under the row's own adapter, and not shared."""
+        self.prefixes.clear()
+        self.model.prefilled = row
+        return super().prefill(row, image, prompt)
+
+
+def walk(session, rows, image):
+    """The logits of some rows over a prefill and decode steps, [steps, V] by row."""
+    model = session.model
+    seen = {row: [session.prefill(row, image, PROMPT)] for row in rows}
+    for step, token in enumerate(FED):
+        for row in rows:
+            session.feed(row, token, (0.1 * step, 0.4))
+        hidden_RD = session.step()
+        for row in rows:
+            seen[row].append(hidden_RD[row : row + 1])
+    return {row: torch.cat([model.logits(hidden) for hidden in seen[row]]) for row in rows}
+
+
+def merged(config, tensors, seed=0):
+    """A model whose weights hold the adapter."""
+    network = random_weights(config, seed, CPU, torch.float32)
+    for layer, block in enumerate(network.text.blocks):
+        for name in ("fc1", "fc2"):
+            a_RI, b_OR = tensors[layer, f"{name}.lora_a"], tensors[layer, f"{name}.lora_b"]
+            getattr(block.mlp, name).weight += b_OR @ a_RI
+    return MoondreamModel(config, network)
+
+
+def bank_of(model, *adapters, num_slots=4):
+    """A bank whose slots, from 1 on, hold these."""
+    bank = model.adapter_bank(num_slots, MAX_RANK)
+    for slot, data in enumerate(adapters, start=1):
+        bank.write(slot, model.read_adapter(data, "", MAX_RANK).weights)
+    return bank
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 16])
+@pytest.mark.parametrize("with_image", [False, True])
+def test_slots_compute_what_merged_weights_do(
+    tiny_config, make_model, frontend, prepare, rank, with_image
+):
+    """Prefill and decode have the logits of a model with the adapter in its weights."""
+    model, _ = make_model(tiny_config)
+    image = prepare(frontend, 60, 50) if with_image else None
+    tensors = random_adapter(tiny_config.text, rank, seed=rank)
+    session = AdaptedSession(model, bank_of(model, safetensors_file(tensors)), [1])
+    ours_SV = walk(session, [0], image)[0]
+    plain_SV = walk(PagedSession(model, num_rows=1), [0], image)[0]
+    truth_SV = walk(PagedSession(merged(tiny_config, tensors), num_rows=1), [0], image)[0]
+    scale = truth_SV.abs().max()
+    assert (ours_SV - truth_SV).abs().max() < 2e-5 * scale
+    assert (plain_SV - truth_SV).abs().max() > 0.1 * scale, "the adapter changes nothing"
+
+
+def test_a_row_decides_its_own_bits(tiny_config, make_model, frontend, prepare):
+    """A row has the same bits beside rows of any adapters or none as it has alone."""
+    model, _ = make_model(tiny_config)
+    image = prepare(frontend, 60, 50)
+    files = [
+        safetensors_file(random_adapter(tiny_config.text, rank, seed=rank)) for rank in (2, 16, 5)
+    ]
+    slots = [1, 0, 2, 3, 2, 1, 0, 3, 1, 2]
+    bank = bank_of(model, *files)
+    together = walk(AdaptedSession(model, bank, slots, seed=1), range(len(slots)), image)
+    for row, slot in enumerate(slots):
+        alone = walk(AdaptedSession(model, bank, [slot], seed=2), [0], image)[0]
+        assert torch.equal(together[row], alone)
+    plain = walk(PagedSession(model, num_rows=1), [0], image)[0]
+    assert torch.equal(together[1], plain)
+
+
+def test_a_slot_is_written_over_whole(tiny_config, make_model):
+    """Nothing of the adapter before it is left in a slot, also when that had a higher rank."""
+    model, _ = make_model(tiny_config)
+    small = safetensors_file(random_adapter(tiny_config.text, 3, seed=1))
+    large = safetensors_file(random_adapter(tiny_config.text, 16, seed=2))
+    fresh, used = bank_of(model, small), bank_of(model, large)
+    used.write(1, model.read_adapter(small, "", MAX_RANK).weights)
+    for ours, theirs in zip(used._weights.tensors, fresh._weights.tensors, strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(used._rank_S, fresh._rank_S)
+
+
+def test_both_formats_hold_the_same(tiny_config):
+    """A published checkpoint and our own file of one adapter give the same weights."""
+    tensors = random_adapter(tiny_config.text, 4)
+    ours = parse(safetensors_file(tensors, tiny_config.name), tiny_config)
+    for prefix in ("", "a.b.", "model.lora_0."):
+        theirs = parse(published_file(tensors, prefix), tiny_config)
+        for one, other in zip(ours.tensors, theirs.tensors, strict=True):
+            assert torch.equal(one, other)
+    with torch.inference_mode(mode=False):
+        parameters = {place: torch.nn.Parameter(each.clone()) for place, each in tensors.items()}
+    assert not any(
+        each.requires_grad for each in parse(published_file(parameters), tiny_config).tensors
+    )
+
+
+def test_layers_may_be_left_out(tiny_config, make_model):
+    """A layer that a file does not name is as the model has it."""
+    tensors = random_adapter(tiny_config.text, 4)
+    last = {place: each for place, each in tensors.items() if place[0] == 1}
+    model, _ = make_model(tiny_config)
+    zeros = {p: each if p[0] == 1 else torch.zeros_like(each) for p, each in tensors.items()}
+    ours = walk(AdaptedSession(model, bank_of(model, safetensors_file(last)), [1]), [0], None)[0]
+    theirs = walk(AdaptedSession(model, bank_of(model, safetensors_file(zeros)), [1]), [0], None)[0]
+    assert torch.equal(ours, theirs)
+
+
+def changed(tensors, place, tensor):
+    """The adapter with one tensor replaced, or dropped when there is none."""
+    rest = {each: value for each, value in tensors.items() if each != place}
+    return rest if tensor is None else {**rest, place: tensor}
+
+
+A, B = (0, "fc1.lora_a"), (1, "fc2.lora_b")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda t: b"", "neither safetensors nor a torch checkpoint"),
+        (lambda t: b"\x08\0\0\0\0\0\0\0{broken}", "neither safetensors nor a torch checkpoint"),
+        (lambda t: safetensors_file(t)[:500], "neither safetensors nor a torch checkpoint"),
+        (lambda t: published_file(t)[:900], "the torch checkpoint cannot be read"),
+        (lambda t: safetensors_file({}), "no tensors"),
+        (lambda t: safetensors_file(t, "moondream9"), "for the model moondream9, not random-tiny"),
+        (
+            lambda t: safetensors_file({**own_names(t), "x.lora_a": t[A].clone()}),
+            "x.lora_a: not a tensor",
+        ),
+        (lambda t: safetensors_file(changed(t, A, None)), "layer 0: fc1.lora_a missing"),
+        (lambda t: safetensors_file(changed(t, A, t[A][:, :5])), "shape [4, 5], expected [4, 64]"),
+        (
+            lambda t: safetensors_file(changed(t, B, t[B][:, :3])),
+            "layer 1 fc2.lora_b: shape [64, 3]",
+        ),
+        (lambda t: safetensors_file({(7, p): v for (_, p), v in t.items()}), "has 2 layers"),
+        (lambda t: safetensors_file(changed(t, B, t[B].to(torch.int32))), "floating-point"),
+        (lambda t: safetensors_file(changed(t, B, t[B] * torch.inf)), "not finite"),
+        (lambda t: safetensors_file(changed(t, A, t[A][0])), "tells its rank"),
+        (lambda t: torch_file([1, 2]), "no lora_state_dict"),
+        (lambda t: torch_file({"lora_state_dict": {"dense.0.up_a": 3}}), "named tensors only"),
+        (lambda t: torch_file({"lora_state_dict": {"attn.0.up_a": t[A]}}), "attn.0.up_a: not a"),
+        (
+            lambda t: torch_file({"lora_state_dict": {"m.moe.0.up_a": t[A][None]}}),
+            "m.moe.0.up_a: it adapts experts",
+        ),
+        (
+            lambda t: torch_file(
+                {"lora_state_dict": {"a.dense.0.up_a": t[A], "dense.0.up_a": t[A]}}
+            ),
+            "given twice",
+        ),
+    ],
+)
+def test_what_is_no_adapter_of_the_model_is_told(tiny_config, make, says):
+    """A file that is malformed, or another model's, is refused with what is wrong."""
+    with pytest.raises(AdapterUnusable) as caught:
+        parse(make(random_adapter(tiny_config.text, 4)), tiny_config)
+    assert says in caught.value.message
+
+
+class Bomb:
+    """Would run code when unpickled."""
+
+    def __reduce__(self):
+        return (print, ("boom",))
+
+
+def test_a_checkpoint_runs_no_code(tiny_config, capsys):
+    """What a pickle wants to call is never called."""
+    with pytest.raises(AdapterUnusable):
+        parse(torch_file({"lora_state_dict": Bomb()}), tiny_config)
+    assert "boom" not in capsys.readouterr().out
+
+
+def test_ranks_have_a_limit(tiny_config):
+    """The highest rank passes; one more is refused with the limit and what was there."""
+    parse(safetensors_file(random_adapter(tiny_config.text, MAX_RANK)), tiny_config)
+    with pytest.raises(AdapterUnusable) as caught:
+        parse(safetensors_file(random_adapter(tiny_config.text, MAX_RANK + 1)), tiny_config)
+    assert caught.value.metadata == {"limit": "16", "actual": "17"}
+
+
+def test_another_size_of_model_is_refused(tiny_config, mid_config):
+    """An adapter of a wider model does not fit, and the sizes are told."""
+    named = msgspec.structs.replace(mid_config, name=tiny_config.name)
+    data = safetensors_file(random_adapter(named.text, 4))
+    with pytest.raises(AdapterUnusable, match=r"shape \[4, 128\], expected \[4, 64\]"):
+        parse(data, tiny_config)
+
+
+@pytest.mark.parametrize(
+    ("most", "ranks"), [(4, (4,)), (8, (8,)), (64, (8, 16, 32, 64)), (48, (8, 16, 32, 48))]
+)
+def test_ranks_are_captured_doubling(most, ranks):
+    """A launch pays for less than twice the rank of its adapters, or for the least."""
+    like = torch.zeros(1)
+    bank = AdapterBank(num_layers=1, dim=2, ff_dim=2, num_slots=1, max_rank=most, like=like)
+    assert bank.ranks == ranks
+    assert [bank.bucket(0), bank.bucket(1), bank.bucket(most)] == [0, ranks[0], most]
+
+
+def test_without_adapters_nothing_is_asked(tiny_model):
+    """A batch and a span are without adapters unless somebody says otherwise."""
+    positions, pages = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    assert DecodeBatch(positions, pages).adapters is None
+    assert PrefillSpan(0, pages[0], bidirectional=False).adapters is None
