@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
+from legato_engine.adapter_store import AdapterStore
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -30,6 +32,7 @@ from legato_engine.image_cache import ImageCache
 from legato_engine.image_holds import ImageHolds
 from legato_engine.image_jobs import ImageJobs
 from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.layers.lora import AdapterBank
 from legato_engine.messages import ModelInfo, RequestReport
 from legato_engine.models import registry
 from legato_engine.models.bundle import ModelBundle
@@ -51,6 +54,7 @@ _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _VISION_DTYPES = ("auto", "fp8")
 _WARM_UP_TOKENS = 4
 _WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the start, by its progress
+_HIGHEST_RANK = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class Assembly:
     device: Device
     runner: ModelRunner
     num_pages: int
+    adapter_folders: tuple[Path, ...]
+    bank: AdapterBank | None  # None where no folder has adapters, or the model takes none
 
     @property
     def info(self) -> ModelInfo:
@@ -78,6 +84,7 @@ class Assembly:
             max_waiting=self.config.max_waiting,
             num_parameters=self.model.num_parameters,
             dtype=str(self.model.dtype).removeprefix("torch."),
+            adapters=self.bank is not None,
         )
 
     def scheduler(
@@ -90,7 +97,11 @@ class Assembly:
     ) -> Scheduler:
         """A fresh scheduler with an empty KV cache; the one before must be idle."""
         manager = KVCacheManager(
-            self.num_pages, self.config.page_size, self.config.max_running, self.model.max_context
+            self.num_pages,
+            self.config.page_size,
+            self.config.max_running,
+            self.model.max_context,
+            num_adapter_slots=self.config.adapter_slots if self.bank is not None else 0,
         )
         return Scheduler(
             self.runner,
@@ -128,7 +139,21 @@ class Assembly:
         image_jobs = ImageJobs(preprocessor, holds, send=send, wake=wake)
         sink = ReportSink(self.frontend.name, send)
         scheduler = self.scheduler(sink, pipeline_depth=config.pipeline_depth, observer=observer)
-        return EngineCore(self.frontend, scheduler, preprocessor, image_jobs, sink, wake=wake)
+        adapters = self._adapter_store()
+        return EngineCore(
+            self.frontend, scheduler, preprocessor, image_jobs, adapters, sink, wake=wake
+        )
+
+    def _adapter_store(self) -> AdapterStore | None:
+        if self.bank is None:
+            return None
+        max_rank = self.config.max_adapter_rank
+        return AdapterStore(
+            lambda data, key: self.model.read_adapter(data, key, max_rank),
+            self.adapter_folders,
+            max_values=self.bank.values_per_slot,
+            cache_bytes=self.config.adapter_cache_bytes,
+        )
 
 
 def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: None) -> Assembly:
@@ -151,6 +176,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         raise InvalidField(
             f"unknown vision_dtype {config.vision_dtype!r}; use auto or fp8", field="vision_dtype"
         )
+    folders = _adapter_folders(config, bundle)
     free = device.free_memory()
     model = bundle.load(
         device.torch_device,
@@ -160,14 +186,22 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
     )
     progress("warm-up", _WEIGHTS_FROM + _WEIGHTS_SHARE)
-    assembly = _with_runner(config, bundle, model, device)
+    assembly = _with_runner(config, bundle, model, device, folders)
     progress("ready", 1.0)
     return assembly
 
 
 def _with_runner(
-    config: EngineConfig, bundle: ModelBundle, model: Model, device: Device
+    config: EngineConfig,
+    bundle: ModelBundle,
+    model: Model,
+    device: Device,
+    folders: tuple[Path, ...],
 ) -> Assembly:
+    # Before the KV cache, which takes its share of what is left.
+    bank = model.adapter_bank(config.adapter_slots, config.max_adapter_rank) if folders else None
+    if bank is None and config.adapters:
+        raise InvalidField(f"{bundle.frontend.name} takes no adapters", field="adapters")
     num_pages = config.num_pages or num_pages_for(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
@@ -178,14 +212,27 @@ def _with_runner(
         max_running=config.max_running,
         buckets=decode_buckets(device, config.max_running),
         cuda_graphs=config.cuda_graphs,
+        adapters=bank,
     )
     frontend = bundle.frontend
     if runner.encodes_pictures:
         frontend = frontend.resizing_on_device()
-    assembly = Assembly(config, frontend, model, device, runner, num_pages)
+    assembly = Assembly(config, frontend, model, device, runner, num_pages, folders, bank)
     runner.warm_up()
     _warm_up_requests(assembly)
     return assembly
+
+
+def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:
+    """Where adapters are looked for, in this order; raises `InvalidField` naming the setting."""
+    given = Path(config.adapters) if config.adapters else None
+    if given is not None and not given.is_dir():
+        raise InvalidField(f"{given} is not a folder", field="adapters")
+    if config.adapter_slots < 1:
+        raise InvalidField("at least one adapter must fit", field="adapter_slots")
+    if not 1 <= config.max_adapter_rank <= _HIGHEST_RANK:
+        raise InvalidField(f"1 to {_HIGHEST_RANK}", field="max_adapter_rank")
+    return tuple(folder for folder in (given, bundle.adapters) if folder is not None)
 
 
 class SilentSink:

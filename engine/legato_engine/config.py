@@ -17,6 +17,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     besides: `image_quota_bytes` for each caller, `image_hold_bytes` for all of them.
     `pipeline_depth` 1 is the blocking loop, 2 the pipelined one.
     `max_context` bounds the positions of a sequence, prompt and answer, and with them the KV pool.
+    `adapters` is a folder of adapter files by name, beside those that the model brings; they are
+    read when first asked for, and `adapter_cache_bytes` bounds how much of them the host keeps.
+    `adapter_slots` of them are on the device at a time, each with room for `max_adapter_rank`.
     `random_weights` serves the named architecture with seeded random weights, for benchmarks.
     `model` "null" is no model at all: answers are made up, a token every `null_step_ms` (0: at
     once), and hold `null_objects` objects where objects are asked for and `max_objects` allows it.
@@ -27,6 +30,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str = ""
     random_weights: bool = False
     max_context: int = 0  # 0: as the model has it; of those that read text alone at most 8192
+    adapters: str = ""
+    adapter_slots: int = 8
+    max_adapter_rank: int = 64  # of 512 at most
+    adapter_cache_bytes: int = 256 * 1024 * 1024
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto, f32, bf16
     threads: int = 0  # intra-op threads on CPU; 0: all cores

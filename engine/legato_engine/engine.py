@@ -14,7 +14,8 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from legato_engine.core import CachedImage, ImageSource, Request
+from legato_engine.adapter_store import AdapterStore
+from legato_engine.core import CachedImage, Request
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -25,30 +26,48 @@ from legato_engine.errors import (
 )
 from legato_engine.image_jobs import ImageJobs
 from legato_engine.messages import DropImage, HoldImage, Load
-from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.models.model import Adapter, ModelFrontend, PreparedImage
 from legato_engine.preprocess import Picture, Preprocessor
 from legato_engine.report_sink import ReportSink, Ticket
 from legato_engine.scheduler.scheduler import Scheduler, deadline_of
 from legato_engine.sequence import Sequence, SequenceStatus
 
 _log = structlog.get_logger()
-_Future = concurrent.futures.Future[Picture]
+_Future = concurrent.futures.Future[Picture] | concurrent.futures.Future[Adapter]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Job:
-    """A request whose picture is being prepared."""
+    """A request whose picture is being prepared, or its adapter."""
 
     request: Request
     arrival: float
-    future: _Future
+    picture: Picture | concurrent.futures.Future[Picture] | None
+    adapter: concurrent.futures.Future[Adapter] | None
+
+    @property
+    def futures(self) -> list[_Future]:
+        """What is waited for."""
+        parts = (self.picture, self.adapter)
+        return [part for part in parts if isinstance(part, concurrent.futures.Future)]
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What already failed of it."""
+        failures = (future.exception() for future in self.futures if future.done())
+        return next((failure for failure in failures if failure is not None), None)
+
+    def cancel(self) -> None:
+        """Prepare the picture no longer; the adapter may be others' too."""
+        if isinstance(self.picture, concurrent.futures.Future):
+            self.picture.cancel()
 
 
 class EngineCore:
-    """Prepares pictures, builds sequences and drives the scheduler.
+    """Prepares pictures and adapters, builds sequences and drives the scheduler.
 
     Single-threaded: all methods belong to the thread that calls `step`. `wake` is called from other
-    threads when a picture is ready, so that a sleeping loop calls `step`.
+    threads when one is ready, so that a sleeping loop calls `step`.
     """
 
     def __init__(
@@ -57,6 +76,7 @@ class EngineCore:
         scheduler: Scheduler,
         preprocessor: Preprocessor,
         image_jobs: ImageJobs,
+        adapters: AdapterStore | None,
         sink: ReportSink,
         *,
         wake: Callable[[], None],
@@ -65,6 +85,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._preprocessor = preprocessor
         self._image_jobs = image_jobs
+        self._adapters = adapters
         self._sink = sink
         self._wake = wake
         self._jobs: dict[str, _Job] = {}
@@ -79,10 +100,7 @@ class EngineCore:
         arrival = time.monotonic()
         try:
             self._check(request)
-            if request.image is None or not self._frontend.takes_images:
-                self._enqueue(request, arrival, None)
-            else:
-                self._prepare(request, request.image, arrival)
+            self._prepare(request, arrival)
         except Exception as error:  # noqa: BLE001 - one request's failure is its own
             self._fail(request, error)
 
@@ -90,7 +108,7 @@ class EngineCore:
         """Forget a request in whatever state it is; unknown ids are ignored."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
-            job.future.cancel()
+            job.cancel()
             return
         if self._image_jobs.abort(request_id):
             return
@@ -103,9 +121,9 @@ class EngineCore:
         if job is None:
             self._scheduler.stop(request_id)
             return
-        job.future.cancel()
+        job.cancel()
         try:
-            self._enqueue(job.request, job.arrival, None)
+            self._enqueue(job.request, job.arrival, None, None)
         except Exception as error:  # noqa: BLE001 - one request's failure is its own
             self._fail(job.request, error)
         else:
@@ -168,14 +186,16 @@ class EngineCore:
         return worked
 
     def close(self) -> None:
-        """Stop the preprocess threads."""
+        """Stop the threads that prepare."""
         self._preprocessor.close()
+        if self._adapters is not None:
+            self._adapters.close()
 
     def _check(self, request: Request) -> None:
         if request.model not in ("", self._frontend.name):
             raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
-        if request.adapter:
-            raise AdapterNotFound("no such adapter", resource=request.adapter)
+        if request.adapter and self._adapters is None:
+            raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
         self._check_queue(request.tenant)
 
     def _check_queue(self, tenant: str) -> None:
@@ -183,40 +203,68 @@ class EngineCore:
         preparing = [job.request.tenant for job in self._jobs.values()]
         self._scheduler.check_queue(tenant, [*preparing, *self._image_jobs.owners])
 
-    def _prepare(self, request: Request, source: ImageSource, arrival: float) -> None:
-        """Enqueue a request whose picture is known, have any other prepared on a thread.
+    def _prepare(self, request: Request, arrival: float) -> None:
+        """Enqueue a request that has all it needs; else as soon as threads have prepared it."""
+        job = _Job(
+            request,
+            arrival,
+            self._picture(request),
+            self._adapters.start(request.adapter) if self._adapters and request.adapter else None,
+        )
+        if not job.futures:
+            assert not isinstance(job.picture, concurrent.futures.Future), "nothing is waited for"
+            self._enqueue(request, arrival, job.picture, None)
+            return
+        self._jobs[request.request_id] = job
+        for future in job.futures:
+            # The callback must not hold the future: its picture would live until the next full
+            # garbage collection, which a process of long-lived objects hardly ever runs.
+            future.add_done_callback(functools.partial(self._on_prepared, request.request_id))
+
+    def _picture(self, request: Request) -> Picture | concurrent.futures.Future[Picture] | None:
+        """The request's picture when it is known, any other is prepared on a thread.
 
         With nothing to run nobody waits for this thread, and it may hash the bytes itself.
         """
+        source = request.image
+        if source is None or not self._frontend.takes_images:
+            return None
         found = self._preprocessor.find(source, look_inside=self._scheduler.idle)
         if isinstance(found, Picture):
-            self._enqueue(request, arrival, found)
-            return
+            return found
         assert not isinstance(source, CachedImage), "a picture that is named is found or missing"
-        future = self._preprocessor.start(source, found, keep=request.cache_image)
-        self._jobs[request.request_id] = _Job(request, arrival, future)
-        # The callback must not hold the future: its picture would live until the next full
-        # garbage collection, which a process of long-lived objects hardly ever runs.
-        future.add_done_callback(functools.partial(self._on_prepared, request.request_id))
+        return self._preprocessor.start(source, found, keep=request.cache_image)
 
     def _on_prepared(self, request_id: str, future: _Future) -> None:
-        """Runs on a preprocess thread, or on this one when the job was cancelled."""
+        """Runs on a thread that prepares, or on this one when the job was cancelled."""
         self._prepared.append((request_id, future))
         self._wake()
 
     def _admit(self, request_id: str, future: _Future) -> None:
         job = self._jobs.get(request_id)
-        if job is None or job.future is not future:
-            return  # aborted or expired meanwhile
+        if job is None or future not in job.futures:
+            return  # aborted or expired meanwhile, or already admitted
+        failure = job.failure
+        if failure is None and not all(each.done() for each in job.futures):
+            return
         del self._jobs[request_id]
         try:
-            self._enqueue(job.request, job.arrival, future.result())
+            if failure is not None:
+                job.cancel()
+                raise failure
+            picture = job.picture
+            if isinstance(picture, concurrent.futures.Future):
+                picture = picture.result()
+            adapter = job.adapter.result() if job.adapter is not None else None
+            self._enqueue(job.request, job.arrival, picture, adapter)
         except Exception as error:  # noqa: BLE001 - one request's failure is its own
             self._fail(job.request, error)
 
-    def _enqueue(self, request: Request, arrival: float, picture: Picture | None) -> None:
+    def _enqueue(
+        self, request: Request, arrival: float, picture: Picture | None, adapter: Adapter | None
+    ) -> None:
         image = picture.image if picture else None
-        sequence = make_sequence(self._frontend, request, image)
+        sequence = make_sequence(self._frontend, request, image, adapter)
         sequence.seq_id = next(self._seq_ids)
         sequence.arrival = arrival
         self._scheduler.submit(sequence)
@@ -236,7 +284,7 @@ class EngineCore:
         expired = [job for job in self._jobs.values() if deadline_of(job.request) <= now]
         for job in expired:
             del self._jobs[job.request.request_id]
-            job.future.cancel()
+            job.cancel()
             self._sink.fail(job.request.request_id, DeadlineExceeded("the deadline passed"))
 
     def _announce_queued(self) -> None:
@@ -251,20 +299,30 @@ class EngineCore:
 
 
 def make_sequence(
-    frontend: ModelFrontend, request: Request, image: PreparedImage | None
+    frontend: ModelFrontend,
+    request: Request,
+    image: PreparedImage | None,
+    adapter: Adapter | None = None,
 ) -> Sequence:
     """A waiting sequence; its prefix is shared unless the request forbids to keep the image.
 
+    An adapter changes what the prefix's positions hold, so the prefix is shared under it alone.
     Raises what `ModelFrontend.make_task` raises.
     """
     task = frontend.make_task(request)
+    prefix_key = image.key if image and request.cache_image else None
+    if prefix_key is not None and adapter is not None:
+        prefix_key = f"{prefix_key} {adapter.key}"
     return Sequence(
         seq_id=0,
         request=request,
         task=task,
-        prefix_key=image.key if image and request.cache_image else None,
+        prefix_key=prefix_key,
         prefix_length=frontend.prefix_length(image is not None),
         prompt=task.prompt,
         pixels=image,
         num_crops=image.num_crops if image else 0,
+        adapter=adapter,
+        adapter_key=adapter.key if adapter else "",
+        adapter_rank=adapter.rank if adapter else 0,
     )

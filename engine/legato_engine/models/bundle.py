@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from legato_engine.models.model import Model, ModelFrontend
@@ -33,6 +34,11 @@ class ModelBundle(Protocol):
     @property
     def frontend(self) -> ModelFrontend:
         """Its half without a device."""
+        ...
+
+    @property
+    def adapters(self) -> Path | None:
+        """A folder of adapters that came with it."""
         ...
 
     @property

@@ -43,6 +43,7 @@ class DecoderBundle:
     network: Callable[[DecoderConfig], DecoderNetwork]
     frontend: TextFrontend
     weights: Path | None
+    adapters: Path | None = None  # there never are any
 
     @property
     def max_context(self) -> int:

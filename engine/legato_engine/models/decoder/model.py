@@ -9,9 +9,12 @@ from collections.abc import Callable
 
 import torch
 
+from legato_engine.errors import AdapterUnusable
+from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.decoder.frontend import FREE
 from legato_engine.models.decoder.network import DecoderNetwork
 from legato_engine.models.model import (
+    Adapter,
     DecodeBatch,
     KVCache,
     PictureEncoder,
@@ -64,6 +67,14 @@ class DecoderModel:
     def payload(self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
         """[B, 2] float32 zeros: no token carries a value."""
         return torch.zeros(len(token_ids_B), 2, device=self._device)
+
+    def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank | None:
+        """None: there are no adapters."""
+        return None
+
+    def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
+        """Never asked for without a bank."""
+        raise AdapterUnusable("this model takes no adapters")
 
     def step_kernels(self, kv: KVCache) -> StepKernels | None:
         """None: torch's own operations run on every device."""

@@ -40,6 +40,7 @@ class MoondreamBundle:
     config: MoondreamConfig
     frontend: MoondreamFrontend
     weights: Path | None
+    adapters: Path | None = None
 
     @property
     def max_context(self) -> int:
@@ -75,8 +76,8 @@ class MoondreamBundle:
 def find(source: ModelSource) -> MoondreamBundle:
     """Find a Moondream.
 
-    `legato-tiny`: `weights` is a folder of config.json, model.safetensors and tokenizer.json, by
-    default the one that the package legato-tiny brings. `moondream2`, `moondream3` and
+    `legato-tiny`: `weights` is a folder of config.json, model.safetensors, tokenizer.json and, if it
+    has some, adapters; by default the one that the package legato-tiny brings. `moondream2`, `moondream3` and
     `moondream3.1`: `weights` is a file or a folder, `tokenizer` a tokenizer.json. `random-tiny` and
     `random-tiny3` have random weights always. With `random_weights` nothing is read, and text is
     made of bytes.
@@ -99,7 +100,9 @@ def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
         problem = f"no config.json in {folder}: {error.strerror}"
         raise InvalidField(problem, field="weights") from None
     tokenizer = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
-    return _bundle(source, config, BytePairTokenizer(tokenizer), folder)
+    bundle = _bundle(source, config, BytePairTokenizer(tokenizer), folder)
+    adapters = folder / "adapters"
+    return dataclasses.replace(bundle, adapters=adapters if adapters.is_dir() else None)
 
 
 def _read_published(source: ModelSource, preset: Preset) -> MoondreamBundle:
