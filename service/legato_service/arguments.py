@@ -84,6 +84,14 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         default=engine.max_context,
         help="of a sequence, prompt and answer; 0: the model's own, of text models at most 8192",
     )
+    add("--adapters", metavar="FOLDER", default=engine.adapters, help="of adapter files, by name")
+    add("--adapter-slots", type=_positive, default=engine.adapter_slots, help="on the device")
+    add(
+        "--max-adapter-rank",
+        type=_positive,
+        default=engine.max_adapter_rank,
+        help="that a slot has room for, at most 512",
+    )
     add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
     add("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
     add("--dtype", default=engine.dtype, choices=("auto", "f32", "bf16"), help="of the weights")

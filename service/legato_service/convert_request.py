@@ -14,7 +14,6 @@ from google.protobuf.message import Message
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import core
 from legato_engine.errors import (
-    AdapterNotFound,
     InvalidField,
     PromptTooLong,
     TaskUnsupported,
@@ -38,8 +37,6 @@ _LENGTHS = {
 
 def options(message: inference_pb2.RequestOptions) -> None:
     """Check the options that this server does not have."""
-    if message.adapter:
-        raise AdapterNotFound("this server holds no adapters", resource=message.adapter)
     if message.HasField("top_logprobs"):
         raise TaskUnsupported("this server gives no log-probabilities", task="logprobs")
     heartbeat(message)
@@ -79,6 +76,7 @@ def request(
         task=spec,
         sampling=sampling,
         model=opts.model,
+        adapter=opts.adapter,
         cache_image=opts.cache_image if opts.HasField("cache_image") else True,
         return_tokens=opts.return_tokens,
         deltas=deltas,

@@ -14,6 +14,8 @@ import msgspec
 from legato_engine import core
 from legato_engine.client import EngineState
 from legato_engine.errors import (
+    AdapterNotFound,
+    AdapterUnusable,
     DeadlineExceeded,
     DeadlineUnreachable,
     EngineStarting,
@@ -92,24 +94,27 @@ class Dispatcher:
         rpc.deadline = time.monotonic() + left
         return self._gate.hold(name, rpc.deadline)
 
-    def model(self, name: str) -> ModelInfo:
+    def model(self, name: str, adapter: str = "") -> ModelInfo:
         """The model of this name, empty for the default one.
 
-        Raises `EngineStarting` or `ModelNotFound`.
+        Raises `EngineStarting` or `ModelNotFound`, and `AdapterNotFound` where there are none; of
+        those that there are only the engine knows.
         """
         model = self._engine.model
         if model is None:
             raise EngineStarting("the model is loading")
         if name not in ("", model.name):
             raise ModelNotFound(f"this server serves {model.name}", resource=name)
+        if adapter and not model.adapters:
+            raise AdapterNotFound("this server holds no adapters", resource=adapter)
         return model
 
     def check(self, request: core.Request, path: str = "") -> ModelInfo:
         """The model that will answer; `path` leads to the request's field `sampling`.
 
-        Raises `EngineStarting`, `ModelNotFound` or `InvalidField`.
+        Raises `EngineStarting`, `ModelNotFound`, `AdapterNotFound` or `InvalidField`.
         """
-        model = self.model(request.model)
+        model = self.model(request.model, request.adapter)
         asked = request.sampling.max_tokens
         if asked is not None and asked > model.max_output_tokens:
             raise InvalidField(
@@ -150,7 +155,8 @@ class Submission:
     """A running request; however the block ends, the engine forgets it.
 
     Past its deadline it fails with `DeadlineExceeded`, whatever the engine does. A picture that the
-    engine cannot decode is told by the field it came in, which the engine does not know.
+    engine cannot decode is told by the field it came in, which the engine does not know, and so is
+    an adapter that it cannot use.
     """
 
     __slots__ = ("_deadlines", "_picture", "_stream", "_tick")
@@ -176,6 +182,8 @@ class Submission:
         self._stream.abort()
         if isinstance(error, ImageUndecodable) and isinstance(self._picture, NewPicture):
             error.metadata["field"] = self._picture.field
+        elif isinstance(error, AdapterUnusable):
+            error.metadata["field"] = "options.adapter"
 
 
 async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamReport | None]:

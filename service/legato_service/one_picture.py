@@ -6,6 +6,8 @@ import structlog
 from legato.v1 import task_pb2
 from legato_engine import core
 from legato_engine.errors import (
+    AdapterNotFound,
+    AdapterUnusable,
     Busy,
     DeadlineExceeded,
     ImageNotFound,
@@ -24,6 +26,8 @@ from legato_service.errors import failure
 log = structlog.get_logger("legato.rpc")
 
 SHARED_FAILURES = (
+    AdapterNotFound,
+    AdapterUnusable,
     Busy,
     DeadlineExceeded,
     ImageNotFound,
@@ -32,7 +36,7 @@ SHARED_FAILURES = (
     Preempted,
     Unavailable,
 )
-"""What is wrong with the server or the picture fails all the tasks; anything else only its own."""
+"""What is wrong with server, picture or adapter fails all the tasks; the rest only its own."""
 
 
 def held_name(started: Started) -> core.CachedImage | None:

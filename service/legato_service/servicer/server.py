@@ -55,7 +55,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             contract_revision=CONTRACT_REVISION,
             minimum_client_revision=MINIMUM_CLIENT_REVISION,
             limits=self._limits(self._engine.model),
-            capabilities=self._capabilities,
+            capabilities=self._capabilities_of(self._engine.model),
             shm_namespace=self._namespace,
         )
 
@@ -70,6 +70,10 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         end = start + min(request.page_size or PAGE_SIZE, MAX_PAGE_SIZE)
         more = str(end) if end < len(models) else ""
         return pb.ListModelsResponse(models=models[start:end], next_page_token=more)
+
+    def _capabilities_of(self, model: ModelInfo | None) -> tuple[str, ...]:
+        adapters = ("adapters",) if model is not None and model.adapters else ()
+        return (*self._capabilities, *adapters)
 
     def _models(self) -> list[pb.Model]:
         model = self._engine.model

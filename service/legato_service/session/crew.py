@@ -222,4 +222,6 @@ def _placed(error: LegatoError) -> LegatoError:
     field = error.metadata.get("field", "")
     if field.split(".")[0] == "image":
         error.metadata["field"] = f"frame.{field}"
+    elif field == "options.adapter":
+        error.metadata["field"] = "open.adapter"
     return error

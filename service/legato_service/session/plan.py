@@ -47,7 +47,7 @@ class Planner:
         self._deltas = opening.stream_deltas
         self._clock = CaptureClock(max_age)
         convert_request.options(self._options)
-        self.model: ModelInfo = dispatcher.model(opening.model)
+        self.model: ModelInfo = dispatcher.model(opening.model, opening.adapter)
         self._standing = self._checked(opening.standing_tasks, "open.standing_tasks")
 
     def update(self, messages: Sequence[task_pb2.Task]) -> None:

@@ -76,11 +76,11 @@ class MoondreamBundle:
 def find(source: ModelSource) -> MoondreamBundle:
     """Find a Moondream.
 
-    `legato-tiny`: `weights` is a folder of config.json, model.safetensors, tokenizer.json and, if it
-    has some, adapters; by default the one that the package legato-tiny brings. `moondream2`, `moondream3` and
-    `moondream3.1`: `weights` is a file or a folder, `tokenizer` a tokenizer.json. `random-tiny` and
-    `random-tiny3` have random weights always. With `random_weights` nothing is read, and text is
-    made of bytes.
+    `legato-tiny`: `weights` is a folder of config.json, model.safetensors, tokenizer.json and, if
+    it has some, adapters; by default the one that the package legato-tiny brings. `moondream2`,
+    `moondream3` and `moondream3.1`: `weights` is a file or a folder, `tokenizer` a tokenizer.json.
+    `random-tiny` and `random-tiny3` have random weights always. With `random_weights` nothing is
+    read, and text is made of bytes.
 
     Raises `ModelNotFound` for a package that is missing, `InvalidField` for files that are missing
     or wrong, and for a `max_context` that the model does not have.
