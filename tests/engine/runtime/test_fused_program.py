@@ -1,0 +1,128 @@
+"""Launches with adapters beside kernels that know none, with torch in the kernels' place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+import torch
+from legato_engine.assembly import assemble
+from legato_engine.core import CaptionTask, DetectTask, QueryTask
+from legato_engine.models.model import DecodeBatch
+from legato_engine.models.moondream.presets import tiny_random_config
+from legato_engine.runtime import fused_program
+from legato_engine.runtime.kv_pool import allocate
+from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.runtime.sampler import greedy
+
+from tests.adapters import random_adapter, safetensors_file
+from tests.engine.test_engine import CONFIG, World, png
+
+TEXT = tiny_random_config().text
+NAMES = ("", "x", "", "y", "x")
+
+
+class TorchKernels:
+    """A `StepKernels` of the model's own operations; counts its steps."""
+
+    def __init__(self, model, kv):
+        self.model, self.kv, self.steps = model, kv, 0
+
+    def forward(self, inputs, hidden_BD, logits_BV):
+        """One step, without adapters."""
+        self.steps += 1
+        sampled_B = inputs.source_B >= 0
+        source_B = inputs.source_B.clamp(min=0)
+        token_B = torch.where(sampled_B, inputs.token_R[source_B], inputs.prompt_token_B)
+        payload_B2 = torch.where(
+            sampled_B[:, None], inputs.payload_R2[source_B], inputs.prompt_payload_B2
+        )
+        where = DecodeBatch(inputs.position_B, inputs.page_table_RM[inputs.row_B])
+        x_BD = self.model.decode(self.model.embed(token_B, payload_B2), where, self.kv)
+        hidden_BD.copy_(x_BD)
+        logits_BV.copy_(self.model.logits(x_BD))
+
+    def payload(self, state, hidden_BD, token_B, row_B, payload_B2):
+        """The values of sampled tokens, here and in their rows."""
+        payload_B2.copy_(self.model.payload(hidden_BD, token_B))
+        state.payload_R2[row_B] = payload_B2
+
+
+class GreedySampler:
+    """Stands in for the sampling kernel."""
+
+    def __init__(self, vocab_size):
+        pass
+
+    def sample(
+        self, state, logits_BV, table_CV, constraint_B, row_B, position_B, out_B, *, overlap
+    ):
+        """The best token that the constraint allows."""
+        out_B.copy_(greedy(logits_BV + table_CV[constraint_B]))
+        state.token_R[row_B] = out_B
+
+
+@pytest.fixture
+def assembly(tmp_path):
+    """A model with two adapters."""
+    for seed, name in enumerate("xy"):
+        data = safetensors_file(random_adapter(TEXT, 4 + 8 * seed, seed))
+        (tmp_path / f"{name}.safetensors").write_bytes(data)
+    config = msgspec.structs.replace(CONFIG, max_running=5, max_waiting=32, adapters=str(tmp_path))
+    made = assemble(config)
+    yield made
+    made.device.close()
+
+
+def with_kernels(assembly):
+    """The same model behind the program for kernels, and these."""
+    made = []
+
+    class WithKernels:
+        def __getattr__(self, name):
+            return getattr(assembly.model, name)
+
+        def step_kernels(self, kv):
+            """The stand-in."""
+            made.append(TorchKernels(assembly.model, kv))
+            return made[0]
+
+    config = assembly.config
+    kv = allocate(assembly.model, assembly.device, assembly.num_pages, config.page_size)
+    runner = ModelRunner(
+        WithKernels(),
+        assembly.device,
+        kv,
+        max_running=config.max_running,
+        buckets=(8,),
+        adapters=assembly.bank,
+    )
+    runner.warm_up()
+    return dataclasses.replace(assembly, runner=runner), made[0]
+
+
+def answers(assembly):
+    """Requests with and without adapters, all at a time."""
+    world = World(assembly)
+    tasks = (DetectTask(object="x"), CaptionTask(), QueryTask(question="what?" * 12))
+    names = []
+    for number, adapter in enumerate(NAMES * 2):
+        names.append(f"r-{number}")
+        image = world.encoded(png(number // 2)) if number % 3 != 2 else None
+        world.submit(names[-1], tasks[number % 3], image, adapter=adapter)
+    results = [done.result for done in world.run(*names)]
+    world.close()
+    return results
+
+
+def test_launches_with_adapters_go_by_torch(assembly, monkeypatch):
+    """Adapters answer as in torch's program, and who has none runs by the kernels beside them."""
+    monkeypatch.setattr(fused_program, "Sampler", GreedySampler)
+    expected = answers(assembly)
+    fused, kernels = with_kernels(assembly)
+    before = kernels.steps
+    results = answers(fused)
+    adapted = [number for number, name in enumerate(NAMES * 2) if name]
+    assert [results[number] for number in adapted] == [expected[number] for number in adapted]
+    assert kernels.steps > before, "prompts without an adapter run by the kernels"
