@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from legato_engine.assembly import assemble
@@ -19,16 +21,19 @@ NAMES = ("x", "y", "z")
 TASKS = (DetectTask(object="x"), CaptionTask(), QueryTask(question="what is it?"))
 
 
+def adapter_of(name):
+    """One of three, of different ranks."""
+    seed = NAMES.index(name)
+    return random_adapter(TEXT, (2, 16, 9)[seed], seed)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Three adapters of different ranks, one of them as published."""
     made = tmp_path_factory.mktemp("adapters")
-    for seed, (name, rank) in enumerate(zip(NAMES, (2, 16, 9), strict=True)):
-        tensors = random_adapter(TEXT, rank, seed)
-        path = made / f"{name}.safetensors"
-        path.write_bytes(safetensors_file(tensors))
-    (made / "z.safetensors").unlink()
-    (made / "z.pt").write_bytes(published_file(random_adapter(TEXT, 9, 2)))
+    for name in "xy":
+        (made / f"{name}.safetensors").write_bytes(safetensors_file(adapter_of(name)))
+    (made / "z.pt").write_bytes(published_file(adapter_of("z")))
     return made
 
 
@@ -78,6 +83,28 @@ def test_adapters_side_by_side_answer_as_alone(world):
         assert result(world, f"r-{number}") == alone[type(task), name]
     assert len({repr(alone[CaptionTask, name]) for name in ("", *NAMES)}) == 4, "all say the same"
     assert world.core.load().adapters_used == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_answer_as_merged_weights(world, seed):
+    """Each skill answers as a model with the adapter in its weights, on every kind of launch."""
+    merged = assemble(msgspec.structs.replace(CONFIG, max_waiting=64))
+    model: Any = merged.model
+    tensors = adapter_of(NAMES[seed])
+    for layer, block in enumerate(model._network.text.blocks):
+        for part in ("fc1", "fc2"):
+            a_RI, b_OR = tensors[layer, f"{part}.lora_a"], tensors[layer, f"{part}.lora_b"]
+            getattr(block.mlp, part).weight += b_OR @ a_RI
+    reference = World(merged)
+    for number, task in enumerate((*TASKS, *TASKS)):
+        for where, name in ((world, NAMES[seed]), (reference, "")):
+            image = where.encoded(png(seed=30 + number))
+            where.submit(f"r-{number}", task, image, adapter=name)
+    for number in range(2 * len(TASKS)):
+        ours, truth = result(world, f"r-{number}"), result(reference, f"r-{number}")
+        assert str(ours) == str(truth)
+    reference.close()
+    merged.device.close()
 
 
 def test_a_prefix_is_shared_under_its_adapter_alone(world):

@@ -18,7 +18,13 @@ from pathlib import Path
 PROTOBUF_MAJORS = (6, 7)
 LIGHT_LIMIT = 4 * 1024 * 1024  # bytes that `pip install legato` may put on a disk as its own
 WEIGHTS = (".safetensors", ".pt", ".bin", ".npz")
-TINY_FILES = ("config.json", "tokenizer.json", "model.safetensors", "MODEL_CARD.md")
+TINY_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "model.safetensors",
+    "adapters/hazard.safetensors",
+    "MODEL_CARD.md",
+)
 
 # Run in the clean venv: everything a light client imports, and what must not have come along.
 PROBE = """

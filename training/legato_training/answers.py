@@ -26,7 +26,9 @@ def draw_answers(examiner: Examiner, count: int) -> Image.Image:
     """Boxes (red) and the outline (lime) of one asked phrase, the caption printed below."""
     scenes = [examiner.sampler.sample() for _ in range(count)]
     scenes = [scene for scene in scenes if scene.kinds]
-    asked = [examiner.choose_phrase(Narrator(scene, examiner.builder.rng)) for scene in scenes]
+    words = examiner.sampler.lexicon
+    narrators = [Narrator(scene, examiner.builder.rng, words) for scene in scenes]
+    asked = [examiner.choose_phrase(narrator) for narrator in narrators]
     pixels = examiner.pixels(scenes)
     cache = examiner.decoder.read(pixels)
     boxes = examiner.ask(cache, "detect", [" " + p.singular for p in asked], 37)

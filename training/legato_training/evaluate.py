@@ -63,7 +63,8 @@ class Examiner:
             scene = self.sampler.sample()
             if scene.kinds:
                 scenes.append(scene)
-        narrators = [Narrator(scene, self.builder.rng) for scene in scenes]
+        words = self.sampler.lexicon
+        narrators = [Narrator(scene, self.builder.rng, words) for scene in scenes]
         asked = [self.choose_phrase(n) for n in narrators]
         absent = [
             narrator.lexicon.phrases_of[self.sampler.absent_kind(set(narrator.members))][0]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from legato_training.lexicon import COLOUR_NAMES, Phrase, lexicon
+from legato_training.lexicon import COLOUR_NAMES, Lexicon, Phrase
 from legato_training.nouns import with_article
 from legato_training.scenes import BACKGROUNDS, Scene
 
@@ -17,10 +17,10 @@ PLACES = (
 class Narrator:
     """Words for one scene; groups are the kinds in order of their leftmost instance."""
 
-    def __init__(self, scene: Scene, rng: np.random.Generator) -> None:
+    def __init__(self, scene: Scene, rng: np.random.Generator, words: Lexicon) -> None:
         self.scene = scene
         self.rng = rng
-        self.lexicon = lexicon()
+        self.lexicon = words
         self.members: dict[int, list[int]] = {}
         for i, kind in enumerate(scene.kinds):
             self.members.setdefault(kind, []).append(i)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from legato_training.lexicon import COLOUR_NAMES, COLOURS, lexicon
+from legato_training.lexicon import COLOUR_NAMES, COLOURS, Lexicon, lexicon
 from legato_training.sprites import LEVELS, SIDE, THUMB, SpriteBook
 
 MAX_OBJECTS = 9
@@ -47,10 +47,12 @@ class SceneSampler:
         sets: tuple[int, ...],
         seed: int,
         shape_share: float = SHAPE_SHARE,
+        words: Lexicon | None = None,
     ) -> None:
+        """``words`` names what is drawn; the one lexicon where none is given."""
         self.book, self.shape_share = book, shape_share
         self.rng = np.random.default_rng(seed)
-        self.lexicon = lexicon()
+        self.lexicon = words or lexicon()
         self.by_kind = book.of_kind(sets)
         self.nouns = np.array([i for i in range(self.lexicon.num_nouns) if self.by_kind[i]])
         self.shapes = np.arange(self.lexicon.num_nouns, len(self.lexicon.kinds))

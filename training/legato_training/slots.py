@@ -94,7 +94,7 @@ class SlotBuilder:
     def build(self, scene: Scene) -> Packed:
         """All slots of a scene; a slot without a fitting turn stays empty."""
         packed = Packed()
-        narrator = Narrator(scene, self.rng)
+        narrator = Narrator(scene, self.rng, self.sampler.lexicon)
         present = set(scene.kinds)
         absent = self.sampler.absent_kind(present)
         first, second = self.two_phrases(narrator, absent)

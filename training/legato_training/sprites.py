@@ -20,6 +20,7 @@ LEVELS = 4
 THUMB = 32
 SHAPE_SET = -1
 DOMINANT_SHARE = 0.55
+PHOTO_SIDE = 384
 
 
 @dataclass(frozen=True)
@@ -173,31 +174,48 @@ def dominant_colours(rgba: np.ndarray) -> np.ndarray:
     return np.where(shares.max(1) >= DOMINANT_SHARE, best, -1)
 
 
-def load_sprites(path: Path) -> SpriteBook:
-    """Read the pack and add the drawn shapes."""
-    pack = np.load(path)
-    art = decode_images(pack["sprite_bytes"], pack["sprite_offsets"], "RGBA")
+def shape_sprites() -> SpriteBook:
+    """The drawn shapes alone, white, over one black photograph: what needs no download."""
     drawn = [draw_shape(name) for name in SHAPES]
-    shapes = np.stack([rgba for rgba, _ in drawn])
+    rgba = np.stack([pixels for pixels, _ in drawn])
     polygons = [p if is_clockwise(p) else p[::-1] for _, p in drawn]
-    outlines = np.stack([resample_closed(p, OUTLINE_POINTS) for p in polygons])
-    hulls = np.stack([fit_hull(p) for p in polygons])
-    rgba = np.concatenate([art, shapes])
-    block = SIDE // THUMB
-    thumb = rgba[..., 3].reshape(-1, THUMB, block, THUMB, block).mean((2, 4)) > 127
-    count, extra = len(art), len(shapes)
+    count = len(drawn)
     return SpriteBook(
         rgba=rgba,
-        noun=np.concatenate([pack["noun"].astype(int), np.full(extra, -1)]),
-        shape=np.concatenate([np.full(count, -1), np.arange(extra)]),
-        set=np.concatenate([pack["set"].astype(int), np.full(extra, SHAPE_SET)]),
-        outline=np.concatenate([pack["outline"].astype(np.float32), outlines.astype(np.float32)]),
-        hull=np.concatenate([pack["hull"].astype(np.float32), hulls.astype(np.float32)]),
-        share=np.concatenate([pack["share"], np.ones(extra, np.float32)]),
-        thumb=thumb,
-        colour=np.concatenate([dominant_colours(art), np.full(extra, -1)]),
+        noun=np.full(count, -1),
+        shape=np.arange(count),
+        set=np.full(count, SHAPE_SET),
+        outline=np.stack([resample_closed(p, OUTLINE_POINTS) for p in polygons]).astype(np.float32),
+        hull=np.stack([fit_hull(p) for p in polygons]).astype(np.float32),
+        share=np.ones(count, np.float32),
+        thumb=thumbnails(rgba),
+        colour=np.full(count, -1),
+        photos=np.zeros((1, PHOTO_SIDE, PHOTO_SIDE, 3), np.uint8),
+    )
+
+
+def load_sprites(path: Path) -> SpriteBook:
+    """Read the pack and add the drawn shapes."""
+    pack, shapes = np.load(path), shape_sprites()
+    art = decode_images(pack["sprite_bytes"], pack["sprite_offsets"], "RGBA")
+    return SpriteBook(
+        rgba=np.concatenate([art, shapes.rgba]),
+        noun=np.concatenate([pack["noun"].astype(int), shapes.noun]),
+        shape=np.concatenate([np.full(len(art), -1), shapes.shape]),
+        set=np.concatenate([pack["set"].astype(int), shapes.set]),
+        outline=np.concatenate([pack["outline"].astype(np.float32), shapes.outline]),
+        hull=np.concatenate([pack["hull"].astype(np.float32), shapes.hull]),
+        share=np.concatenate([pack["share"], shapes.share]),
+        thumb=np.concatenate([thumbnails(art), shapes.thumb]),
+        colour=np.concatenate([dominant_colours(art), shapes.colour]),
         photos=decode_images(pack["photo_bytes"], pack["photo_offsets"], "RGB"),
     )
+
+
+def thumbnails(rgba: np.ndarray) -> np.ndarray:
+    """Which of THUMB x THUMB blocks of each sprite are covered, bool."""
+    block = SIDE // THUMB
+    return rgba[..., 3].reshape(-1, THUMB, block, THUMB, block).mean((2, 4)) > 127
 
 
 def pyramid(rgba: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -37,7 +37,7 @@ def corpus(pack: Path, scenes: int) -> list[str]:
     sampler = SceneSampler(load_sprites(pack), tuple(range(7)), seed=1)
     rng = np.random.default_rng(2)
     for _ in range(scenes):
-        narrator = Narrator(sampler.sample(), rng)
+        narrator = Narrator(sampler.sample(), rng, sampler.lexicon)
         lines += [narrator.short(), narrator.normal(), narrator.long()]
         for _ in range(4):
             lines += list(narrator.question(sampler.random_kind()))

@@ -50,6 +50,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=count)
     group.add_argument("--stop", action="append", default=[], metavar="TEXT")
     group.add_argument("--model", default="", help="a served model, default: the server's")
+    group.add_argument("--adapter", default="", metavar="NAME", help="a fine-tune of the server's")
 
 
 def connect(args: argparse.Namespace) -> Client:
@@ -71,7 +72,7 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 def options_of(args: argparse.Namespace) -> Options:
     """What the other request options say."""
-    return Options(model=args.model)
+    return Options(model=args.model, adapter=args.adapter)
 
 
 def count(text: str) -> int:

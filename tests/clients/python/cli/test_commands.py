@@ -49,6 +49,12 @@ def test_detect(legato, picture, server):
     assert task.sampling.HasField("temperature")
 
 
+def test_an_adapter_is_named(legato, picture, server):
+    """`--adapter` reaches the server as the option of the same name."""
+    assert legato("detect", picture, "cat", "--adapter", "cups@12")[0] == 0
+    assert server.last("Generate").options.adapter == "cups@12"
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
