@@ -11,8 +11,10 @@ from legato_engine.core import PromptToken
 from legato_engine.layers.mlp import MLP
 from legato_engine.layers.moe import MoE
 from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.moondream import fused
 from legato_engine.models.moondream.config import Gelu, TauConfig
 from legato_engine.models.moondream.model import MoondreamModel, Network
+from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
 
 from tests.engine.models.paged_session import PAGE_SIZE, PagedSession
 
@@ -120,6 +122,24 @@ def test_a_decode_step_needs_no_data(tiny3_config):
         hidden_BD = model.decode(x_BD, DecodeBatch(tokens_B, pages_BM), kv)
         assert model.logits(hidden_BD).shape == (5, model.vocab_size)
         assert model.payload(hidden_BD, tokens_B).shape == (5, 2)
+
+
+def test_kernels_refuse_what_they_do_not_know(monkeypatch):
+    """The fused step runs Moondream 2; any one thing that it does not compute keeps it out."""
+    monkeypatch.setattr(fused, "supported", lambda sizes, device, dtype: True)
+    replace = msgspec.structs.replace
+    two, three = moondream2_config(), moondream3_config()
+    empty = torch.empty(1, 1, 1, PAGE_SIZE, 1)
+    kv = KVCache(empty, empty)
+    assert fused.can_fuse(two, kv)
+    assert not fused.can_fuse(three, kv)
+    for part in (
+        {"text": replace(two.text, tau=three.text.tau)},
+        {"text": replace(two.text, moe=three.text.moe)},
+        {"region": replace(two.region, inner_dim=None)},
+        {"region": replace(two.region, coord_reaches_one=True)},
+    ):
+        assert not fused.can_fuse(replace(two, **part), kv)
 
 
 def test_bfloat16_is_near_float32(tiny3_config, make_model):
