@@ -74,6 +74,8 @@ class Grammar:
         if kind == "query":
             assert result.query.answer == text
             assert result.query.reasoning.text == thoughts
+            spans = [span for event in self.of("reasoning") for span in event.reasoning.grounding]
+            assert list(result.query.reasoning.grounding) == spans
         elif kind == "caption":
             assert result.caption.caption == text
         elif kind == "detect":

@@ -210,10 +210,13 @@ def solution(task: core.TaskSpec) -> tuple[Sequence[core.Event], core.TaskResult
     """The events of a task's answer, and the answer."""
     match task:
         case core.QueryTask(reasoning=True):
-            thoughts = core.ReasoningDelta(text="Hm. ")
-            return (thoughts, core.TextDelta(text="Four.")), core.QueryResult(
-                answer="Four.", reasoning="Hm. "
+            spans = (core.Grounding(start_index=0, end_index=2, points=(POINT,)),)
+            events = (
+                core.ReasoningDelta(text="Hm. "),
+                core.ReasoningDelta(text="", grounding=spans),
+                core.TextDelta(text="Four."),
             )
+            return events, core.QueryResult(answer="Four.", reasoning="Hm. ", grounding=spans)
         case core.QueryTask():
             return words("Three", " red", " cups."), core.QueryResult(answer="Three red cups.")
         case core.CaptionTask():

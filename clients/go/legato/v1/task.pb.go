@@ -409,7 +409,8 @@ func (x *DetectTask) GetMaxObjects() uint32 {
 // Point at every instance of an object.
 type PointTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// What to look for, as a noun phrase. Required.
+	// What to look for, as a noun phrase. Required. Moondream takes "gaze", with a person's eye as the one point in
+	// `spatial_refs`, for the place that this person looks at.
 	Object string `protobuf:"bytes,1,opt,name=object,proto3" json:"object,omitempty"`
 	// Most points to return, at least 1. Absent: the model's default. Reaching it ends the task with
 	// FINISH_REASON_MAX_OBJECTS.

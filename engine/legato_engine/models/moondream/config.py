@@ -150,6 +150,16 @@ class Templates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     segment: Template | None = None
 
 
+class Suppression(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ids that are never sampled; other states of a skill name the few that may be.
+
+    Where answers may hold coords and sizes, text rows read and feed back their values.
+    """
+
+    answer: tuple[int, ...] = ()  # in answers and captions
+    reasoning: tuple[int, ...] = ()  # before the answer
+
+
 class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything about a model but its weights and its tokenizer.
 
@@ -163,12 +173,31 @@ class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     region: RegionConfig
     tokens: SpecialTokens
     templates: Templates
+    suppression: Suppression | None = None
     sampling: SamplingDefaults = SamplingDefaults()
 
     @property
     def prefix_length(self) -> int:
         """BOS and the picture."""
         return 1 + self.vision.num_tokens
+
+    @property
+    def suppressed(self) -> Suppression:
+        """As given, else Moondream 2's: thoughts do not end early, answers are not opened twice.
+
+        Nor do its answers hold values, so that plain text costs no reading of them.
+        """
+        if self.suppression is not None:
+            return self.suppression
+        tokens = self.tokens
+        return Suppression(
+            answer=(tokens.answer, tokens.coord, tokens.size), reasoning=(tokens.eos, tokens.size)
+        )
+
+    @property
+    def has_values_in_text(self) -> bool:
+        """Whether an answer may hold coords or sizes."""
+        return not {self.tokens.coord, self.tokens.size} <= set(self.suppressed.answer)
 
 
 def parse_config(data: bytes) -> MoondreamConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from legato_engine.models.moondream.config import SpecialTokens
+from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.tasks import Constraint
 
 
@@ -20,18 +20,15 @@ class Allow(enum.IntEnum):
     ANSWER = 6  # the token that opens an answer, and no other
 
 
-def constraint_table(tokens: SpecialTokens) -> tuple[Constraint, ...]:
-    """The table, in the order of `Allow`.
-
-    Text may not repeat the token that opened it. Nor may it hold coord and size tokens: text rows
-    compute no payload, so such a token would be fed back without its value.
-    """
+def constraint_table(config: MoondreamConfig) -> tuple[Constraint, ...]:
+    """The table, in the order of `Allow`; it holds from a state's first token on."""
+    tokens, suppressed = config.tokens, config.suppressed
     return (
         Constraint(),
         Constraint(allowed=(tokens.coord,)),
         Constraint(allowed=(tokens.size,)),
         Constraint(allowed=(tokens.coord, tokens.eos)),
-        Constraint(suppressed=(tokens.answer, tokens.coord, tokens.size)),
-        Constraint(suppressed=(tokens.eos, tokens.size)),
+        Constraint(suppressed=suppressed.answer),
+        Constraint(suppressed=suppressed.reasoning),
         Constraint(allowed=(tokens.answer,)),
     )

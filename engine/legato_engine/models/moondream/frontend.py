@@ -54,7 +54,7 @@ class MoondreamFrontend:
         self.name = config.name
         self.takes_images = True
         self.tasks = tuple(s for s in _SKILLS if getattr(config.templates, s) is not None)
-        self.constraints = constraint_table(config.tokens)
+        self.constraints = constraint_table(config)
         self._config = config
         self._tokenizer = tokenizer
         self._prompts = Prompts(config, tokenizer)
@@ -163,4 +163,5 @@ class MoondreamFrontend:
             self.prefix_length(has_image) + len(prompt),
             self._config.text.max_context,
         )
-        return TaskSetup(prompt, sampling, max_tokens, self._config.tokens)
+        config = self._config
+        return TaskSetup(prompt, sampling, max_tokens, config.tokens, config.has_values_in_text)

@@ -45,7 +45,7 @@ class MoondreamModel:
 
     def __init__(self, config: MoondreamConfig, network: Network) -> None:
         text = config.text
-        self.constraints = constraint_table(config.tokens)
+        self.constraints = constraint_table(config)
         self.num_layers = text.num_layers
         self.num_kv_heads = text.num_heads
         self.head_dim = text.head_dim

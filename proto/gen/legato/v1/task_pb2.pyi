@@ -251,7 +251,9 @@ class PointTask(_message.Message):
     MAX_OBJECTS_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
     object: _builtins.str
-    """What to look for, as a noun phrase. Required."""
+    """What to look for, as a noun phrase. Required. Moondream takes "gaze", with a person's eye as the one point in
+    `spatial_refs`, for the place that this person looks at.
+    """
     max_objects: _builtins.int
     """Most points to return, at least 1. Absent: the model's default. Reaching it ends the task with
     FINISH_REASON_MAX_OBJECTS.

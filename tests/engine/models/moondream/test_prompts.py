@@ -58,6 +58,18 @@ def test_lengths_of_moondream3():
     assert prefix + len(prompts.segment("cup", refs)) == 734 + n + 5
 
 
+def test_a_gaze_is_a_point_with_an_eye(moondream2):
+    """Where somebody looks is asked as a point at "gaze" behind the eye's own two coords."""
+    prompt = moondream2.point("gaze", (Point(x=0.25, y=0.125),))
+    gaze = [PromptToken(token_id) for token_id in TOKENIZER.encode(" gaze")]
+    assert prompt[3:] == (
+        PromptToken(5, (0.25, 0.0)),
+        PromptToken(5, (0.125, 0.0)),
+        *gaze,
+        PromptToken(3),
+    )
+
+
 def test_moondream2_cannot_segment(moondream2):
     """A skill without template is unsupported, by name."""
     with pytest.raises(TaskUnsupported, match="segment"):

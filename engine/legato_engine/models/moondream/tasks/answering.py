@@ -16,6 +16,7 @@ class AnsweringSkill(SkillTask):
 
     def __init__(self, setup: TaskSetup, answer: Answer) -> None:
         super().__init__(setup)
+        self.has_payload = setup.values_in_text
         self._answer = answer
 
     def constraint(self) -> int:

@@ -12,12 +12,16 @@ from legato_engine.tasks import SampledToken
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskSetup:
-    """What a task starts from; `sampling` is resolved and `max_tokens` fits the context."""
+    """What a task starts from; `sampling` is resolved and `max_tokens` fits the context.
+
+    `values_in_text` says that answers may hold coords and sizes.
+    """
 
     prompt: tuple[PromptToken, ...]
     sampling: SamplingParams
     max_tokens: int
     tokens: SpecialTokens
+    values_in_text: bool
 
 
 class SkillTask(abc.ABC):

@@ -24,19 +24,19 @@ class QuerySkill(AnsweringSkill):
 
 
 class ReasonedQuerySkill(QuerySkill):
-    """Thoughts until the answer token, then the answer; one budget for both.
+    """Thoughts until the answer token, then the answer; one budget for both, EOS ends either.
 
     The model is fed `num_answer_tokens` answer tokens before the answer: the first is its own
     choice, the others are forced.
     """
 
     constrained = True
-    has_payload = True
 
     def __init__(
         self, setup: TaskSetup, answer: Answer, thoughts: Thoughts, num_answer_tokens: int
     ) -> None:
         super().__init__(setup, answer)
+        self.has_payload = True  # thoughts point at places
         self._thoughts = thoughts
         self._num_answer_tokens = num_answer_tokens
         self._num_opened = 0  # answer tokens so far
@@ -64,6 +64,9 @@ class ReasonedQuerySkill(QuerySkill):
         if self._num_opened == self._num_answer_tokens:
             return super()._read(token)
         self._num_before_answer += 1
+        if token.token_id == self._tokens.eos:
+            self.finish_reason = FinishReason.STOP
+            return []
         if token.token_id == self._tokens.answer:
             self._num_opened += 1
             return []

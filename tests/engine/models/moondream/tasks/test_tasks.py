@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from legato_engine.core import (
     BlobRef,
@@ -25,7 +26,9 @@ from legato_engine.core import (
     TextDelta,
     TokenInfo,
 )
+from legato_engine.models.moondream.config import Suppression
 from legato_engine.models.moondream.constraints import Allow
+from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.tasks import SampledToken
 
@@ -225,6 +228,50 @@ def test_a_span_without_points_grounds_nothing(make):
     tokens = [*plain(GROUND_START), *text("cup"), *plain(GROUND_END, GROUND_END)]
     _, result = run(task, tokens)
     assert result.grounding == ()
+
+
+def test_groundings_come_one_by_one_in_order(make):
+    """Each span is told when it closes, once, and the result holds all of them in order."""
+    task = make(QueryTask(question="?", reasoning=True))
+    spans = []
+    for word, x in (("a ", 0.25), ("é", 0.5)):
+        spans += [*plain(GROUND_START), *text(word), coord(x), coord(0.75), *plain(GROUND_END)]
+    events, result = run(task, [*text("So "), *spans, *plain(ANSWER, ANSWER), *text("A")])
+    told = [each for e in events if isinstance(e, ReasoningDelta) for each in e.grounding]
+    assert told == list(result.grounding)
+    assert [result.reasoning[g.start_index : g.end_index] for g in told] == ["a ", "é"]
+    assert [g.points for g in told] == [(Point(x=0.25, y=0.75),), (Point(x=0.5, y=0.75),)]
+    assert (result.reasoning, result.answer) == ("So a é", "A")
+
+
+def test_an_open_span_grounds_nothing(make):
+    """Thoughts that end inside a span drop it, and so does a span that begins anew."""
+    task = make(QueryTask(question="?", reasoning=True))
+    tokens = [*plain(GROUND_START), *text("a"), coord(0.1), coord(0.1)]
+    tokens += [*plain(GROUND_START), *text("b"), coord(0.2), coord(0.2), *plain(GROUND_END)]
+    tokens += [*plain(GROUND_START), *text("c"), coord(0.3), coord(0.3), *plain(ANSWER)]
+    _, result = run(task, tokens)
+    (grounding,) = result.grounding
+    assert (grounding.start_index, grounding.end_index) == (1, 2)
+    assert grounding.points == (Point(x=0.2, y=0.2),)
+
+
+def test_eos_ends_thoughts_without_an_answer(make):
+    """A model whose thoughts may end early answers nothing, and that is no failure."""
+    task = make(QueryTask(question="?", reasoning=True))
+    _, result = run(task, [*text("so"), *plain(EOS)])
+    assert task.finish_reason is FinishReason.STOP
+    assert (result.reasoning, result.answer) == ("so", "")
+
+
+def test_values_in_an_answer_carry_no_text(tiny_config):
+    """Where answers may hold values their rows read them, and the text goes on around them."""
+    config = msgspec.structs.replace(tiny_config, suppression=Suppression())
+    frontend = MoondreamFrontend(config, StandInTokenizer())
+    task = frontend.make_task(Request(request_id="r", task=CaptionTask(), image=IMAGE))
+    assert task.has_payload
+    _, result = run(task, [*text("a"), coord(0.5), size(0.5, 0.5), *text("b"), *plain(EOS)])
+    assert result.caption == "ab"
 
 
 def test_a_query_without_reasoning_has_none(make):
