@@ -1,7 +1,7 @@
 """The grammar of Generate, checked event by event; for every test that reads a stream.
 
     stream    = *queued started *( delta / heartbeat ) finished
-    delta     = text / reasoning / point / object / outline
+    delta     = text / reasoning / point / object / outline / tokens
 
 with heartbeats also before `started`, `index` without a gap, and `finished` repeating every delta.
 """
@@ -12,7 +12,9 @@ from collections.abc import AsyncIterable, Iterable
 
 from legato.v1 import inference_pb2, task_pb2
 
-DELTAS = frozenset({"text", "reasoning", "point", "object", "outline"})
+DELTAS = frozenset({"text", "reasoning", "point", "object", "outline", "tokens"})
+
+TOKENS = frozenset({"text", "reasoning", "tokens"})
 
 
 class Grammar:
@@ -53,6 +55,16 @@ class Grammar:
         """The events of one kind."""
         return [event for event in self.events if event.WhichOneof("event") == kind]
 
+    @property
+    def tokens(self) -> list[inference_pb2.Token]:
+        """Every token that the deltas told, in order."""
+        told: list[inference_pb2.Token] = []
+        for event in self.events:
+            kind = event.WhichOneof("event")
+            if kind in TOKENS:
+                told += getattr(event, kind).tokens
+        return told
+
     def _check_finished(
         self, finished: inference_pb2.Finished, started: inference_pb2.Started
     ) -> None:
@@ -63,6 +75,7 @@ class Grammar:
         assert info.finish_reason == result.finish_reason != task_pb2.FINISH_REASON_UNSPECIFIED
         assert info.usage == result.usage
         assert info.usage.input_tokens == started.input_tokens
+        assert list(info.tokens) == self.tokens
         kind = result.WhichOneof("result")
         assert kind is not None, "finished without a result"
         assert kind != "error"

@@ -170,6 +170,7 @@ class Request(Value, frozen=True):
     `deadline` is absolute `time.monotonic()` seconds (one clock for all processes of a host).
     Of those who wait a higher `priority` goes first; `tenant` is whom the request counts for.
     Without `deltas` only the whole result is told, which repeats what they would have said.
+    With `return_tokens` every token is told, with its probability if `logprobs`.
     """
 
     request_id: str
@@ -181,7 +182,7 @@ class Request(Value, frozen=True):
     deadline: float | None = None
     cache_image: bool = True
     return_tokens: bool = False
-    top_logprobs: int = 0
+    logprobs: bool = False
     deltas: bool = True
     priority: int = 0
     tenant: str = ""
@@ -221,10 +222,17 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenInfo(Value, frozen=True):
-    """One generated token as text; `text` may be empty while a character is incomplete."""
+    """One sampled token: text, empty while a character is incomplete, or the value it carries.
+
+    `logprob` is the natural logarithm of its probability at temperature 1 among all tokens that its
+    constraint allows, times that of its value; None unless asked for.
+    """
 
     token_id: int
     text: str = ""
+    logprob: float | None = None
+    coordinate: float | None = None
+    size: tuple[float, float] | None = None  # width, height
 
 
 class TextDelta(Value, frozen=True):
@@ -247,6 +255,7 @@ class ReasoningDelta(Value, frozen=True):
 
     text: str
     grounding: tuple[Grounding, ...] = ()
+    tokens: tuple[TokenInfo, ...] = ()
 
 
 class PointEvent(Value, frozen=True):
@@ -271,7 +280,13 @@ class OutlineEvent(Value, frozen=True):
     box: Box | None = None
 
 
-Event = TextDelta | ReasoningDelta | PointEvent | ObjectEvent | OutlineEvent
+class TokensDelta(Value, frozen=True):
+    """Tokens that completed no text; told only to those who asked for tokens."""
+
+    tokens: tuple[TokenInfo, ...]
+
+
+Event = TextDelta | ReasoningDelta | PointEvent | ObjectEvent | OutlineEvent | TokensDelta
 
 
 class QueryResult(Value, frozen=True):

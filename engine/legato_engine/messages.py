@@ -20,6 +20,7 @@ from legato_engine.core import (
     Request,
     TaskResult,
     Timings,
+    TokenInfo,
     Usage,
     Value,
 )
@@ -193,6 +194,7 @@ class Done(Value, frozen=True):
     usage: Usage
     timings: Timings
     image: ImageInfo | None = None
+    tokens: tuple[TokenInfo, ...] = ()
 
 
 class ImageHeld(Value, frozen=True):

@@ -25,6 +25,7 @@ from legato_engine.core import (
     QueryResult,
     QueryTask,
     ReasoningDelta,
+    Request,
     SamplingParams,
     SegmentResult,
     SegmentTask,
@@ -33,6 +34,7 @@ from legato_engine.core import (
     TextDelta,
     TokenInfo,
 )
+from legato_engine.token_events import with_token
 
 DEFAULT_WORDS = 16  # of an answer that is given no `max_tokens`
 _WORDS = "nobody looked at this picture and yet here is an answer of so many words"
@@ -62,18 +64,35 @@ class Answer:
             return self.whole
         return _result(self.task, self.events[:num_tokens])
 
+    def told(self, index: int, request: Request) -> tuple[Event, ...]:
+        """An event, with its token for a request that wants tokens."""
+        event = self.events[index]
+        if not request.return_tokens:
+            return (event,)
+        return tuple(with_token([event], self._token(index, request)))
+
+    def tokens(self, num_tokens: int, request: Request) -> tuple[TokenInfo, ...]:
+        """The first `num_tokens` tokens, for a request that wants them."""
+        if not request.return_tokens:
+            return ()
+        return tuple(self._token(index, request) for index in range(num_tokens))
+
+    def _token(self, index: int, request: Request) -> TokenInfo:
+        """The token behind an event; nothing else could have come in its place."""
+        event = self.events[index]
+        text = event.text if isinstance(event, (TextDelta, ReasoningDelta)) else ""
+        return TokenInfo(token_id=index, text=text, logprob=0.0 if request.logprobs else None)
+
 
 @functools.lru_cache(1024)
-def answer(
-    task: TaskSpec, sampling: SamplingParams, *, num_objects: int, return_tokens: bool
-) -> Answer:
+def answer(task: TaskSpec, sampling: SamplingParams, *, num_objects: int) -> Answer:
     """The answer to a task; `num_objects` at most `max_objects` for those that find objects."""
     match task:
         case QueryTask():
             thoughts = [ReasoningDelta(text=text) for text in _spaced(_THOUGHTS.split())]
-            return _cut(task, thoughts if task.reasoning else [], sampling, return_tokens)
+            return _cut(task, thoughts if task.reasoning else [], sampling)
         case CaptionTask():
-            return _cut(task, [], sampling, return_tokens)
+            return _cut(task, [], sampling)
         case DetectTask() | PointTask():
             return _listing(task, num_objects, sampling.max_tokens)
         case SegmentTask():
@@ -82,20 +101,13 @@ def answer(
             return _limited(task, events, FinishReason.STOP, sampling.max_tokens)
 
 
-def _cut(
-    task: TaskSpec, thoughts: Sequence[Event], sampling: SamplingParams, return_tokens: bool
-) -> Answer:
+def _cut(task: TaskSpec, thoughts: Sequence[Event], sampling: SamplingParams) -> Answer:
     """Thoughts, then words up to `max_tokens` or a stop string."""
     count = DEFAULT_WORDS if sampling.max_tokens is None else sampling.max_tokens
     words = _before_stop(
         list(_spaced(itertools.islice(itertools.cycle(_WORDS.split()), count))), sampling
     )
-    texts = [
-        TextDelta(
-            text=word, tokens=(TokenInfo(token_id=index, text=word),) if return_tokens else ()
-        )
-        for index, word in enumerate(words)
-    ]
+    texts = [TextDelta(text=word) for word in words]
     return _limited(task, (*thoughts, *texts), FinishReason.STOP, sampling.max_tokens)
 
 

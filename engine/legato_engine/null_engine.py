@@ -108,12 +108,7 @@ class NullEngine:
         must_wait = self._full
         self._waiting[request.request_id] = _Job(
             request=request,
-            answer=answer(
-                request.task,
-                request.sampling,
-                num_objects=self._num_objects,
-                return_tokens=request.return_tokens,
-            ),
+            answer=answer(request.task, request.sampling, num_objects=self._num_objects),
             deadline=math.inf if request.deadline is None else request.deadline,
             image=image,
             arrival=arrival,
@@ -205,7 +200,8 @@ class NullEngine:
         job.num_tokens = len(events) if at_once else min(before + 1, len(events))
         job.first_token = job.first_token or time.monotonic()
         if job.request.deltas and before < job.num_tokens:
-            self._send(Delta(request_id=job.request.request_id, events=(events[before],)))
+            told = job.answer.told(before, job.request)
+            self._send(Delta(request_id=job.request.request_id, events=told))
         if job.num_tokens == len(events):
             self._end(job, job.answer.finish_reason)
 
@@ -219,6 +215,7 @@ class NullEngine:
                 usage=_usage(job),
                 timings=_timings(job),
                 image=job.image,
+                tokens=job.answer.tokens(job.num_tokens, job.request),
             )
         )
 

@@ -7,21 +7,24 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from legato_engine.core import Event, FinishReason, ImageInfo, Timings, Usage
+from legato_engine.core import Event, FinishReason, ImageInfo, Timings, TokenInfo, Usage
 from legato_engine.errors import LegatoError, to_value
 from legato_engine.messages import Delta, Done, Failed, Queued, RequestReport, Started
 from legato_engine.sequence import Sequence
+from legato_engine.token_events import tokens_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ticket:
     """What a report needs and a sequence does not hold.
 
-    `image` and the seconds of its preparation are those of a request with a picture.
+    `image` and the seconds of its preparation are those of a request with a picture. `tokens` are
+    those told so far, for a request that wants them.
     """
 
     image: ImageInfo | None = None
     image_seconds: float = 0.0
+    tokens: list[TokenInfo] = dataclasses.field(default_factory=list)
 
 
 class ReportSink:
@@ -71,8 +74,11 @@ class ReportSink:
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
         """One commit added these events; told to those who asked."""
-        if sequence.request.deltas:
-            self._send(Delta(request_id=sequence.request.request_id, events=tuple(events)))
+        request = sequence.request
+        if request.return_tokens:
+            self._tickets[request.request_id].tokens.extend(tokens_of(events))
+        if request.deltas:
+            self._send(Delta(request_id=request.request_id, events=tuple(events)))
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         """Its last token was committed."""
@@ -85,6 +91,7 @@ class ReportSink:
                 usage=_usage(sequence),
                 timings=_timings(sequence, ticket),
                 image=ticket.image,
+                tokens=tuple(ticket.tokens),
             )
         )
 

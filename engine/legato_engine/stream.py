@@ -16,6 +16,7 @@ from legato_engine.core import (
     ReasoningDelta,
     Request,
     TextDelta,
+    TokensDelta,
 )
 from legato_engine.errors import InternalError, LegatoError, from_value
 from legato_engine.messages import Delta, Done, Failed, Queued, Started
@@ -166,8 +167,13 @@ def _join(left: Event, right: Event) -> Event | None:
         case TextDelta(), TextDelta():
             return TextDelta(text=left.text + right.text, tokens=left.tokens + right.tokens)
         case ReasoningDelta(), ReasoningDelta():
-            grounding = left.grounding + right.grounding
-            return ReasoningDelta(text=left.text + right.text, grounding=grounding)
+            return ReasoningDelta(
+                text=left.text + right.text,
+                grounding=left.grounding + right.grounding,
+                tokens=left.tokens + right.tokens,
+            )
+        case TokensDelta(), TokensDelta():
+            return TokensDelta(tokens=left.tokens + right.tokens)
         case OutlineEvent(), OutlineEvent() if left.index == right.index and right.box is None:
             path = left.path_delta + right.path_delta
             return msgspec.structs.replace(left, path_delta=path)

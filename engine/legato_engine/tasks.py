@@ -17,10 +17,12 @@ class SampledToken(NamedTuple):
 
     `payload` is the value that came with the token, opaque to all but the model. `token_id` -1 says
     that the row's logits were not finite: the sequence fails, its batch mates are untouched.
+    `logprob` is as in `core.TokenInfo`; None unless some row of the batch asked.
     """
 
     token_id: int
     payload: tuple[float, float]
+    logprob: float | None = None
 
 
 class Task(Protocol):

@@ -13,11 +13,7 @@ from typing import Any
 from google.protobuf.message import Message
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import core
-from legato_engine.errors import (
-    InvalidField,
-    PromptTooLong,
-    TaskUnsupported,
-)
+from legato_engine.errors import InvalidField, PromptTooLong
 
 MAX_QUESTION = 32_768  # characters: far above any context, low enough to copy without a thought
 MAX_OBJECT = 1_024
@@ -37,8 +33,6 @@ _LENGTHS = {
 
 def options(message: inference_pb2.RequestOptions) -> None:
     """Check the options that this server does not have."""
-    if message.HasField("top_logprobs"):
-        raise TaskUnsupported("this server gives no log-probabilities", task="logprobs")
     heartbeat(message)
 
 
@@ -71,6 +65,7 @@ def request(
     deltas: bool = True,
 ) -> core.Request:
     """The request, still without its image and its deadline; `deltas` when somebody reads them."""
+    logprobs = opts.HasField("top_logprobs")
     return core.Request(
         request_id=request_id,
         task=spec,
@@ -78,7 +73,8 @@ def request(
         model=opts.model,
         adapter=opts.adapter,
         cache_image=opts.cache_image if opts.HasField("cache_image") else True,
-        return_tokens=opts.return_tokens,
+        return_tokens=opts.return_tokens or logprobs,
+        logprobs=logprobs,
         deltas=deltas,
     )
 

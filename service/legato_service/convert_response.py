@@ -6,17 +6,15 @@ another one's constructor, which takes several times as long.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from google.protobuf import duration_pb2
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from google.rpc import status_pb2
 from legato.v1 import admin_pb2, geometry_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import core
 from legato_engine.messages import Done, Queued, Started, StepReport
-
-if TYPE_CHECKING:
-    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 _SECOND = 1_000_000_000  # nanoseconds
 _FINISH = {
@@ -26,8 +24,8 @@ _FINISH = {
     core.FinishReason.CANCELLED: task_pb2.FINISH_REASON_CANCELLED,
 }
 
-Objects: TypeAlias = "RepeatedCompositeFieldContainer[geometry_pb2.DetectedObject]"
-Points: TypeAlias = "RepeatedCompositeFieldContainer[geometry_pb2.PointedObject]"
+Objects: TypeAlias = RepeatedCompositeFieldContainer[geometry_pb2.DetectedObject]
+Points: TypeAlias = RepeatedCompositeFieldContainer[geometry_pb2.PointedObject]
 
 
 # ---------------------------------------------------------------- results
@@ -125,6 +123,7 @@ def fill_info(
         message.stamp.CopyFrom(stamp)
     _fill_usage(message.usage, done.usage)
     _fill_timings(message.timings, done.timings)
+    fill_tokens(message.tokens, done.tokens)
 
 
 def usage(value: core.Usage) -> task_pb2.Usage:
@@ -203,13 +202,13 @@ def delta(event: core.Event) -> inference_pb2.GenerateResponse:
 
 def _fill_text(message: inference_pb2.GenerateResponse, event: core.TextDelta) -> None:
     message.text.text = event.text
-    for token in event.tokens:
-        message.text.tokens.add(token_id=token.token_id, text=token.text)
+    fill_tokens(message.text.tokens, event.tokens)
 
 
 def _fill_thought(message: inference_pb2.GenerateResponse, event: core.ReasoningDelta) -> None:
     message.reasoning.text = event.text
     message.reasoning.grounding.extend(_grounding(value) for value in event.grounding)
+    fill_tokens(message.reasoning.tokens, event.tokens)
 
 
 def _fill_outline(message: inference_pb2.GenerateResponse, event: core.OutlineEvent) -> None:
@@ -223,6 +222,7 @@ def _fill_outline(message: inference_pb2.GenerateResponse, event: core.OutlineEv
 _FILL: dict[type, Callable[[inference_pb2.GenerateResponse, Any], None]] = {
     core.TextDelta: _fill_text,
     core.ReasoningDelta: _fill_thought,
+    core.TokensDelta: lambda message, event: fill_tokens(message.tokens.tokens, event.tokens),
     core.PointEvent: lambda message, event: _fill_pointed(message.point, event),
     core.ObjectEvent: lambda message, event: _fill_object(message.object, event),
     core.OutlineEvent: _fill_outline,
@@ -230,6 +230,21 @@ _FILL: dict[type, Callable[[inference_pb2.GenerateResponse, Any], None]] = {
 
 
 # ---------------------------------------------------------------- pieces
+
+
+def fill_tokens(
+    messages: RepeatedCompositeFieldContainer[inference_pb2.Token],
+    tokens: Sequence[core.TokenInfo],
+) -> None:
+    """Add the tokens of an event or of a whole answer."""
+    for token in tokens:
+        message = messages.add(token_id=token.token_id, text=token.text)
+        if token.logprob is not None:
+            message.logprob = token.logprob
+        if token.coordinate is not None:
+            message.coordinate = token.coordinate
+        if token.size is not None:
+            message.size.width, message.size.height = token.size
 
 
 def _grounding(value: core.Grounding) -> task_pb2.Grounding:

@@ -90,10 +90,12 @@ async def test_text_is_sent_word_by_word(server):
 
 
 def test_tokens_come_with_their_text(server):
-    """With `return_tokens` every word names its tokens, and as many as were counted."""
+    """With `return_tokens` every word names its tokens, and the end as many as were counted."""
     asked = request(TASKS["caption"])
     asked.options.return_tokens = True
     grammar = check(server.inference.Generate(asked), ok=True)
+    finished = grammar.of("finished")[0].finished
+    assert len(finished.info.tokens) == finished.info.usage.output_tokens
     tokens = [token for event in grammar.of("text") for token in event.text.tokens]
     caption = grammar.of("finished")[0].finished.result.caption.caption
     assert "".join(token.text for token in tokens).strip() == caption.strip()

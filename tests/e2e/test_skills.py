@@ -117,6 +117,37 @@ def test_a_stop_string_ends_the_text(client):
     assert cut.info.finish_reason == "stop"
 
 
+def test_tokens_say_how_sure_the_model_is(client):
+    """A shape that is there is boxed with more certainty than one that is not, by its tokens."""
+    options = Options(top_logprobs=0)
+    found = client.detect(SCENE.image, "red circle", options=options)
+    x, y, size, eos = found.info.tokens
+    (box,) = (each.box for each in found.objects)
+    assert math.isclose(x.coordinate - size.size[0] / 2, box.x_min, abs_tol=1e-6)
+    assert math.isclose(y.coordinate + size.size[1] / 2, box.y_max, abs_tol=1e-6)
+    assert all(token.logprob <= 0 for token in found.info.tokens)
+    assert len(found.info.tokens) == found.info.usage.output_tokens
+    (nothing,) = client.detect(SCENE.image, "green triangle", options=options).info.tokens
+    assert nothing.token_id == eos.token_id == 0
+    # The first token says whether anything is there: its place's own probability is part of x.
+    assert math.exp(nothing.logprob) > 0.5
+
+
+def test_sampling_does_not_change_how_likely_a_token_was(client):
+    """The first token of a caption has one probability, whatever temperature and top_p chose."""
+    options = Options(top_logprobs=0)
+    seen: dict[int, float] = {}
+    for seed in range(12):
+        for temperature in (0, 1.5):
+            sampling = Sampling(temperature=temperature, max_tokens=1, seed=seed)
+            result = client.caption(SCENE.image, sampling=sampling, options=options)
+            (token,) = result.info.tokens
+            assert math.isclose(
+                seen.setdefault(token.token_id, token.logprob), token.logprob, abs_tol=1e-3
+            )
+    assert sum(map(math.exp, seen.values())) <= 1 + 1e-3
+
+
 def test_an_answer_tells_about_itself(client):
     """Model, picture, tokens and times come with the answer; ids and stamps come back."""
     stamp = FrameStamp("front", 1_700_000_000_000_000_000, 7)

@@ -112,10 +112,26 @@ def test_text_has_as_many_words_as_asked_for(bench):
 
 
 def test_tokens_are_told_when_asked_for(bench):
-    """With `return_tokens` each delta holds its token, without it none does."""
-    told = [delta.events[0] for delta in bench.run(return_tokens=True)[1:-1]]
+    """With `return_tokens` each delta holds its token and the end all of them; without, none."""
+    *deltas, done = bench.run(return_tokens=True)[1:]
+    told = [delta.events[0] for delta in deltas]
     assert all(event.tokens[0].text == event.text for event in told)
-    assert all(not delta.events[0].tokens for delta in bench.run("b")[1:-1])
+    assert done.tokens == tuple(event.tokens[0] for event in told)
+    assert all(token.logprob is None for token in done.tokens)
+    *deltas, done = bench.run("b")[1:]
+    assert all(not delta.events[0].tokens for delta in deltas)
+    assert done.tokens == ()
+
+
+def test_tokens_of_places_are_told_beside_them(bench):
+    """What is no text has its tokens in events of their own, certain ones where that is asked."""
+    task = DetectTask(object="cat")
+    *deltas, done = bench.run(task=task, return_tokens=True, logprobs=True)[1:]
+    for index, delta in enumerate(deltas):
+        tokens, found = delta.events
+        assert tokens.tokens == (done.tokens[index],)
+        assert isinstance(found, ObjectEvent)
+    assert [token.logprob for token in done.tokens] == [0.0] * len(deltas)
 
 
 @pytest.mark.parametrize(

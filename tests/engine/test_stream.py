@@ -17,6 +17,7 @@ from legato_engine.core import (
     TextDelta,
     Timings,
     TokenInfo,
+    TokensDelta,
     Usage,
 )
 from legato_engine.errors import EngineLost, InternalError, PromptTooLong, to_value
@@ -133,8 +134,10 @@ def test_merge_keeps_order_and_all_content():
     box = Box(x_min=0, y_min=0, x_max=1, y_max=1)
     point = PointEvent(point=Point(x=0, y=0), label="x")
     events: list[Event] = [
-        ReasoningDelta(text="r"),
-        ReasoningDelta(text="s"),
+        ReasoningDelta(text="r", tokens=(token,)),
+        ReasoningDelta(text="s", tokens=(token,)),
+        TokensDelta(tokens=(token,)),
+        TokensDelta(tokens=(token, token)),
         TextDelta(text="a", tokens=(token,)),
         TextDelta(text="b", tokens=(token,)),
         point,
@@ -146,7 +149,8 @@ def test_merge_keeps_order_and_all_content():
         OutlineEvent(index=1, box=box),
     ]
     assert merge_events(events) == (
-        ReasoningDelta(text="rs"),
+        ReasoningDelta(text="rs", tokens=(token, token)),
+        TokensDelta(tokens=(token, token, token)),
         TextDelta(text="ab", tokens=(token, token)),
         point,
         point,

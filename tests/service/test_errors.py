@@ -185,13 +185,12 @@ async def test_an_unknown_exception_tells_nothing():
 
 
 async def test_options_that_this_server_lacks():
-    """Adapters, unknown models, log-probabilities and shared images are refused by their rows."""
+    """Adapters, unknown models and shared images are refused by their rows."""
     options = inference_pb2.RequestOptions
     shared = media_pb2.Image(shared=media_pb2.SharedImage(region="legato-0-x"))
     cases = [
         (options(adapter="cups@12"), None, "NOT_FOUND", "ADAPTER_NOT_FOUND"),
         (options(model="other"), None, "NOT_FOUND", "MODEL_NOT_FOUND"),
-        (options(top_logprobs=0), None, "FAILED_PRECONDITION", "TASK_UNSUPPORTED"),
         (options(), shared, "FAILED_PRECONDITION", "SHM_REFUSED"),
     ]
     async with running() as server:

@@ -1,6 +1,7 @@
 """Generate: the event grammar, coalescing and heartbeats."""
 
 import grpc
+import msgspec
 import pytest
 from google.protobuf import duration_pb2
 from legato.v1 import inference_pb2, media_pb2, task_pb2
@@ -88,21 +89,52 @@ async def test_text_that_piled_up_travels_as_one_message():
     assert [event.text.text for event in grammar.of("text")] == ["Three red cups."]
 
 
+TOLD = (
+    core.TokenInfo(token_id=4),
+    core.TokenInfo(token_id=5, text="Hi", logprob=-0.25),
+    core.TokenInfo(token_id=6, logprob=0.0, coordinate=0.0),
+    core.TokenInfo(token_id=7, size=(0.5, 0.25)),
+)
+
+
+def tell_tokens(engine, stream):
+    """Answer with tokens of every kind, wherever they may stand."""
+    asked = stream.request
+    assert asked.return_tokens
+    events = (
+        core.ReasoningDelta(text="Hm", tokens=TOLD[:1]),
+        core.TextDelta(text="Hi", tokens=TOLD[1:2]),
+        core.TokensDelta(tokens=TOLD[2:]),
+    )
+    result = core.QueryResult(answer="Hi", reasoning="Hm")
+    ended = msgspec.structs.replace(done(asked, result), tokens=TOLD)
+    engine.feed(stream, started(asked), delta(asked, *events), ended)
+
+
 async def test_tokens_come_along_when_asked_for():
-    """`return_tokens` reaches the engine, and its tokens reach the client."""
-
-    def with_tokens(engine, stream):
-        asked = stream.request
-        assert asked.return_tokens
-        text = core.TextDelta(text="Hi", tokens=(core.TokenInfo(token_id=5, text="Hi"),))
-        result = core.QueryResult(answer="Hi")
-        engine.feed(stream, started(asked), delta(asked, text), done(asked, result))
-
-    async with running(FakeEngine(with_tokens)) as server:
+    """`return_tokens` reaches the engine; every kind of token reaches the client, twice."""
+    async with running(FakeEngine(tell_tokens)) as server:
         grammar = await replay(server.inference.Generate(request(return_tokens=True)))
-    (token,) = grammar.of("text")[0].text.tokens
-    assert (token.token_id, token.text) == (5, "Hi")
-    assert not token.HasField("logprob")
+        (asked,) = server.engine.requests
+    assert not asked.logprobs
+    start, text, place, size = grammar.tokens  # which `finished` repeats, by the grammar
+    assert (start.token_id, start.text, start.HasField("logprob")) == (4, "", False)
+    assert start.WhichOneof("value") is None
+    assert (text.text, text.logprob) == ("Hi", -0.25)
+    assert (place.WhichOneof("value"), place.coordinate, place.logprob) == ("coordinate", 0, 0)
+    assert place.HasField("logprob")
+    assert (size.size.width, size.size.height) == (0.5, 0.25)
+
+
+async def test_logprobs_bring_their_tokens():
+    """To ask for log-probabilities is to ask for tokens, in a stream and in a unary call."""
+    options = inference_pb2.RequestOptions(top_logprobs=0)
+    asked = inference_pb2.QueryRequest(question="?", options=options)
+    async with running(FakeEngine(tell_tokens)) as server:
+        await replay(server.inference.Generate(request(top_logprobs=0)))
+        answered = await server.inference.Query(asked)
+        assert all(each.return_tokens and each.logprobs for each in server.engine.requests)
+    assert [token.token_id for token in answered.info.tokens] == [4, 5, 6, 7]
 
 
 async def test_silence_is_broken_by_heartbeats():

@@ -1,6 +1,7 @@
 """RunTasks: results in order, one picture, errors by task."""
 
 import grpc
+import msgspec
 import pytest
 from google.rpc import error_details_pb2
 from legato.v1 import inference_pb2, media_pb2, task_pb2
@@ -13,7 +14,7 @@ from legato_engine.errors import (
     QueueFull,
 )
 
-from tests.service.fakes import FakeEngine, answer, begin
+from tests.service.fakes import FakeEngine, answer, begin, done, solution, started
 from tests.service.harness import picture, refusal, running, until
 
 QUERY = task_pb2.Task(task_id="q", query=task_pb2.QueryTask(question="How many?"))
@@ -53,6 +54,28 @@ async def test_results_keep_the_order_of_the_tasks():
         "caption",
     ]
     assert response.results[1].query.answer == "Three red cups."
+
+
+async def test_tokens_are_told_task_by_task():
+    """Each task has its own tokens, a failed one none; without being asked there is no list."""
+
+    def script(engine, stream):
+        asked = stream.request
+        if isinstance(asked.task, core.CaptionTask):
+            engine.fail(stream, PromptTooLong("too long"))
+            return
+        tokens = (core.TokenInfo(token_id=len(asked.request_id), logprob=-1.0),)
+        ended = msgspec.structs.replace(done(asked, solution(asked.task)[1]), tokens=tokens)
+        engine.feed(stream, started(asked), ended)
+
+    async with running(FakeEngine(script)) as server:
+        asked = request(DETECT, CAPTION, QUERY, top_logprobs=0, request_id="r")
+        response = await server.inference.RunTasks(asked)
+        quiet = await server.inference.RunTasks(request(DETECT))
+    told = [[token.logprob for token in each.tokens] for each in response.tokens]
+    assert told == [[-1], [], [-1]]
+    assert not response.info.tokens
+    assert not quiet.tokens
 
 
 async def test_the_pictures_bytes_travel_once():

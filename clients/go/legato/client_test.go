@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"reflect"
 	"testing"
 	"time"
 
@@ -166,6 +167,32 @@ func TestWhatEveryCallCarries(t *testing.T) {
 	}
 	if left <= 59*time.Minute || left > time.Hour {
 		t.Errorf("%v left", left)
+	}
+}
+
+// Tokens are typed: what one does not carry is nil, not 0.
+func TestTokensAreTyped(t *testing.T) {
+	half := float32(-0.5)
+	tokens := []*legatov1.Token{
+		{TokenId: 9, Text: "hi", Logprob: &half},
+		{TokenId: 5, Value: &legatov1.Token_Coordinate{}},
+		{TokenId: 6, Value: &legatov1.Token_Size{Size: &legatov1.Size{Width: 0.5, Height: 0.25}}},
+	}
+	server := &fake{detect: func(context.Context, *legatov1.DetectRequest) (*legatov1.DetectResponse, error) {
+		return &legatov1.DetectResponse{Info: &legatov1.ResponseInfo{Tokens: tokens}}, nil
+	}}
+	detected, err := server.dial(t).Detect(t.Context(), picture, "bus", WithTokens())
+	if err != nil {
+		t.Fatal(err)
+	}
+	zero := float32(0)
+	want := []Token{
+		{ID: 9, Text: "hi", Logprob: &half},
+		{ID: 5, Coordinate: &zero},
+		{ID: 6, Size: &Size{0.5, 0.25}},
+	}
+	if !reflect.DeepEqual(detected.Info.Tokens, want) {
+		t.Errorf("got %+v", detected.Info.Tokens)
 	}
 }
 

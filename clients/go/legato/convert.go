@@ -33,8 +33,15 @@ func segmentOf(from *legatov1.SegmentResponse) *SegmentResult {
 
 func tasksOf(from *legatov1.RunTasksResponse) *TasksResult {
 	shared := infoOf(from.Info)
-	result := func(one *legatov1.TaskResult) TaskResult { return taskResultOf(one, shared) }
-	return &TasksResult{all(from.Results, result), shared}
+	result := &TasksResult{make([]TaskResult, len(from.Results)), shared}
+	for i, one := range from.Results {
+		info := shared
+		if i < len(from.Tokens) {
+			info.Tokens = all(from.Tokens[i].Tokens, tokenOf)
+		}
+		result.Results[i] = taskResultOf(one, info)
+	}
+	return result
 }
 
 // taskResultOf gives a task's result the information that it shares with its siblings.
@@ -89,6 +96,7 @@ func infoOf(from *legatov1.ResponseInfo) Info {
 		Timings:   timingsOf(from.GetTimings()),
 		Image:     imageInfoOf(from.GetImage()),
 		Stamp:     stampOf(from.GetStamp()),
+		Tokens:    all(from.GetTokens(), tokenOf),
 	}
 }
 
@@ -123,7 +131,14 @@ func stampOf(from *legatov1.FrameStamp) FrameStamp {
 }
 
 func tokenOf(from *legatov1.Token) Token {
-	return Token{from.TokenId, from.Text, from.Logprob}
+	token := Token{ID: from.TokenId, Text: from.Text, Logprob: from.Logprob}
+	switch value := from.Value.(type) {
+	case *legatov1.Token_Coordinate:
+		token.Coordinate = &value.Coordinate
+	case *legatov1.Token_Size:
+		token.Size = &Size{value.Size.GetWidth(), value.Size.GetHeight()}
+	}
+	return token
 }
 
 // word is an enum's value without its prefix; empty for UNSPECIFIED, a number for what is newer than this package.

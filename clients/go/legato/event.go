@@ -9,7 +9,7 @@ import (
 // Event is one piece of news of a stream:
 //
 //	stream = *Queued Started *( delta / Heartbeat ) Finished
-//	delta  = TextDelta / ReasoningDelta / PointedObject / Detection / OutlineDelta
+//	delta  = TextDelta / ReasoningDelta / PointedObject / Detection / OutlineDelta / TokensDelta
 //
 // with heartbeats also before Started. All are pointers; new kinds may be added.
 type Event interface{ event() }
@@ -35,7 +35,7 @@ type Started struct {
 // TextDelta is new text of an answer or a caption, to be appended.
 type TextDelta struct {
 	Text string
-	// Tokens are those behind the text, with [WithTokens].
+	// Tokens are those that completed the text, with [WithTokens].
 	Tokens []Token
 }
 
@@ -44,6 +44,13 @@ type ReasoningDelta struct {
 	Text string
 	// Grounding counts code points of the whole reasoning.
 	Grounding []Grounding
+	// Tokens are those that completed the text and the grounding, with [WithTokens].
+	Tokens []Token
+}
+
+// TokensDelta holds tokens that completed no text, with [WithTokens]: values, marks, the ending one.
+type TokensDelta struct {
+	Tokens []Token
 }
 
 // OutlineDelta is a piece of an outline.
@@ -72,6 +79,7 @@ func (*ReasoningDelta) event() {}
 func (*PointedObject) event()  {}
 func (*Detection) event()      {}
 func (*OutlineDelta) event()   {}
+func (*TokensDelta) event()    {}
 func (*Heartbeat) event()      {}
 func (*Finished) event()       {}
 
@@ -85,13 +93,16 @@ func eventOf(from *legatov1.GenerateResponse) Event {
 	case *legatov1.GenerateResponse_Text:
 		return &TextDelta{one.Text.Text, all(one.Text.Tokens, tokenOf)}
 	case *legatov1.GenerateResponse_Reasoning:
-		return &ReasoningDelta{one.Reasoning.Text, all(one.Reasoning.Grounding, groundingOf)}
+		thought := one.Reasoning
+		return &ReasoningDelta{thought.Text, all(thought.Grounding, groundingOf), all(thought.Tokens, tokenOf)}
 	case *legatov1.GenerateResponse_Point:
 		return pointedOf(one.Point)
 	case *legatov1.GenerateResponse_Object:
 		return detectionOf(one.Object)
 	case *legatov1.GenerateResponse_Outline:
 		return outlineDeltaOf(one.Outline)
+	case *legatov1.GenerateResponse_Tokens:
+		return &TokensDelta{all(one.Tokens.Tokens, tokenOf)}
 	case *legatov1.GenerateResponse_Heartbeat:
 		return &Heartbeat{}
 	case *legatov1.GenerateResponse_Finished:

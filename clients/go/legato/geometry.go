@@ -31,6 +31,11 @@ func (b Box) Pixels(width, height int) image.Rectangle {
 	}
 }
 
+// Size is how far something extends, as shares of the picture's width and height.
+type Size struct {
+	Width, Height float32
+}
+
 // SpatialRef is a place that a question is about: a [Point] or a [Box].
 type SpatialRef interface{ spatialRef() *legatov1.SpatialRef }
 

@@ -164,12 +164,12 @@ func WithoutImageCache() CallOption {
 	return callOption(func(c *callSettings) { c.options.CacheImage = &keep })
 }
 
-// WithTokens fills [TextDelta.Tokens] of a stream.
+// WithTokens has every token told that was sampled: in [Info.Tokens], and while a stream decodes.
 func WithTokens() CallOption {
 	return callOption(func(c *callSettings) { c.options.ReturnTokens = true })
 }
 
-// WithLogprobs fills [Token.Logprob] of a stream, where the server has the capability "logprobs".
+// WithLogprobs has every token told with its [Token.Logprob], where the server has the capability "logprobs".
 func WithLogprobs() CallOption {
 	alternatives := uint32(0)
 	return callOption(func(c *callSettings) { c.options.TopLogprobs = &alternatives })

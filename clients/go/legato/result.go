@@ -116,6 +116,8 @@ type Info struct {
 	Image ImageInfo
 	// Stamp is that of [WithStamp].
 	Stamp FrameStamp
+	// Tokens are all that were sampled, with [WithTokens].
+	Tokens []Token
 }
 
 // FinishReason says why a task ended. Servers may send ones that are not listed here.
@@ -180,13 +182,18 @@ type TasksResult struct {
 	Info    Info
 }
 
-// Token is one generated token.
+// Token is one sampled token: text, or the value that it carries.
 type Token struct {
 	ID uint32
 	// Text is empty while a character is incomplete.
 	Text string
-	// Logprob is the natural logarithm of its probability; nil unless [WithLogprobs].
+	// Logprob is the natural logarithm of the probability that the model gave it, its value's included; nil unless
+	// [WithLogprobs].
 	Logprob *float32
+	// Coordinate is a place's share of the width or the height; nil for other tokens.
+	Coordinate *float32
+	// Size is that of the box around the place before it; nil for other tokens.
+	Size *Size
 }
 
 func (s FrameStamp) message() *legatov1.FrameStamp {

@@ -107,6 +107,49 @@ func TestSkills(t *testing.T) {
 	}
 }
 
+// Every token is told to those who ask, with its probability if they want it: unary, in a stream, and task by task.
+func TestTokens(t *testing.T) {
+	client, ctx := dial(t), t.Context()
+	need(t, client, "logprobs")
+	caption, err := client.Caption(ctx, picture, legato.ShortCaption, legato.WithLogprobs())
+	if err != nil {
+		t.Fatal(err)
+	}
+	count := int(caption.Info.Usage.Output)
+	if len(caption.Info.Tokens) != count {
+		t.Errorf("got %+v", caption.Info)
+	}
+	for _, token := range caption.Info.Tokens {
+		if token.Logprob == nil || *token.Logprob > 0 {
+			t.Errorf("got %+v", token)
+		}
+	}
+	told, task := 0, legato.CaptionTask(legato.ShortCaption)
+	for event, err := range client.Generate(ctx, picture, task, legato.WithTokens()) {
+		switch one := event.(type) {
+		case nil:
+			t.Fatal(err)
+		case *legato.TextDelta:
+			told += len(one.Tokens)
+		case *legato.TokensDelta:
+			told += len(one.Tokens)
+		case *legato.Finished:
+			if tokens := one.Info.Tokens; len(tokens) != told || told != count || tokens[0].Logprob != nil {
+				t.Errorf("told %d, got %+v", told, tokens)
+			}
+		}
+	}
+	both := []legato.Task{task, legato.DetectTask("square")}
+	tasks, err := client.RunTasks(ctx, picture, both, legato.WithTokens())
+	if err != nil {
+		t.Fatal(err)
+	}
+	words, boxes := tasks.Results[0].Result.(*legato.CaptionResult), tasks.Results[1].Result.(*legato.DetectResult)
+	if len(words.Info.Tokens) != count || len(boxes.Info.Tokens) != int(boxes.Info.Usage.Output) {
+		t.Errorf("got %+v, %+v", words.Info, boxes.Info)
+	}
+}
+
 // A bad request says which field is wrong.
 func TestErrorsOfTheServer(t *testing.T) {
 	client, ctx := dial(t), t.Context()

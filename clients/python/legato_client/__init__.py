@@ -47,6 +47,7 @@ from legato_client._events import (
     ReasoningDelta,
     Started,
     TextDelta,
+    TokensDelta,
 )
 from legato_client._images import CachedImage, HeldImage, ImageInput
 from legato_client._raw import PixelFormat, RawFrame
@@ -181,6 +182,7 @@ __all__ = [
     "TextDelta",
     "Timings",
     "Token",
+    "TokensDelta",
     "Unauthenticated",
     "Unavailable",
     "Unfinished",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
+from collections.abc import Callable, Iterable
+from itertools import repeat
+from typing import Any
 
 from google.protobuf import duration_pb2
 from google.protobuf.descriptor import EnumDescriptor
-from legato.v1 import geometry_pb2, image_pb2, inference_pb2, media_pb2, server_pb2, task_pb2
+from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
 
-from legato_client import _errors, _events, _server, _types
+from legato_client import _errors, _events, _types
 from legato_client._errors import LegatoError
-from legato_client._images import HeldImage
 
 TaskOutcome = _types.Result | LegatoError
 
@@ -45,7 +46,11 @@ def segment(response: inference_pb2.SegmentResponse) -> _types.SegmentResult:
 def run_tasks(response: inference_pb2.RunTasksResponse) -> tuple[TaskOutcome, ...]:
     """One outcome per task, in the order asked; a failed task is its error, not raised."""
     info = _info(response.info)
-    return tuple(outcome(result, info) for result in response.results)
+    tokens = [_tokens(each.tokens) for each in response.tokens]
+    return tuple(
+        outcome(result, dataclasses.replace(info, tokens=own))
+        for result, own in zip(response.results, tokens or repeat(()), strict=False)
+    )
 
 
 def event(response: inference_pb2.GenerateResponse) -> _events.Event | None:
@@ -53,83 +58,8 @@ def event(response: inference_pb2.GenerateResponse) -> _events.Event | None:
 
     Raises the typed error of a `Finished` whose task failed.
     """
-    match response.WhichOneof("event"):
-        case "queued":
-            queued = response.queued
-            return _events.Queued(queued.position, seconds(queued.estimated_wait))
-        case "started":
-            return _started(response.started)
-        case "text":
-            return _events.TextDelta(response.text.text, tuple(map(_token, response.text.tokens)))
-        case "reasoning":
-            thought = response.reasoning
-            return _events.ReasoningDelta(thought.text, tuple(map(_grounding, thought.grounding)))
-        case "object":
-            return _detection(response.object)
-        case "point":
-            return _pointed(response.point)
-        case "outline":
-            piece = response.outline
-            box = _box(piece.box) if piece.HasField("box") else None
-            return _events.OutlineDelta(piece.index, piece.path_delta, box)
-        case "finished":
-            ended = outcome(response.finished.result, _info(response.finished.info))
-            if isinstance(ended, LegatoError):
-                raise ended
-            return _events.Finished(ended)
-        case _:
-            return None
-
-
-def server_info(response: server_pb2.GetServerInfoResponse) -> _server.ServerInfo:
-    """The value of a GetServerInfo answer."""
-    limits = response.limits
-    return _server.ServerInfo(
-        name=response.name,
-        version=response.version,
-        instance_id=response.instance_id,
-        contract_revision=response.contract_revision,
-        minimum_client_revision=response.minimum_client_revision,
-        limits=_server.Limits(
-            max_request_bytes=limits.max_request_bytes,
-            max_image_pixels=limits.max_image_pixels,
-            max_context_tokens=limits.max_context_tokens,
-            max_output_tokens=limits.max_output_tokens,
-            max_running=limits.max_running,
-            max_waiting=limits.max_waiting,
-            max_sessions=limits.max_sessions,
-            default_deadline=seconds(limits.default_deadline),
-        ),
-        capabilities=tuple(response.capabilities),
-        shm_namespace=response.shm_namespace,
-    )
-
-
-def models(response: server_pb2.ListModelsResponse) -> tuple[tuple[_server.ModelInfo, ...], str]:
-    """One page of served models and the token of the next page, empty at the end."""
-    return tuple(map(_model, response.models)), response.next_page_token
-
-
-def held_image(response: image_pb2.PutImageResponse) -> HeldImage:
-    """The value of a PutImage answer."""
-    image, expires = response.image, None
-    if response.HasField("expire_time"):
-        expires = response.expire_time.ToDatetime(datetime.UTC)
-    return HeldImage(image.image_id, image.width, image.height, expires)
-
-
-def nothing(response: image_pb2.DeleteImageResponse) -> None:
-    """The value of an answer that says nothing but OK."""
-
-
-def _model(message: server_pb2.Model) -> _server.ModelInfo:
-    return _server.ModelInfo(
-        name=message.name,
-        aliases=tuple(message.aliases),
-        tasks=tuple(message.tasks),
-        streaming_regions=message.streaming_regions,
-        max_context_tokens=message.max_context_tokens,
-    )
+    kind = response.WhichOneof("event")
+    return _EVENTS[kind](getattr(response, kind)) if kind in _EVENTS else None
 
 
 def outcome(result: task_pb2.TaskResult, shared: _types.ResponseInfo) -> TaskOutcome:
@@ -161,6 +91,10 @@ def outcome(result: task_pb2.TaskResult, shared: _types.ResponseInfo) -> TaskOut
             return _errors.from_status(result.error, info.request_id)
         case _:
             return _errors.InternalError("the server sent a result without content")
+
+
+def _queued(message: inference_pb2.Queued) -> _events.Queued:
+    return _events.Queued(message.position, seconds(message.estimated_wait))
 
 
 def _started(message: inference_pb2.Started) -> _events.Started:
@@ -199,9 +133,47 @@ def _outline(message: geometry_pb2.Outline) -> _types.Outline:
     )
 
 
+def _finished(message: inference_pb2.Finished) -> _events.Finished:
+    ended = outcome(message.result, _info(message.info))
+    if isinstance(ended, LegatoError):
+        raise ended
+    return _events.Finished(ended)
+
+
+def _text_delta(message: inference_pb2.TextDelta) -> _events.TextDelta:
+    return _events.TextDelta(message.text, _tokens(message.tokens))
+
+
+def _tokens_delta(message: inference_pb2.TokensDelta) -> _events.TokensDelta:
+    return _events.TokensDelta(_tokens(message.tokens))
+
+
+def _reasoning_delta(message: inference_pb2.ReasoningDelta) -> _events.ReasoningDelta:
+    return _events.ReasoningDelta(
+        text=message.text,
+        grounding=tuple(map(_grounding, message.grounding)),
+        tokens=_tokens(message.tokens),
+    )
+
+
+def _outline_delta(message: inference_pb2.OutlineDelta) -> _events.OutlineDelta:
+    box = _box(message.box) if message.HasField("box") else None
+    return _events.OutlineDelta(message.index, message.path_delta, box)
+
+
+def _tokens(messages: Iterable[inference_pb2.Token]) -> tuple[_types.Token, ...]:
+    return tuple(map(_token, messages))
+
+
 def _token(message: inference_pb2.Token) -> _types.Token:
-    logprob = message.logprob if message.HasField("logprob") else None
-    return _types.Token(message.token_id, message.text, logprob)
+    kind = message.WhichOneof("value")
+    return _types.Token(
+        token_id=message.token_id,
+        text=message.text,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        coordinate=message.coordinate if kind == "coordinate" else None,
+        size=(message.size.width, message.size.height) if kind == "size" else None,
+    )
 
 
 def _grounding(message: task_pb2.Grounding) -> _types.Grounding:
@@ -222,6 +194,7 @@ def _info(message: inference_pb2.ResponseInfo) -> _types.ResponseInfo:
         timings=_timings(message.timings) if message.HasField("timings") else None,
         image=image_info(message.image) if message.HasField("image") else None,
         stamp=stamp(message.stamp) if message.HasField("stamp") else None,
+        tokens=_tokens(message.tokens),
     )
 
 
@@ -277,3 +250,16 @@ def stamp(message: media_pb2.FrameStamp) -> _types.FrameStamp:
 def seconds(duration: duration_pb2.Duration) -> float:
     """A duration in seconds."""
     return duration.ToTimedelta().total_seconds()
+
+
+_EVENTS: dict[str, Callable[[Any], _events.Event]] = {
+    "queued": _queued,
+    "started": _started,
+    "text": _text_delta,
+    "reasoning": _reasoning_delta,
+    "point": _pointed,
+    "object": _detection,
+    "outline": _outline_delta,
+    "tokens": _tokens_delta,
+    "finished": _finished,
+}

@@ -53,6 +53,14 @@ class ReasoningDelta:
 
     text: str
     grounding: tuple[Grounding, ...] = ()
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokensDelta:
+    """Tokens that completed no text: values, marks, the ending one; only for those who asked."""
+
+    tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,5 +87,6 @@ Event = (
     | Detection
     | PointedObject
     | OutlineDelta
+    | TokensDelta
     | Finished
 )

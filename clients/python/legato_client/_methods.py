@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from google.protobuf.message import Message
 from legato.v1 import admin_pb2, image_pb2, inference_pb2, server_pb2
 
-from legato_client import _convert, _convert_admin, _events
+from legato_client import _convert, _convert_admin, _convert_server, _events
 from legato_client._errors import IncompleteStream
 
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -39,12 +39,14 @@ POINT = Method(_INFERENCE + "Point", inference_pb2.PointResponse, _convert.point
 SEGMENT = Method(_INFERENCE + "Segment", inference_pb2.SegmentResponse, _convert.segment)
 RUN_TASKS = Method(_INFERENCE + "RunTasks", inference_pb2.RunTasksResponse, _convert.run_tasks)
 GENERATE = Method(_INFERENCE + "Generate", inference_pb2.GenerateResponse, _convert.event)
-PUT_IMAGE = Method(_IMAGE + "PutImage", image_pb2.PutImageResponse, _convert.held_image)
-DELETE_IMAGE = Method(_IMAGE + "DeleteImage", image_pb2.DeleteImageResponse, _convert.nothing)
-GET_SERVER_INFO = Method(
-    _SERVER + "GetServerInfo", server_pb2.GetServerInfoResponse, _convert.server_info
+PUT_IMAGE = Method(_IMAGE + "PutImage", image_pb2.PutImageResponse, _convert_server.held_image)
+DELETE_IMAGE = Method(
+    _IMAGE + "DeleteImage", image_pb2.DeleteImageResponse, _convert_server.nothing
 )
-LIST_MODELS = Method(_SERVER + "ListModels", server_pb2.ListModelsResponse, _convert.models)
+GET_SERVER_INFO = Method(
+    _SERVER + "GetServerInfo", server_pb2.GetServerInfoResponse, _convert_server.server_info
+)
+LIST_MODELS = Method(_SERVER + "ListModels", server_pb2.ListModelsResponse, _convert_server.models)
 GET_LOAD = Method(_ADMIN + "GetLoad", admin_pb2.GetLoadResponse, _convert_admin.load)
 ABORT = Method(_ADMIN + "Abort", admin_pb2.AbortResponse, _convert_admin.abort_count)
 DRAIN = Method(_ADMIN + "Drain", admin_pb2.DrainResponse, _convert_admin.unfinished)

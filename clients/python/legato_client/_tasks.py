@@ -31,7 +31,8 @@ class Options:
     """What any request may carry besides its task.
 
     `request_id` empty lets the server choose one. `model` empty means the served default.
-    `cache_image` None leaves the server's default. `return_tokens` adds token ids to text events.
+    `cache_image` None leaves the server's default. `return_tokens` tells every token, in
+    `ResponseInfo.tokens` and while a stream decodes; `top_logprobs` (0) also how likely each was.
     """
 
     request_id: str = ""

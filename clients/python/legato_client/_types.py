@@ -87,11 +87,17 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token; `text` may be empty while a character is incomplete."""
+    """One sampled token: text, empty while a character is incomplete, or the value it carries.
+
+    `logprob` is the natural logarithm of the probability that the model gave it, its value's
+    included; None unless asked for.
+    """
 
     token_id: int
     text: str
     logprob: float | None = None
+    coordinate: float | None = None
+    size: tuple[float, float] | None = None  # width, height
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +164,8 @@ class ResponseInfo:
     """How the answer came about.
 
     `finish_reason` is "stop", "length", "max_objects", "superseded", "cancelled", or
-    "unspecified" for a reason this client does not know.
+    "unspecified" for a reason this client does not know. `tokens` are all that were sampled, for
+    those who asked.
     """
 
     request_id: str
@@ -168,6 +175,7 @@ class ResponseInfo:
     timings: Timings | None = None
     image: ImageInfo | None = None
     stamp: FrameStamp | None = None
+    tokens: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,6 +223,12 @@ class Model(Protocol):
         """[B, 2] float32: the value that goes with each sampled token, zero for plain tokens."""
         ...
 
+    def payload_logprobs(
+        self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor
+    ) -> torch.Tensor:
+        """[B] float32: log-probability of what `payload` gave; zero for plain tokens."""
+        ...
+
     def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank | None:
         """Room for adapters on the device, to be named by `DecodeBatch` and `PrefillSpan`.
 

@@ -30,14 +30,12 @@ class TextStream:
         self._held = ""
         self.text = ""
         self.stopped = False
-        self.last_piece = ""  # characters that the last token completed, whether shown or not
 
     def push(self, token_id: int) -> str:
         """Read a token; the text that can be shown now. Sets `stopped` at a stop string."""
-        self.last_piece = self._decoder.decode(self._tokenizer.piece(token_id))
         if self.stopped:
             return ""
-        pending = self._held + self.last_piece
+        pending = self._held + self._decoder.decode(self._tokenizer.piece(token_id))
         if not self.text:
             pending = pending.lstrip()
         if not self._stop:

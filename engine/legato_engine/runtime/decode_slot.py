@@ -62,8 +62,12 @@ class DecodeSlot:
                 "top_p": ((1,), torch.float32),
             },
         )
-        self.outputs = StagingBuffer(device, {"token": rows, "payload": pairs})
+        self.outputs = StagingBuffer(
+            device,
+            {"token": rows, "payload": pairs, "logprob": ((max_rows,), torch.float32)},
+        )
         self.hidden_RD = torch.zeros(max_rows, width, dtype=dtype, device=on)
         self.logits_RV = torch.zeros(max_rows, vocab_size, device=on)
         self.tokens_R = self.outputs.device["token"]
         self.payload_R2 = self.outputs.device["payload"]
+        self.logprob_R = self.outputs.device["logprob"]  # of a step in which somebody asked

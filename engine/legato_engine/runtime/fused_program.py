@@ -27,6 +27,7 @@ from legato_engine.models.model import (
 )
 from legato_engine.runtime.decode_slot import MAX_PROMPT_CHUNKS, DecodeSlot
 from legato_engine.runtime.decode_step import DecodeStep
+from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.prefill_step import PrefillStep, stage_prefill
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table
@@ -69,7 +70,9 @@ class FusedProgram:
         self._graphs: dict[tuple[object, ...], Work] = {}
 
     def warm_up(self) -> None:
-        """Every bucket of both slots, by rank and with and without payloads; all crop counts."""
+        """Every bucket of both slots, by rank and with and without payloads and log-probabilities;
+        every number of crops.
+        """
         for slot in range(len(self._slots)):
             self._submit("admit", slot)
             for bucket in self.buckets:
@@ -77,6 +80,7 @@ class FusedProgram:
                     self.decode(slot, bucket, rank)
                 for payload in (False, True):
                     self.sample(slot, bucket, sampled=False, payload=payload)
+                    self.logprobs(slot, bucket, payload=payload)
         if self._encoder is not None:
             for count in range(1, self._encoder.max_crops + 1):
                 self._submit("crops", count)
@@ -90,6 +94,10 @@ class FusedProgram:
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         """See `program.Program`; every row knows by itself whether it is greedy."""
         self._submit("sample", slot, bucket, payload)
+
+    def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
+        """See `program.Program`; by torch's operations, on the buffers that the kernels fill."""
+        self._submit("logprobs", slot, bucket, payload)
 
     def prefill(self, slot: int, row: Row) -> None:
         """See `program.Program`."""
@@ -187,6 +195,7 @@ class FusedProgram:
                 "admit": self._admit_work,
                 "forward": self._forward_work,
                 "sample": self._sample_work,
+                "logprobs": self._logprobs_work,
                 "crops": self._crops_work,
                 "prefix": self._prefix_work,
             }
@@ -239,6 +248,10 @@ class FusedProgram:
                 )
 
         return work
+
+    def _logprobs_work(self, slot: int, bucket: int, payload: bool) -> Work:
+        step = LogprobStep(self._model, self._slots[slot], self._constraints_CV, bucket)
+        return lambda: step(payload)
 
     def _crops_work(self, count: int) -> Work:
         assert self._encoder is not None, "crops need an encoder"

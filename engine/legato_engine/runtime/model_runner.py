@@ -28,13 +28,17 @@ NUM_SLOTS = 2
 
 @dataclasses.dataclass(slots=True)
 class Flight:
-    """The events of a slot's launch; the next launch in the slot records them anew."""
+    """The events of a slot's launch; the next launch in the slot records them anew.
+
+    `logprobs` says whether it computed any.
+    """
 
     forward_start: Event
     forward_end: Event
     sample_start: Event
     sample_end: Event
     copy_end: Event
+    logprobs: bool = dataclasses.field(default=False, kw_only=True)
 
 
 class ModelRunner:
@@ -124,9 +128,11 @@ class ModelRunner:
             compute.wait_event(flight.copy_end)
         flight.sample_start = compute.record(flight.sample_start)
         if rows:
-            sampled, payload = _needs(rows)
+            sampled, payload, flight.logprobs = _needs(rows)
             bucket = self._bucket(len(rows))
             self._program.sample(launch.slot, bucket, sampled=sampled, payload=payload)
+            if flight.logprobs:
+                self._program.logprobs(launch.slot, bucket, payload=payload)
         flight.sample_end = compute.record(flight.sample_end)
         copy.wait_event(flight.sample_end)
         if rows:
@@ -135,12 +141,15 @@ class ModelRunner:
 
     def collect(self, launch: Launch) -> list[SampledToken]:
         """Wait for the copy back and read one token per sampled row."""
-        self._flights[launch.slot].copy_end.wait()
+        flight = self._flights[launch.slot]
+        flight.copy_end.wait()
         outputs = self._slots[launch.slot].outputs.host
         count = len(launch.plan.sampled_rows)
         tokens = outputs["token"][:count].tolist()
-        payloads = outputs["payload"][:count].tolist()
-        return list(map(SampledToken._make, zip(tokens, map(tuple, payloads), strict=True)))
+        payloads = map(tuple, outputs["payload"][:count].tolist())
+        if not flight.logprobs:
+            return list(map(SampledToken, tokens, payloads))
+        return list(map(SampledToken, tokens, payloads, outputs["logprob"][:count].tolist()))
 
     def times(self, launch: Launch) -> LaunchTimes:
         """Device times of a collected launch."""
@@ -178,14 +187,15 @@ class ModelRunner:
         np.add(staged["position"][:bucket], 1, out=staged["sample_position"][:bucket])
 
 
-def _needs(rows: Sequence[Row]) -> tuple[bool, bool]:
-    """Whether any row is sampled, and whether any has a payload."""
-    sampled = payload = False
+def _needs(rows: Sequence[Row]) -> tuple[bool, bool, bool]:
+    """Whether any row is sampled, has a payload, wants log-probabilities."""
+    sampled = payload = logprobs = False
     for row in rows:
         task = row.sequence.task
         sampled = sampled or (task.sampling.temperature or 0.0) > GREEDY_TEMPERATURE
         payload = payload or task.has_payload
-    return sampled, payload
+        logprobs = logprobs or row.sequence.request.logprobs
+    return sampled, payload, logprobs
 
 
 def _program(

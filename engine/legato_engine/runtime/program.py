@@ -29,6 +29,10 @@ class Program(Protocol):
         """Choose a token per row; `sampled` if any row is not greedy, `payload` if any has one."""
         ...
 
+    def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
+        """Behind `sample`, with its `payload`: how likely what it chose was."""
+        ...
+
     def prefill(self, slot: int, row: Row) -> None:
         """One sequence's prefill; its last position's outputs become the slot's first row."""
         ...

@@ -9,6 +9,7 @@ from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import KVCache, Model
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.decode_step import DecodeStep
+from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.prefill_step import PrefillStep, stage_prefill
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table
@@ -46,9 +47,12 @@ class TorchProgram:
         )
         self._forwards: dict[tuple[int, int, int], Callable[[], None]] = {}
         self._samples: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
+        self._logprobs: dict[tuple[int, int, bool], Callable[[], None]] = {}
 
     def warm_up(self) -> None:
-        """Every bucket of both slots and every rank, with and without sampling and payloads."""
+        """Every bucket of both slots and every rank, with and without sampling, payloads and
+        log-probabilities.
+        """
         for slot in range(len(self._slots)):
             for bucket in self.buckets:
                 for rank in self._ranks:
@@ -56,6 +60,8 @@ class TorchProgram:
                 for sampled in (False, True):
                     for payload in (False, True):
                         self.sample(slot, bucket, sampled=sampled, payload=payload)
+                for payload in (False, True):
+                    self.logprobs(slot, bucket, payload=payload)
 
     def decode(self, slot: int, bucket: int, rank: int) -> None:
         """See `program.Program`."""
@@ -71,6 +77,14 @@ class TorchProgram:
             step, table_CV = self._step(slot, bucket), self._constraints_CV
             self._samples[key] = self._capture(lambda: step.sample(table_CV, sampled, payload))
         self._device.compute.submit(self._samples[key])
+
+    def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
+        """See `program.Program`."""
+        key = (slot, bucket, payload)
+        if key not in self._logprobs:
+            step = LogprobStep(self._model, self._slots[slot], self._constraints_CV, bucket)
+            self._logprobs[key] = self._capture(lambda: step(payload))
+        self._device.compute.submit(self._logprobs[key])
 
     def prefill(self, slot: int, row: Row) -> None:
         """See `program.Program`."""

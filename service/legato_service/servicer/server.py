@@ -22,6 +22,7 @@ MINIMUM_CLIENT_REVISION = 1
 CAPABILITIES = (
     "sessions",
     "images",
+    "logprobs",
     "pixel_format.nv12",
     "pixel_format.yuyv",
 )  # what every such server has

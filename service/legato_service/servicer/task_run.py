@@ -108,7 +108,12 @@ class TaskRun:
             task_result(task_id, each, self._request_id)
             for task_id, each in zip(self._task_ids, outcomes, strict=True)
         ]
-        return pb.RunTasksResponse(results=results, info=info)
+        response = pb.RunTasksResponse(results=results, info=info)
+        if self._asked[0].return_tokens:
+            for each in outcomes:
+                tokens = each.tokens if isinstance(each, Done) else ()
+                convert_response.fill_tokens(response.tokens.add().tokens, tokens)
+        return response
 
     def _check_picture(self, index: int, asked: core.Request) -> None:
         """Without a picture, tasks that need one fail by themselves."""

@@ -186,7 +186,9 @@ class FakeServer(
         )
 
     def RunTasks(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self._next("RunTasks", request, context)
+        scripted = self._next("RunTasks", request, context)
+        if scripted is not None:
+            return scripted
         results = []
         for task in request.tasks:
             result = task_pb2.TaskResult(task_id=task.task_id)

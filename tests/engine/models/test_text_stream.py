@@ -72,13 +72,6 @@ def test_little_is_held_back(text, stop):
         assert len(read) - len(stream.text) <= max((len(s) - 1 for s in stop), default=0)
 
 
-def test_last_piece_is_the_tokens_own_text():
-    """A token's own text is known even while the stream holds it back."""
-    stream = TextStream(TOKENIZER, ["ab"])
-    assert stream.push(TOKENIZER.encode("a")[0]) == ""
-    assert stream.last_piece == "a"
-
-
 def test_nothing_comes_after_a_stop():
     """Tokens behind a stop string show nothing."""
     stream, shown = stream_all(TOKENIZER.encode("xabx"), ["ab"])

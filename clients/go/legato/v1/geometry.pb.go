@@ -150,6 +150,61 @@ func (x *Box) GetYMax() float32 {
 	return 0
 }
 
+// How far something extends, as shares of the picture's width and height, each in (0, 1].
+type Size struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Share of the width.
+	Width float32 `protobuf:"fixed32,1,opt,name=width,proto3" json:"width,omitempty"`
+	// Share of the height.
+	Height        float32 `protobuf:"fixed32,2,opt,name=height,proto3" json:"height,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Size) Reset() {
+	*x = Size{}
+	mi := &file_legato_v1_geometry_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Size) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Size) ProtoMessage() {}
+
+func (x *Size) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_geometry_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Size.ProtoReflect.Descriptor instead.
+func (*Size) Descriptor() ([]byte, []int) {
+	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Size) GetWidth() float32 {
+	if x != nil {
+		return x.Width
+	}
+	return 0
+}
+
+func (x *Size) GetHeight() float32 {
+	if x != nil {
+		return x.Height
+	}
+	return 0
+}
+
 // A place the caller points at: "what is *this*?". Values outside [0, 1], non-finite values and boxes whose
 // edges are swapped are INVALID_ARGUMENT INVALID_FIELD.
 type SpatialRef struct {
@@ -167,7 +222,7 @@ type SpatialRef struct {
 
 func (x *SpatialRef) Reset() {
 	*x = SpatialRef{}
-	mi := &file_legato_v1_geometry_proto_msgTypes[2]
+	mi := &file_legato_v1_geometry_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -179,7 +234,7 @@ func (x *SpatialRef) String() string {
 func (*SpatialRef) ProtoMessage() {}
 
 func (x *SpatialRef) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_geometry_proto_msgTypes[2]
+	mi := &file_legato_v1_geometry_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -192,7 +247,7 @@ func (x *SpatialRef) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SpatialRef.ProtoReflect.Descriptor instead.
 func (*SpatialRef) Descriptor() ([]byte, []int) {
-	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{2}
+	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *SpatialRef) GetRef() isSpatialRef_Ref {
@@ -255,7 +310,7 @@ type DetectedObject struct {
 
 func (x *DetectedObject) Reset() {
 	*x = DetectedObject{}
-	mi := &file_legato_v1_geometry_proto_msgTypes[3]
+	mi := &file_legato_v1_geometry_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -267,7 +322,7 @@ func (x *DetectedObject) String() string {
 func (*DetectedObject) ProtoMessage() {}
 
 func (x *DetectedObject) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_geometry_proto_msgTypes[3]
+	mi := &file_legato_v1_geometry_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -280,7 +335,7 @@ func (x *DetectedObject) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetectedObject.ProtoReflect.Descriptor instead.
 func (*DetectedObject) Descriptor() ([]byte, []int) {
-	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{3}
+	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *DetectedObject) GetBox() *Box {
@@ -326,7 +381,7 @@ type PointedObject struct {
 
 func (x *PointedObject) Reset() {
 	*x = PointedObject{}
-	mi := &file_legato_v1_geometry_proto_msgTypes[4]
+	mi := &file_legato_v1_geometry_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -338,7 +393,7 @@ func (x *PointedObject) String() string {
 func (*PointedObject) ProtoMessage() {}
 
 func (x *PointedObject) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_geometry_proto_msgTypes[4]
+	mi := &file_legato_v1_geometry_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -351,7 +406,7 @@ func (x *PointedObject) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PointedObject.ProtoReflect.Descriptor instead.
 func (*PointedObject) Descriptor() ([]byte, []int) {
-	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{4}
+	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *PointedObject) GetPoint() *Point {
@@ -395,7 +450,7 @@ type Outline struct {
 
 func (x *Outline) Reset() {
 	*x = Outline{}
-	mi := &file_legato_v1_geometry_proto_msgTypes[5]
+	mi := &file_legato_v1_geometry_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -407,7 +462,7 @@ func (x *Outline) String() string {
 func (*Outline) ProtoMessage() {}
 
 func (x *Outline) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_geometry_proto_msgTypes[5]
+	mi := &file_legato_v1_geometry_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -420,7 +475,7 @@ func (x *Outline) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Outline.ProtoReflect.Descriptor instead.
 func (*Outline) Descriptor() ([]byte, []int) {
-	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{5}
+	return file_legato_v1_geometry_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Outline) GetPath() string {
@@ -470,7 +525,10 @@ const file_legato_v1_geometry_proto_rawDesc = "" +
 	"\x05x_min\x18\x01 \x01(\x02R\x04xMin\x12\x13\n" +
 	"\x05y_min\x18\x02 \x01(\x02R\x04yMin\x12\x13\n" +
 	"\x05x_max\x18\x03 \x01(\x02R\x04xMax\x12\x13\n" +
-	"\x05y_max\x18\x04 \x01(\x02R\x04yMax\"a\n" +
+	"\x05y_max\x18\x04 \x01(\x02R\x04yMax\"4\n" +
+	"\x04Size\x12\x14\n" +
+	"\x05width\x18\x01 \x01(\x02R\x05width\x12\x16\n" +
+	"\x06height\x18\x02 \x01(\x02R\x06height\"a\n" +
 	"\n" +
 	"SpatialRef\x12(\n" +
 	"\x05point\x18\x01 \x01(\v2\x10.legato.v1.PointH\x00R\x05point\x12\"\n" +
@@ -513,14 +571,15 @@ func file_legato_v1_geometry_proto_rawDescGZIP() []byte {
 	return file_legato_v1_geometry_proto_rawDescData
 }
 
-var file_legato_v1_geometry_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_legato_v1_geometry_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_legato_v1_geometry_proto_goTypes = []any{
 	(*Point)(nil),          // 0: legato.v1.Point
 	(*Box)(nil),            // 1: legato.v1.Box
-	(*SpatialRef)(nil),     // 2: legato.v1.SpatialRef
-	(*DetectedObject)(nil), // 3: legato.v1.DetectedObject
-	(*PointedObject)(nil),  // 4: legato.v1.PointedObject
-	(*Outline)(nil),        // 5: legato.v1.Outline
+	(*Size)(nil),           // 2: legato.v1.Size
+	(*SpatialRef)(nil),     // 3: legato.v1.SpatialRef
+	(*DetectedObject)(nil), // 4: legato.v1.DetectedObject
+	(*PointedObject)(nil),  // 5: legato.v1.PointedObject
+	(*Outline)(nil),        // 6: legato.v1.Outline
 }
 var file_legato_v1_geometry_proto_depIdxs = []int32{
 	0, // 0: legato.v1.SpatialRef.point:type_name -> legato.v1.Point
@@ -540,20 +599,20 @@ func file_legato_v1_geometry_proto_init() {
 	if File_legato_v1_geometry_proto != nil {
 		return
 	}
-	file_legato_v1_geometry_proto_msgTypes[2].OneofWrappers = []any{
+	file_legato_v1_geometry_proto_msgTypes[3].OneofWrappers = []any{
 		(*SpatialRef_Point)(nil),
 		(*SpatialRef_Box)(nil),
 	}
-	file_legato_v1_geometry_proto_msgTypes[3].OneofWrappers = []any{}
 	file_legato_v1_geometry_proto_msgTypes[4].OneofWrappers = []any{}
 	file_legato_v1_geometry_proto_msgTypes[5].OneofWrappers = []any{}
+	file_legato_v1_geometry_proto_msgTypes[6].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_geometry_proto_rawDesc), len(file_legato_v1_geometry_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   6,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

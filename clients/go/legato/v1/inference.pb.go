@@ -38,11 +38,12 @@ type RequestOptions struct {
 	Adapter string `protobuf:"bytes,3,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	// Whether the server may keep the picture's encoding for later requests. Absent: true.
 	CacheImage *bool `protobuf:"varint,4,opt,name=cache_image,json=cacheImage,proto3,oneof" json:"cache_image,omitempty"`
-	// Fill `TextDelta.tokens`. Only Generate has them.
+	// Tell every token that was sampled: in `ResponseInfo.tokens`, in `RunTasksResponse.tokens`, and while a stream
+	// decodes.
 	ReturnTokens bool `protobuf:"varint,5,opt,name=return_tokens,json=returnTokens,proto3" json:"return_tokens,omitempty"`
-	// Fill `Token.logprob`; with a value above 0, of that many alternatives as well, once the contract has a place
-	// for them. Absent: no log-probabilities. Without the capability `logprobs`: FAILED_PRECONDITION
-	// TASK_UNSUPPORTED.
+	// Tell every token with its `Token.logprob`, as if `return_tokens` were set; with a value above 0, that many
+	// alternatives as well, once the contract has a place for them. Absent: no log-probabilities. Without the
+	// capability `logprobs`: FAILED_PRECONDITION TASK_UNSUPPORTED.
 	TopLogprobs *uint32 `protobuf:"varint,6,opt,name=top_logprobs,json=topLogprobs,proto3,oneof" json:"top_logprobs,omitempty"`
 	// Generate only: longest silence before a `heartbeat`. At least 100 ms. Absent: no heartbeats.
 	HeartbeatInterval *durationpb.Duration `protobuf:"bytes,7,opt,name=heartbeat_interval,json=heartbeatInterval,proto3" json:"heartbeat_interval,omitempty"`
@@ -145,7 +146,10 @@ type ResponseInfo struct {
 	// The picture. Absent: there was none.
 	Image *ImageInfo `protobuf:"bytes,6,opt,name=image,proto3" json:"image,omitempty"`
 	// The request's stamp, verbatim. Absent: it had none.
-	Stamp         *FrameStamp `protobuf:"bytes,7,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	Stamp *FrameStamp `protobuf:"bytes,7,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	// Every token that was sampled, in order, the ending one included. Empty without `RequestOptions.return_tokens`,
+	// and in RunTasks, whose tasks have their own.
+	Tokens        []*Token `protobuf:"bytes,8,rep,name=tokens,proto3" json:"tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -225,6 +229,13 @@ func (x *ResponseInfo) GetImage() *ImageInfo {
 func (x *ResponseInfo) GetStamp() *FrameStamp {
 	if x != nil {
 		return x.Stamp
+	}
+	return nil
+}
+
+func (x *ResponseInfo) GetTokens() []*Token {
+	if x != nil {
+		return x.Tokens
 	}
 	return nil
 }
@@ -1056,7 +1067,10 @@ type RunTasksResponse struct {
 	// One result for each task, in the order of the tasks.
 	Results []*TaskResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
 	// About the request as a whole.
-	Info          *ResponseInfo `protobuf:"bytes,2,opt,name=info,proto3" json:"info,omitempty"`
+	Info *ResponseInfo `protobuf:"bytes,2,opt,name=info,proto3" json:"info,omitempty"`
+	// The tokens of each task, in the order of the tasks; none of a task that failed. Empty without
+	// `RequestOptions.return_tokens`.
+	Tokens        []*TaskTokens `protobuf:"bytes,3,rep,name=tokens,proto3" json:"tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1101,6 +1115,13 @@ func (x *RunTasksResponse) GetResults() []*TaskResult {
 func (x *RunTasksResponse) GetInfo() *ResponseInfo {
 	if x != nil {
 		return x.Info
+	}
+	return nil
+}
+
+func (x *RunTasksResponse) GetTokens() []*TaskTokens {
+	if x != nil {
+		return x.Tokens
 	}
 	return nil
 }
@@ -1324,15 +1345,25 @@ func (x *Started) GetRequestId() string {
 	return ""
 }
 
-// One generated token.
+// One sampled token.
 type Token struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its number in the model's vocabulary.
 	TokenId uint32 `protobuf:"varint,1,opt,name=token_id,json=tokenId,proto3" json:"token_id,omitempty"`
-	// Its text; empty while a character is incomplete.
+	// Its text; empty while a character is incomplete, and for tokens that carry none.
 	Text string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
-	// Natural logarithm of its probability. Absent unless `RequestOptions.top_logprobs` is set.
-	Logprob       *float32 `protobuf:"fixed32,3,opt,name=logprob,proto3,oneof" json:"logprob,omitempty"`
+	// Natural logarithm of the probability that the model gave it: under the softmax of its logits over the tokens
+	// that the task allowed in this place, whatever `Sampling` made of them. The only token allowed has 0. A
+	// coordinate or a size adds the logarithm of its value's own probability, among the values that the model tells
+	// apart; a size that of its width and that of its height. Absent unless `RequestOptions.top_logprobs` is set.
+	Logprob *float32 `protobuf:"fixed32,3,opt,name=logprob,proto3,oneof" json:"logprob,omitempty"`
+	// The value that came with it. Not set: it is text, or it only gives the answer its form.
+	//
+	// Types that are valid to be assigned to Value:
+	//
+	//	*Token_Coordinate
+	//	*Token_Size
+	Value         isToken_Value `protobuf_oneof:"value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1388,12 +1419,101 @@ func (x *Token) GetLogprob() float32 {
 	return 0
 }
 
+func (x *Token) GetValue() isToken_Value {
+	if x != nil {
+		return x.Value
+	}
+	return nil
+}
+
+func (x *Token) GetCoordinate() float32 {
+	if x != nil {
+		if x, ok := x.Value.(*Token_Coordinate); ok {
+			return x.Coordinate
+		}
+	}
+	return 0
+}
+
+func (x *Token) GetSize() *Size {
+	if x != nil {
+		if x, ok := x.Value.(*Token_Size); ok {
+			return x.Size
+		}
+	}
+	return nil
+}
+
+type isToken_Value interface {
+	isToken_Value()
+}
+
+type Token_Coordinate struct {
+	// A place's share of the picture's width, or of its height; x comes before y.
+	Coordinate float32 `protobuf:"fixed32,4,opt,name=coordinate,proto3,oneof"`
+}
+
+type Token_Size struct {
+	// How large the box around the place before it is.
+	Size *Size `protobuf:"bytes,5,opt,name=size,proto3,oneof"`
+}
+
+func (*Token_Coordinate) isToken_Value() {}
+
+func (*Token_Size) isToken_Value() {}
+
+// The tokens of one of several tasks.
+type TaskTokens struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In order, the ending one included.
+	Tokens        []*Token `protobuf:"bytes,1,rep,name=tokens,proto3" json:"tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TaskTokens) Reset() {
+	*x = TaskTokens{}
+	mi := &file_legato_v1_inference_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TaskTokens) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TaskTokens) ProtoMessage() {}
+
+func (x *TaskTokens) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_inference_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TaskTokens.ProtoReflect.Descriptor instead.
+func (*TaskTokens) Descriptor() ([]byte, []int) {
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *TaskTokens) GetTokens() []*Token {
+	if x != nil {
+		return x.Tokens
+	}
+	return nil
+}
+
 // New text of an answer or a caption.
 type TextDelta struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Whole characters only; append it to what came before.
 	Text string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
-	// The tokens behind `text`, if `RequestOptions.return_tokens`.
+	// The tokens that completed `text`, if `RequestOptions.return_tokens`.
 	Tokens        []*Token `protobuf:"bytes,2,rep,name=tokens,proto3" json:"tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1401,7 +1521,7 @@ type TextDelta struct {
 
 func (x *TextDelta) Reset() {
 	*x = TextDelta{}
-	mi := &file_legato_v1_inference_proto_msgTypes[18]
+	mi := &file_legato_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1413,7 +1533,7 @@ func (x *TextDelta) String() string {
 func (*TextDelta) ProtoMessage() {}
 
 func (x *TextDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[18]
+	mi := &file_legato_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1426,7 +1546,7 @@ func (x *TextDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TextDelta.ProtoReflect.Descriptor instead.
 func (*TextDelta) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *TextDelta) GetText() string {
@@ -1449,14 +1569,16 @@ type ReasoningDelta struct {
 	// Whole characters only; append it to what came before.
 	Text string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
 	// Groundings that became known, with offsets into the whole reasoning text.
-	Grounding     []*Grounding `protobuf:"bytes,2,rep,name=grounding,proto3" json:"grounding,omitempty"`
+	Grounding []*Grounding `protobuf:"bytes,2,rep,name=grounding,proto3" json:"grounding,omitempty"`
+	// The tokens that completed `text` and `grounding`, if `RequestOptions.return_tokens`.
+	Tokens        []*Token `protobuf:"bytes,3,rep,name=tokens,proto3" json:"tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ReasoningDelta) Reset() {
 	*x = ReasoningDelta{}
-	mi := &file_legato_v1_inference_proto_msgTypes[19]
+	mi := &file_legato_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1468,7 +1590,7 @@ func (x *ReasoningDelta) String() string {
 func (*ReasoningDelta) ProtoMessage() {}
 
 func (x *ReasoningDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[19]
+	mi := &file_legato_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1481,7 +1603,7 @@ func (x *ReasoningDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReasoningDelta.ProtoReflect.Descriptor instead.
 func (*ReasoningDelta) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ReasoningDelta) GetText() string {
@@ -1494,6 +1616,59 @@ func (x *ReasoningDelta) GetText() string {
 func (x *ReasoningDelta) GetGrounding() []*Grounding {
 	if x != nil {
 		return x.Grounding
+	}
+	return nil
+}
+
+func (x *ReasoningDelta) GetTokens() []*Token {
+	if x != nil {
+		return x.Tokens
+	}
+	return nil
+}
+
+// Tokens that completed no text: values, marks, parts of a character, the ending one.
+type TokensDelta struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In order.
+	Tokens        []*Token `protobuf:"bytes,1,rep,name=tokens,proto3" json:"tokens,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TokensDelta) Reset() {
+	*x = TokensDelta{}
+	mi := &file_legato_v1_inference_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TokensDelta) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TokensDelta) ProtoMessage() {}
+
+func (x *TokensDelta) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_inference_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TokensDelta.ProtoReflect.Descriptor instead.
+func (*TokensDelta) Descriptor() ([]byte, []int) {
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *TokensDelta) GetTokens() []*Token {
+	if x != nil {
+		return x.Tokens
 	}
 	return nil
 }
@@ -1513,7 +1688,7 @@ type OutlineDelta struct {
 
 func (x *OutlineDelta) Reset() {
 	*x = OutlineDelta{}
-	mi := &file_legato_v1_inference_proto_msgTypes[20]
+	mi := &file_legato_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1525,7 +1700,7 @@ func (x *OutlineDelta) String() string {
 func (*OutlineDelta) ProtoMessage() {}
 
 func (x *OutlineDelta) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[20]
+	mi := &file_legato_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1538,7 +1713,7 @@ func (x *OutlineDelta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OutlineDelta.ProtoReflect.Descriptor instead.
 func (*OutlineDelta) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *OutlineDelta) GetIndex() uint32 {
@@ -1571,7 +1746,7 @@ type Heartbeat struct {
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_legato_v1_inference_proto_msgTypes[21]
+	mi := &file_legato_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1583,7 +1758,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[21]
+	mi := &file_legato_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1596,7 +1771,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 // The end of a stream.
@@ -1612,7 +1787,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_legato_v1_inference_proto_msgTypes[22]
+	mi := &file_legato_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1624,7 +1799,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[22]
+	mi := &file_legato_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1637,7 +1812,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Finished) GetResult() *TaskResult {
@@ -1657,7 +1832,7 @@ func (x *Finished) GetInfo() *ResponseInfo {
 // One event of a Generate stream. Grammar:
 //
 //	stream    = *queued started *( delta / heartbeat ) finished
-//	delta     = text / reasoning / point / object / outline
+//	delta     = text / reasoning / point / object / outline / tokens
 //
 // with heartbeats also before `started`; the rules are at `InferenceService.Generate`. Events of one decoding
 // step may travel as several messages, and text of several steps as one.
@@ -1678,6 +1853,7 @@ type GenerateResponse struct {
 	//	*GenerateResponse_Outline
 	//	*GenerateResponse_Heartbeat
 	//	*GenerateResponse_Finished
+	//	*GenerateResponse_Tokens
 	Event         isGenerateResponse_Event `protobuf_oneof:"event"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1685,7 +1861,7 @@ type GenerateResponse struct {
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_legato_v1_inference_proto_msgTypes[23]
+	mi := &file_legato_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1697,7 +1873,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_inference_proto_msgTypes[23]
+	mi := &file_legato_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1710,7 +1886,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_legato_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_legato_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GenerateResponse) GetIndex() uint64 {
@@ -1808,6 +1984,15 @@ func (x *GenerateResponse) GetFinished() *Finished {
 	return nil
 }
 
+func (x *GenerateResponse) GetTokens() *TokensDelta {
+	if x != nil {
+		if x, ok := x.Event.(*GenerateResponse_Tokens); ok {
+			return x.Tokens
+		}
+	}
+	return nil
+}
+
 type isGenerateResponse_Event interface {
 	isGenerateResponse_Event()
 }
@@ -1857,6 +2042,11 @@ type GenerateResponse_Finished struct {
 	Finished *Finished `protobuf:"bytes,11,opt,name=finished,proto3,oneof"`
 }
 
+type GenerateResponse_Tokens struct {
+	// Tokens that completed no text. Only with `RequestOptions.return_tokens`.
+	Tokens *TokensDelta `protobuf:"bytes,12,opt,name=tokens,proto3,oneof"`
+}
+
 func (*GenerateResponse_Queued) isGenerateResponse_Event() {}
 
 func (*GenerateResponse_Started) isGenerateResponse_Event() {}
@@ -1875,6 +2065,8 @@ func (*GenerateResponse_Heartbeat) isGenerateResponse_Event() {}
 
 func (*GenerateResponse_Finished) isGenerateResponse_Event() {}
 
+func (*GenerateResponse_Tokens) isGenerateResponse_Event() {}
+
 var File_legato_v1_inference_proto protoreflect.FileDescriptor
 
 const file_legato_v1_inference_proto_rawDesc = "" +
@@ -1891,7 +2083,7 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\ftop_logprobs\x18\x06 \x01(\rH\x01R\vtopLogprobs\x88\x01\x01\x12H\n" +
 	"\x12heartbeat_interval\x18\a \x01(\v2\x19.google.protobuf.DurationR\x11heartbeatIntervalB\x0e\n" +
 	"\f_cache_imageB\x0f\n" +
-	"\r_top_logprobs\"\xb0\x02\n" +
+	"\r_top_logprobs\"\xda\x02\n" +
 	"\fResponseInfo\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -1900,7 +2092,8 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x05usage\x18\x04 \x01(\v2\x10.legato.v1.UsageR\x05usage\x12,\n" +
 	"\atimings\x18\x05 \x01(\v2\x12.legato.v1.TimingsR\atimings\x12*\n" +
 	"\x05image\x18\x06 \x01(\v2\x14.legato.v1.ImageInfoR\x05image\x12+\n" +
-	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\"\xbd\x02\n" +
+	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12(\n" +
+	"\x06tokens\x18\b \x03(\v2\x10.legato.v1.TokenR\x06tokens\"\xbd\x02\n" +
 	"\fQueryRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12\x1a\n" +
 	"\bquestion\x18\x02 \x01(\tR\bquestion\x12\x1c\n" +
@@ -1961,10 +2154,11 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12%\n" +
 	"\x05tasks\x18\x02 \x03(\v2\x0f.legato.v1.TaskR\x05tasks\x123\n" +
 	"\aoptions\x18\x03 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
-	"\x05stamp\x18\x04 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\"p\n" +
+	"\x05stamp\x18\x04 \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\"\x9f\x01\n" +
 	"\x10RunTasksResponse\x12/\n" +
 	"\aresults\x18\x01 \x03(\v2\x15.legato.v1.TaskResultR\aresults\x12+\n" +
-	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xc0\x01\n" +
+	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\x12-\n" +
+	"\x06tokens\x18\x03 \x03(\v2\x15.legato.v1.TaskTokensR\x06tokens\"\xc0\x01\n" +
 	"\x0fGenerateRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12#\n" +
 	"\x04task\x18\x02 \x01(\v2\x0f.legato.v1.TaskR\x04task\x123\n" +
@@ -1981,19 +2175,30 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\n" +
 	"queue_time\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\tqueueTime\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x06 \x01(\tR\trequestId\"a\n" +
+	"request_id\x18\x06 \x01(\tR\trequestId\"\xb3\x01\n" +
 	"\x05Token\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1d\n" +
-	"\alogprob\x18\x03 \x01(\x02H\x00R\alogprob\x88\x01\x01B\n" +
+	"\alogprob\x18\x03 \x01(\x02H\x01R\alogprob\x88\x01\x01\x12 \n" +
 	"\n" +
-	"\b_logprob\"I\n" +
+	"coordinate\x18\x04 \x01(\x02H\x00R\n" +
+	"coordinate\x12%\n" +
+	"\x04size\x18\x05 \x01(\v2\x0f.legato.v1.SizeH\x00R\x04sizeB\a\n" +
+	"\x05valueB\n" +
+	"\n" +
+	"\b_logprob\"6\n" +
+	"\n" +
+	"TaskTokens\x12(\n" +
+	"\x06tokens\x18\x01 \x03(\v2\x10.legato.v1.TokenR\x06tokens\"I\n" +
 	"\tTextDelta\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12(\n" +
-	"\x06tokens\x18\x02 \x03(\v2\x10.legato.v1.TokenR\x06tokens\"X\n" +
+	"\x06tokens\x18\x02 \x03(\v2\x10.legato.v1.TokenR\x06tokens\"\x82\x01\n" +
 	"\x0eReasoningDelta\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x122\n" +
-	"\tgrounding\x18\x02 \x03(\v2\x14.legato.v1.GroundingR\tgrounding\"e\n" +
+	"\tgrounding\x18\x02 \x03(\v2\x14.legato.v1.GroundingR\tgrounding\x12(\n" +
+	"\x06tokens\x18\x03 \x03(\v2\x10.legato.v1.TokenR\x06tokens\"7\n" +
+	"\vTokensDelta\x12(\n" +
+	"\x06tokens\x18\x01 \x03(\v2\x10.legato.v1.TokenR\x06tokens\"e\n" +
 	"\fOutlineDelta\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x1d\n" +
 	"\n" +
@@ -2002,7 +2207,7 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\tHeartbeat\"f\n" +
 	"\bFinished\x12-\n" +
 	"\x06result\x18\x01 \x01(\v2\x15.legato.v1.TaskResultR\x06result\x12+\n" +
-	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\x80\x04\n" +
+	"\x04info\x18\x02 \x01(\v2\x17.legato.v1.ResponseInfoR\x04info\"\xb2\x04\n" +
 	"\x10GenerateResponse\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\x04R\x05index\x12+\n" +
 	"\x06queued\x18\x03 \x01(\v2\x11.legato.v1.QueuedH\x00R\x06queued\x12.\n" +
@@ -2014,7 +2219,8 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\aoutline\x18\t \x01(\v2\x17.legato.v1.OutlineDeltaH\x00R\aoutline\x124\n" +
 	"\theartbeat\x18\n" +
 	" \x01(\v2\x14.legato.v1.HeartbeatH\x00R\theartbeat\x121\n" +
-	"\bfinished\x18\v \x01(\v2\x13.legato.v1.FinishedH\x00R\bfinishedB\a\n" +
+	"\bfinished\x18\v \x01(\v2\x13.legato.v1.FinishedH\x00R\bfinished\x120\n" +
+	"\x06tokens\x18\f \x01(\v2\x16.legato.v1.TokensDeltaH\x00R\x06tokensB\a\n" +
 	"\x05eventJ\x04\b\x02\x10\x032\xf7\x03\n" +
 	"\x10InferenceService\x12E\n" +
 	"\bGenerate\x12\x1a.legato.v1.GenerateRequest\x1a\x1b.legato.v1.GenerateResponse0\x01\x12?\n" +
@@ -2037,7 +2243,7 @@ func file_legato_v1_inference_proto_rawDescGZIP() []byte {
 	return file_legato_v1_inference_proto_rawDescData
 }
 
-var file_legato_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_legato_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_legato_v1_inference_proto_goTypes = []any{
 	(*RequestOptions)(nil),      // 0: legato.v1.RequestOptions
 	(*ResponseInfo)(nil),        // 1: legato.v1.ResponseInfo
@@ -2057,117 +2263,127 @@ var file_legato_v1_inference_proto_goTypes = []any{
 	(*Queued)(nil),              // 15: legato.v1.Queued
 	(*Started)(nil),             // 16: legato.v1.Started
 	(*Token)(nil),               // 17: legato.v1.Token
-	(*TextDelta)(nil),           // 18: legato.v1.TextDelta
-	(*ReasoningDelta)(nil),      // 19: legato.v1.ReasoningDelta
-	(*OutlineDelta)(nil),        // 20: legato.v1.OutlineDelta
-	(*Heartbeat)(nil),           // 21: legato.v1.Heartbeat
-	(*Finished)(nil),            // 22: legato.v1.Finished
-	(*GenerateResponse)(nil),    // 23: legato.v1.GenerateResponse
-	(*durationpb.Duration)(nil), // 24: google.protobuf.Duration
-	(FinishReason)(0),           // 25: legato.v1.FinishReason
-	(*Usage)(nil),               // 26: legato.v1.Usage
-	(*Timings)(nil),             // 27: legato.v1.Timings
-	(*ImageInfo)(nil),           // 28: legato.v1.ImageInfo
-	(*FrameStamp)(nil),          // 29: legato.v1.FrameStamp
-	(*Image)(nil),               // 30: legato.v1.Image
-	(*SpatialRef)(nil),          // 31: legato.v1.SpatialRef
-	(*Sampling)(nil),            // 32: legato.v1.Sampling
-	(*Reasoning)(nil),           // 33: legato.v1.Reasoning
-	(CaptionLength)(0),          // 34: legato.v1.CaptionLength
-	(*DetectedObject)(nil),      // 35: legato.v1.DetectedObject
-	(*PointedObject)(nil),       // 36: legato.v1.PointedObject
-	(*Outline)(nil),             // 37: legato.v1.Outline
-	(*Task)(nil),                // 38: legato.v1.Task
-	(*TaskResult)(nil),          // 39: legato.v1.TaskResult
-	(*Grounding)(nil),           // 40: legato.v1.Grounding
-	(*Box)(nil),                 // 41: legato.v1.Box
+	(*TaskTokens)(nil),          // 18: legato.v1.TaskTokens
+	(*TextDelta)(nil),           // 19: legato.v1.TextDelta
+	(*ReasoningDelta)(nil),      // 20: legato.v1.ReasoningDelta
+	(*TokensDelta)(nil),         // 21: legato.v1.TokensDelta
+	(*OutlineDelta)(nil),        // 22: legato.v1.OutlineDelta
+	(*Heartbeat)(nil),           // 23: legato.v1.Heartbeat
+	(*Finished)(nil),            // 24: legato.v1.Finished
+	(*GenerateResponse)(nil),    // 25: legato.v1.GenerateResponse
+	(*durationpb.Duration)(nil), // 26: google.protobuf.Duration
+	(FinishReason)(0),           // 27: legato.v1.FinishReason
+	(*Usage)(nil),               // 28: legato.v1.Usage
+	(*Timings)(nil),             // 29: legato.v1.Timings
+	(*ImageInfo)(nil),           // 30: legato.v1.ImageInfo
+	(*FrameStamp)(nil),          // 31: legato.v1.FrameStamp
+	(*Image)(nil),               // 32: legato.v1.Image
+	(*SpatialRef)(nil),          // 33: legato.v1.SpatialRef
+	(*Sampling)(nil),            // 34: legato.v1.Sampling
+	(*Reasoning)(nil),           // 35: legato.v1.Reasoning
+	(CaptionLength)(0),          // 36: legato.v1.CaptionLength
+	(*DetectedObject)(nil),      // 37: legato.v1.DetectedObject
+	(*PointedObject)(nil),       // 38: legato.v1.PointedObject
+	(*Outline)(nil),             // 39: legato.v1.Outline
+	(*Task)(nil),                // 40: legato.v1.Task
+	(*TaskResult)(nil),          // 41: legato.v1.TaskResult
+	(*Size)(nil),                // 42: legato.v1.Size
+	(*Grounding)(nil),           // 43: legato.v1.Grounding
+	(*Box)(nil),                 // 44: legato.v1.Box
 }
 var file_legato_v1_inference_proto_depIdxs = []int32{
-	24, // 0: legato.v1.RequestOptions.heartbeat_interval:type_name -> google.protobuf.Duration
-	25, // 1: legato.v1.ResponseInfo.finish_reason:type_name -> legato.v1.FinishReason
-	26, // 2: legato.v1.ResponseInfo.usage:type_name -> legato.v1.Usage
-	27, // 3: legato.v1.ResponseInfo.timings:type_name -> legato.v1.Timings
-	28, // 4: legato.v1.ResponseInfo.image:type_name -> legato.v1.ImageInfo
-	29, // 5: legato.v1.ResponseInfo.stamp:type_name -> legato.v1.FrameStamp
-	30, // 6: legato.v1.QueryRequest.image:type_name -> legato.v1.Image
-	31, // 7: legato.v1.QueryRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	32, // 8: legato.v1.QueryRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 9: legato.v1.QueryRequest.options:type_name -> legato.v1.RequestOptions
-	29, // 10: legato.v1.QueryRequest.stamp:type_name -> legato.v1.FrameStamp
-	33, // 11: legato.v1.QueryResponse.reasoning:type_name -> legato.v1.Reasoning
-	1,  // 12: legato.v1.QueryResponse.info:type_name -> legato.v1.ResponseInfo
-	30, // 13: legato.v1.CaptionRequest.image:type_name -> legato.v1.Image
-	34, // 14: legato.v1.CaptionRequest.length:type_name -> legato.v1.CaptionLength
-	32, // 15: legato.v1.CaptionRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 16: legato.v1.CaptionRequest.options:type_name -> legato.v1.RequestOptions
-	29, // 17: legato.v1.CaptionRequest.stamp:type_name -> legato.v1.FrameStamp
-	1,  // 18: legato.v1.CaptionResponse.info:type_name -> legato.v1.ResponseInfo
-	30, // 19: legato.v1.DetectRequest.image:type_name -> legato.v1.Image
-	32, // 20: legato.v1.DetectRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 21: legato.v1.DetectRequest.options:type_name -> legato.v1.RequestOptions
-	29, // 22: legato.v1.DetectRequest.stamp:type_name -> legato.v1.FrameStamp
-	35, // 23: legato.v1.DetectResponse.objects:type_name -> legato.v1.DetectedObject
-	1,  // 24: legato.v1.DetectResponse.info:type_name -> legato.v1.ResponseInfo
-	30, // 25: legato.v1.PointRequest.image:type_name -> legato.v1.Image
-	31, // 26: legato.v1.PointRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	32, // 27: legato.v1.PointRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 28: legato.v1.PointRequest.options:type_name -> legato.v1.RequestOptions
-	29, // 29: legato.v1.PointRequest.stamp:type_name -> legato.v1.FrameStamp
-	36, // 30: legato.v1.PointResponse.points:type_name -> legato.v1.PointedObject
-	1,  // 31: legato.v1.PointResponse.info:type_name -> legato.v1.ResponseInfo
-	30, // 32: legato.v1.SegmentRequest.image:type_name -> legato.v1.Image
-	31, // 33: legato.v1.SegmentRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	32, // 34: legato.v1.SegmentRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 35: legato.v1.SegmentRequest.options:type_name -> legato.v1.RequestOptions
-	29, // 36: legato.v1.SegmentRequest.stamp:type_name -> legato.v1.FrameStamp
-	37, // 37: legato.v1.SegmentResponse.segments:type_name -> legato.v1.Outline
-	1,  // 38: legato.v1.SegmentResponse.info:type_name -> legato.v1.ResponseInfo
-	30, // 39: legato.v1.RunTasksRequest.image:type_name -> legato.v1.Image
-	38, // 40: legato.v1.RunTasksRequest.tasks:type_name -> legato.v1.Task
-	0,  // 41: legato.v1.RunTasksRequest.options:type_name -> legato.v1.RequestOptions
-	29, // 42: legato.v1.RunTasksRequest.stamp:type_name -> legato.v1.FrameStamp
-	39, // 43: legato.v1.RunTasksResponse.results:type_name -> legato.v1.TaskResult
-	1,  // 44: legato.v1.RunTasksResponse.info:type_name -> legato.v1.ResponseInfo
-	30, // 45: legato.v1.GenerateRequest.image:type_name -> legato.v1.Image
-	38, // 46: legato.v1.GenerateRequest.task:type_name -> legato.v1.Task
-	0,  // 47: legato.v1.GenerateRequest.options:type_name -> legato.v1.RequestOptions
-	29, // 48: legato.v1.GenerateRequest.stamp:type_name -> legato.v1.FrameStamp
-	24, // 49: legato.v1.Queued.estimated_wait:type_name -> google.protobuf.Duration
-	28, // 50: legato.v1.Started.image:type_name -> legato.v1.ImageInfo
-	24, // 51: legato.v1.Started.queue_time:type_name -> google.protobuf.Duration
-	17, // 52: legato.v1.TextDelta.tokens:type_name -> legato.v1.Token
-	40, // 53: legato.v1.ReasoningDelta.grounding:type_name -> legato.v1.Grounding
-	41, // 54: legato.v1.OutlineDelta.box:type_name -> legato.v1.Box
-	39, // 55: legato.v1.Finished.result:type_name -> legato.v1.TaskResult
-	1,  // 56: legato.v1.Finished.info:type_name -> legato.v1.ResponseInfo
-	15, // 57: legato.v1.GenerateResponse.queued:type_name -> legato.v1.Queued
-	16, // 58: legato.v1.GenerateResponse.started:type_name -> legato.v1.Started
-	18, // 59: legato.v1.GenerateResponse.text:type_name -> legato.v1.TextDelta
-	19, // 60: legato.v1.GenerateResponse.reasoning:type_name -> legato.v1.ReasoningDelta
-	36, // 61: legato.v1.GenerateResponse.point:type_name -> legato.v1.PointedObject
-	35, // 62: legato.v1.GenerateResponse.object:type_name -> legato.v1.DetectedObject
-	20, // 63: legato.v1.GenerateResponse.outline:type_name -> legato.v1.OutlineDelta
-	21, // 64: legato.v1.GenerateResponse.heartbeat:type_name -> legato.v1.Heartbeat
-	22, // 65: legato.v1.GenerateResponse.finished:type_name -> legato.v1.Finished
-	14, // 66: legato.v1.InferenceService.Generate:input_type -> legato.v1.GenerateRequest
-	2,  // 67: legato.v1.InferenceService.Query:input_type -> legato.v1.QueryRequest
-	4,  // 68: legato.v1.InferenceService.Caption:input_type -> legato.v1.CaptionRequest
-	6,  // 69: legato.v1.InferenceService.Detect:input_type -> legato.v1.DetectRequest
-	8,  // 70: legato.v1.InferenceService.Point:input_type -> legato.v1.PointRequest
-	10, // 71: legato.v1.InferenceService.Segment:input_type -> legato.v1.SegmentRequest
-	12, // 72: legato.v1.InferenceService.RunTasks:input_type -> legato.v1.RunTasksRequest
-	23, // 73: legato.v1.InferenceService.Generate:output_type -> legato.v1.GenerateResponse
-	3,  // 74: legato.v1.InferenceService.Query:output_type -> legato.v1.QueryResponse
-	5,  // 75: legato.v1.InferenceService.Caption:output_type -> legato.v1.CaptionResponse
-	7,  // 76: legato.v1.InferenceService.Detect:output_type -> legato.v1.DetectResponse
-	9,  // 77: legato.v1.InferenceService.Point:output_type -> legato.v1.PointResponse
-	11, // 78: legato.v1.InferenceService.Segment:output_type -> legato.v1.SegmentResponse
-	13, // 79: legato.v1.InferenceService.RunTasks:output_type -> legato.v1.RunTasksResponse
-	73, // [73:80] is the sub-list for method output_type
-	66, // [66:73] is the sub-list for method input_type
-	66, // [66:66] is the sub-list for extension type_name
-	66, // [66:66] is the sub-list for extension extendee
-	0,  // [0:66] is the sub-list for field type_name
+	26, // 0: legato.v1.RequestOptions.heartbeat_interval:type_name -> google.protobuf.Duration
+	27, // 1: legato.v1.ResponseInfo.finish_reason:type_name -> legato.v1.FinishReason
+	28, // 2: legato.v1.ResponseInfo.usage:type_name -> legato.v1.Usage
+	29, // 3: legato.v1.ResponseInfo.timings:type_name -> legato.v1.Timings
+	30, // 4: legato.v1.ResponseInfo.image:type_name -> legato.v1.ImageInfo
+	31, // 5: legato.v1.ResponseInfo.stamp:type_name -> legato.v1.FrameStamp
+	17, // 6: legato.v1.ResponseInfo.tokens:type_name -> legato.v1.Token
+	32, // 7: legato.v1.QueryRequest.image:type_name -> legato.v1.Image
+	33, // 8: legato.v1.QueryRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	34, // 9: legato.v1.QueryRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 10: legato.v1.QueryRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 11: legato.v1.QueryRequest.stamp:type_name -> legato.v1.FrameStamp
+	35, // 12: legato.v1.QueryResponse.reasoning:type_name -> legato.v1.Reasoning
+	1,  // 13: legato.v1.QueryResponse.info:type_name -> legato.v1.ResponseInfo
+	32, // 14: legato.v1.CaptionRequest.image:type_name -> legato.v1.Image
+	36, // 15: legato.v1.CaptionRequest.length:type_name -> legato.v1.CaptionLength
+	34, // 16: legato.v1.CaptionRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 17: legato.v1.CaptionRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 18: legato.v1.CaptionRequest.stamp:type_name -> legato.v1.FrameStamp
+	1,  // 19: legato.v1.CaptionResponse.info:type_name -> legato.v1.ResponseInfo
+	32, // 20: legato.v1.DetectRequest.image:type_name -> legato.v1.Image
+	34, // 21: legato.v1.DetectRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 22: legato.v1.DetectRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 23: legato.v1.DetectRequest.stamp:type_name -> legato.v1.FrameStamp
+	37, // 24: legato.v1.DetectResponse.objects:type_name -> legato.v1.DetectedObject
+	1,  // 25: legato.v1.DetectResponse.info:type_name -> legato.v1.ResponseInfo
+	32, // 26: legato.v1.PointRequest.image:type_name -> legato.v1.Image
+	33, // 27: legato.v1.PointRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	34, // 28: legato.v1.PointRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 29: legato.v1.PointRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 30: legato.v1.PointRequest.stamp:type_name -> legato.v1.FrameStamp
+	38, // 31: legato.v1.PointResponse.points:type_name -> legato.v1.PointedObject
+	1,  // 32: legato.v1.PointResponse.info:type_name -> legato.v1.ResponseInfo
+	32, // 33: legato.v1.SegmentRequest.image:type_name -> legato.v1.Image
+	33, // 34: legato.v1.SegmentRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	34, // 35: legato.v1.SegmentRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 36: legato.v1.SegmentRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 37: legato.v1.SegmentRequest.stamp:type_name -> legato.v1.FrameStamp
+	39, // 38: legato.v1.SegmentResponse.segments:type_name -> legato.v1.Outline
+	1,  // 39: legato.v1.SegmentResponse.info:type_name -> legato.v1.ResponseInfo
+	32, // 40: legato.v1.RunTasksRequest.image:type_name -> legato.v1.Image
+	40, // 41: legato.v1.RunTasksRequest.tasks:type_name -> legato.v1.Task
+	0,  // 42: legato.v1.RunTasksRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 43: legato.v1.RunTasksRequest.stamp:type_name -> legato.v1.FrameStamp
+	41, // 44: legato.v1.RunTasksResponse.results:type_name -> legato.v1.TaskResult
+	1,  // 45: legato.v1.RunTasksResponse.info:type_name -> legato.v1.ResponseInfo
+	18, // 46: legato.v1.RunTasksResponse.tokens:type_name -> legato.v1.TaskTokens
+	32, // 47: legato.v1.GenerateRequest.image:type_name -> legato.v1.Image
+	40, // 48: legato.v1.GenerateRequest.task:type_name -> legato.v1.Task
+	0,  // 49: legato.v1.GenerateRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 50: legato.v1.GenerateRequest.stamp:type_name -> legato.v1.FrameStamp
+	26, // 51: legato.v1.Queued.estimated_wait:type_name -> google.protobuf.Duration
+	30, // 52: legato.v1.Started.image:type_name -> legato.v1.ImageInfo
+	26, // 53: legato.v1.Started.queue_time:type_name -> google.protobuf.Duration
+	42, // 54: legato.v1.Token.size:type_name -> legato.v1.Size
+	17, // 55: legato.v1.TaskTokens.tokens:type_name -> legato.v1.Token
+	17, // 56: legato.v1.TextDelta.tokens:type_name -> legato.v1.Token
+	43, // 57: legato.v1.ReasoningDelta.grounding:type_name -> legato.v1.Grounding
+	17, // 58: legato.v1.ReasoningDelta.tokens:type_name -> legato.v1.Token
+	17, // 59: legato.v1.TokensDelta.tokens:type_name -> legato.v1.Token
+	44, // 60: legato.v1.OutlineDelta.box:type_name -> legato.v1.Box
+	41, // 61: legato.v1.Finished.result:type_name -> legato.v1.TaskResult
+	1,  // 62: legato.v1.Finished.info:type_name -> legato.v1.ResponseInfo
+	15, // 63: legato.v1.GenerateResponse.queued:type_name -> legato.v1.Queued
+	16, // 64: legato.v1.GenerateResponse.started:type_name -> legato.v1.Started
+	19, // 65: legato.v1.GenerateResponse.text:type_name -> legato.v1.TextDelta
+	20, // 66: legato.v1.GenerateResponse.reasoning:type_name -> legato.v1.ReasoningDelta
+	38, // 67: legato.v1.GenerateResponse.point:type_name -> legato.v1.PointedObject
+	37, // 68: legato.v1.GenerateResponse.object:type_name -> legato.v1.DetectedObject
+	22, // 69: legato.v1.GenerateResponse.outline:type_name -> legato.v1.OutlineDelta
+	23, // 70: legato.v1.GenerateResponse.heartbeat:type_name -> legato.v1.Heartbeat
+	24, // 71: legato.v1.GenerateResponse.finished:type_name -> legato.v1.Finished
+	21, // 72: legato.v1.GenerateResponse.tokens:type_name -> legato.v1.TokensDelta
+	14, // 73: legato.v1.InferenceService.Generate:input_type -> legato.v1.GenerateRequest
+	2,  // 74: legato.v1.InferenceService.Query:input_type -> legato.v1.QueryRequest
+	4,  // 75: legato.v1.InferenceService.Caption:input_type -> legato.v1.CaptionRequest
+	6,  // 76: legato.v1.InferenceService.Detect:input_type -> legato.v1.DetectRequest
+	8,  // 77: legato.v1.InferenceService.Point:input_type -> legato.v1.PointRequest
+	10, // 78: legato.v1.InferenceService.Segment:input_type -> legato.v1.SegmentRequest
+	12, // 79: legato.v1.InferenceService.RunTasks:input_type -> legato.v1.RunTasksRequest
+	25, // 80: legato.v1.InferenceService.Generate:output_type -> legato.v1.GenerateResponse
+	3,  // 81: legato.v1.InferenceService.Query:output_type -> legato.v1.QueryResponse
+	5,  // 82: legato.v1.InferenceService.Caption:output_type -> legato.v1.CaptionResponse
+	7,  // 83: legato.v1.InferenceService.Detect:output_type -> legato.v1.DetectResponse
+	9,  // 84: legato.v1.InferenceService.Point:output_type -> legato.v1.PointResponse
+	11, // 85: legato.v1.InferenceService.Segment:output_type -> legato.v1.SegmentResponse
+	13, // 86: legato.v1.InferenceService.RunTasks:output_type -> legato.v1.RunTasksResponse
+	80, // [80:87] is the sub-list for method output_type
+	73, // [73:80] is the sub-list for method input_type
+	73, // [73:73] is the sub-list for extension type_name
+	73, // [73:73] is the sub-list for extension extendee
+	0,  // [0:73] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_inference_proto_init() }
@@ -2181,8 +2397,11 @@ func file_legato_v1_inference_proto_init() {
 	file_legato_v1_inference_proto_msgTypes[0].OneofWrappers = []any{}
 	file_legato_v1_inference_proto_msgTypes[6].OneofWrappers = []any{}
 	file_legato_v1_inference_proto_msgTypes[8].OneofWrappers = []any{}
-	file_legato_v1_inference_proto_msgTypes[17].OneofWrappers = []any{}
-	file_legato_v1_inference_proto_msgTypes[23].OneofWrappers = []any{
+	file_legato_v1_inference_proto_msgTypes[17].OneofWrappers = []any{
+		(*Token_Coordinate)(nil),
+		(*Token_Size)(nil),
+	}
+	file_legato_v1_inference_proto_msgTypes[25].OneofWrappers = []any{
 		(*GenerateResponse_Queued)(nil),
 		(*GenerateResponse_Started)(nil),
 		(*GenerateResponse_Text)(nil),
@@ -2192,6 +2411,7 @@ func file_legato_v1_inference_proto_init() {
 		(*GenerateResponse_Outline)(nil),
 		(*GenerateResponse_Heartbeat)(nil),
 		(*GenerateResponse_Finished)(nil),
+		(*GenerateResponse_Tokens)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -2199,7 +2419,7 @@ func file_legato_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_inference_proto_rawDesc), len(file_legato_v1_inference_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   24,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -161,7 +161,7 @@ type Sampling struct {
 	// Makes sampling repeatable. Absent: derived from the request id, so that a retry answers the same.
 	Seed *uint64 `protobuf:"varint,5,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
 	// Text that ends a Query or Caption as soon as it appears; it is not part of the answer. At most 8
-	// non-empty strings.
+	// non-empty strings. A stream holds text back while it may be the beginning of one. Reasoning is not searched.
 	Stop          []string `protobuf:"bytes,6,rep,name=stop,proto3" json:"stop,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

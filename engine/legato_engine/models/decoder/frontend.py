@@ -20,6 +20,7 @@ from legato_engine.models.answer import Answer
 from legato_engine.models.decoder.task import TextTask
 from legato_engine.models.model import PreparedImage
 from legato_engine.models.text_stream import Pieces
+from legato_engine.models.token_log import TokenLog
 from legato_engine.tasks import Constraint
 
 FREE = (Constraint(),)
@@ -99,8 +100,9 @@ class TextFrontend:
         wanted = sampling.max_tokens or setup.sampling.max_tokens
         max_tokens = budget.token_budget(wanted, len(prompt), setup.max_context)
         stop = request.sampling.stop
-        answer = Answer(setup.pieces, stop, return_tokens=request.return_tokens)
-        return TextTask(prompt, sampling, max_tokens, setup.eos, answer)
+        answer = Answer(setup.pieces, stop)
+        log = TokenLog(setup.pieces, logprobs=request.logprobs) if request.return_tokens else None
+        return TextTask(prompt, sampling, max_tokens, setup.eos, answer, log)
 
 
 def _no_pictures(skill: str) -> TaskUnsupported:

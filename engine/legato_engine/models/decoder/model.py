@@ -68,6 +68,12 @@ class DecoderModel:
         """[B, 2] float32 zeros: no token carries a value."""
         return torch.zeros(len(token_ids_B), 2, device=self._device)
 
+    def payload_logprobs(
+        self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor
+    ) -> torch.Tensor:
+        """[B] float32 zeros."""
+        return torch.zeros(len(token_ids_B), device=self._device)
+
     def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank | None:
         """None: there are no adapters."""
         return None

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from legato_engine.core import Event, FinishReason, PromptToken, QueryResult, SamplingParams
 from legato_engine.models.answer import Answer
+from legato_engine.models.token_log import TokenLog
 from legato_engine.tasks import SampledToken
+from legato_engine.token_events import with_token
 
 
 class TextTask:
-    """A `tasks.Task`: tokens until an EOS, a stop string or the end of the budget."""
+    """A `tasks.Task`: tokens until an EOS, a stop string or the end of the budget.
+
+    `log` names the tokens for callers who asked for them.
+    """
 
     constrained = False
     has_payload = False
@@ -21,6 +26,7 @@ class TextTask:
         max_tokens: int,
         eos: frozenset[int],
         answer: Answer,
+        log: TokenLog | None = None,
     ) -> None:
         self.prompt = tuple(map(PromptToken, prompt))
         self.sampling = sampling
@@ -28,6 +34,7 @@ class TextTask:
         self.finish_reason: FinishReason | None = None
         self._eos = eos
         self._answer = answer
+        self._log = log
         self._num_consumed = 0
 
     def constraint(self) -> int:
@@ -46,6 +53,8 @@ class TextTask:
                 self.finish_reason = FinishReason.STOP
             elif self._num_consumed == self.max_tokens:
                 self.finish_reason = FinishReason.LENGTH
+        if self._log is not None:
+            events = with_token(events, self._log.read(token))
         return events if self.finish_reason is None else events + self._answer.close()
 
     def result(self, finish_reason: FinishReason) -> QueryResult:

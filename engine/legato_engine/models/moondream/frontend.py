@@ -37,6 +37,7 @@ from legato_engine.models.moondream.tasks.query import QuerySkill, ReasonedQuery
 from legato_engine.models.moondream.tasks.segment import SegmentSkill
 from legato_engine.models.moondream.tasks.thoughts import Thoughts
 from legato_engine.models.moondream.tokenizer import Tokenizer
+from legato_engine.models.token_log import TokenLog
 
 _SKILLS = ("query", "caption", "detect", "point", "segment")
 
@@ -143,8 +144,7 @@ class MoondreamFrontend:
         return skill(setup, clean(task.object, "object"), limit)
 
     def _answer(self, request: Request) -> Answer:
-        stop = request.sampling.stop
-        return Answer(self._tokenizer, stop, return_tokens=request.return_tokens)
+        return Answer(self._tokenizer, request.sampling.stop)
 
     def _setup(
         self,
@@ -164,4 +164,19 @@ class MoondreamFrontend:
             self._config.text.max_context,
         )
         config = self._config
-        return TaskSetup(prompt, sampling, max_tokens, config.tokens, config.has_values_in_text)
+        return TaskSetup(
+            prompt=prompt,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            tokens=config.tokens,
+            values_in_text=config.has_values_in_text,
+            log=self._log(request),
+        )
+
+    def _log(self, request: Request) -> TokenLog | None:
+        if not request.return_tokens:
+            return None
+        tokens = self._config.tokens
+        return TokenLog(
+            self._tokenizer, logprobs=request.logprobs, coord=tokens.coord, size=tokens.size
+        )

@@ -103,6 +103,16 @@ class MoondreamModel:
         payload_B2 = torch.where(kind_B1 == self._tokens.coord, coord_B2, 0.0)
         return torch.where(kind_B1 == self._tokens.size, size_B2, payload_B2)
 
+    def payload_logprobs(
+        self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, payload_B2: torch.Tensor
+    ) -> torch.Tensor:
+        """[B] float32: of a coord's bin, of a size's two bins together; zero for plain tokens."""
+        region = self._network.region
+        coord_B = region.coord_logprobs(hidden_BD, payload_B2[:, 0])
+        size_B = region.size_logprobs(hidden_BD, payload_B2)
+        logprob_B = torch.where(token_ids_B == self._tokens.coord, coord_B, 0.0)
+        return torch.where(token_ids_B == self._tokens.size, size_B, logprob_B)
+
     def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank | None:
         """Room for adapters of all text MLPs; experts have none."""
         text = self._config.text

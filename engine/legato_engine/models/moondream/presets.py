@@ -13,6 +13,7 @@ from legato_engine.models.moondream.config import (
     MoondreamConfig,
     RegionConfig,
     SpecialTokens,
+    Suppression,
     TauConfig,
     Template,
     Templates,
@@ -104,6 +105,7 @@ def moondream3_config() -> MoondreamConfig:
         ),
         tokens=_TOKENS,
         templates=_TEMPLATES,
+        suppression=Suppression(),
         sampling=SamplingDefaults(temperature=0.5, top_p=0.9),
     )
 
@@ -197,6 +199,7 @@ def tiny_random3_config() -> MoondreamConfig:
             moe=MoEConfig(first_layer=1, num_experts=6, num_active=2, inner_dim=32),
         ),
         region=replace(tiny.region, inner_dim=None),
+        suppression=Suppression(),
         templates=replace(
             tiny.templates,
             query=Template(prefix=_STAND_IN_QUERY, suffix=(3,)),

@@ -26,6 +26,7 @@ class Region(nn.Module):
 
     def __init__(self, config: RegionConfig, text_dim: int) -> None:
         super().__init__()
+        self._coord_bins = config.coord_bins
         self._coord_divisor = config.coord_divisor
         self._size_bins = config.size_bins
         self.coord_features = nn.Parameter(torch.empty(1, config.coord_features))
@@ -48,14 +49,33 @@ class Region(nn.Module):
 
     def decode_coord(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """[T] float32 coordinates of the residual stream: the likeliest bin over the divisor."""
-        logits_TN: torch.Tensor = self.coord_decoder(self._normed(hidden_TD))
-        return logits_TN.argmax(-1).float() / self._coord_divisor
+        return self._coord_logits(hidden_TD).argmax(-1).float() / self._coord_divisor
 
     def decode_size(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """[T, 2] float32 width and height of the residual stream, each 2^-10 .. 1."""
-        logits_TN: torch.Tensor = self.size_decoder(self._normed(hidden_TD))
-        bins_T2 = logits_TN.reshape(-1, 2, self._size_bins).argmax(-1).float()
+        bins_T2 = self._size_logits(hidden_TD).argmax(-1).float()
         return torch.exp2(bins_T2 / (self._size_bins - 1) * _SIZE_OCTAVES - _SIZE_OCTAVES)
+
+    def coord_logprobs(self, hidden_TD: torch.Tensor, value_T: torch.Tensor) -> torch.Tensor:
+        """[T] float32 log-probability of the bins that coordinates were decoded to."""
+        bin_T = _bins(value_T * self._coord_divisor, self._coord_bins)
+        return _logprobs(self._coord_logits(hidden_TD), bin_T)
+
+    def size_logprobs(self, hidden_TD: torch.Tensor, size_T2: torch.Tensor) -> torch.Tensor:
+        """[T] float32 log-probability of the two bins, together, that sizes were decoded to."""
+        octaves_T2 = size_T2.clamp(min=2.0**-_SIZE_OCTAVES).log2() + _SIZE_OCTAVES
+        bin_T2 = _bins(octaves_T2 / _SIZE_OCTAVES * (self._size_bins - 1), self._size_bins)
+        return _logprobs(self._size_logits(hidden_TD), bin_T2).sum(-1)
+
+    def _coord_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """[T, bins]."""
+        logits_TN: torch.Tensor = self.coord_decoder(self._normed(hidden_TD))
+        return logits_TN
+
+    def _size_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """[T, 2, bins] of width and height."""
+        logits_TN: torch.Tensor = self.size_decoder(self._normed(hidden_TD))
+        return logits_TN.reshape(-1, 2, self._size_bins)
 
     def _normed(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         return hidden_TD if self.ln is None else self.ln(hidden_TD)
@@ -63,6 +83,16 @@ class Region(nn.Module):
 
 def _decoder(text_dim: int, inner_dim: int | None, bins: int) -> MLP | Linear:
     return Linear(text_dim, bins) if inner_dim is None else MLP(text_dim, inner_dim, bins)
+
+
+def _bins(place: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """Int64 bins of places that are whole but for rounding; any bin for rows without a value."""
+    return place.round().clamp(0, num_bins - 1).long()
+
+
+def _logprobs(logits_N: torch.Tensor, bin_: torch.Tensor) -> torch.Tensor:
+    """Float32 log-softmax over the last dimension, at one bin of each row."""
+    return logits_N.float().log_softmax(-1).gather(-1, bin_[..., None])[..., 0]
 
 
 def _fourier(values_TN: torch.Tensor, features_NF: torch.Tensor) -> torch.Tensor:

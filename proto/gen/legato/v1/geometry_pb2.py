@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18legato/v1/geometry.proto\x12\tlegato.v1\"\x1d\n\x05Point\x12\t\n\x01x\x18\x01 \x01(\x02\x12\t\n\x01y\x18\x02 \x01(\x02\"A\n\x03\x42ox\x12\r\n\x05x_min\x18\x01 \x01(\x02\x12\r\n\x05y_min\x18\x02 \x01(\x02\x12\r\n\x05x_max\x18\x03 \x01(\x02\x12\r\n\x05y_max\x18\x04 \x01(\x02\"U\n\nSpatialRef\x12!\n\x05point\x18\x01 \x01(\x0b\x32\x10.legato.v1.PointH\x00\x12\x1d\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0e.legato.v1.BoxH\x00\x42\x05\n\x03ref\"v\n\x0e\x44\x65tectedObject\x12\x1b\n\x03\x62ox\x18\x01 \x01(\x0b\x32\x0e.legato.v1.Box\x12\r\n\x05label\x18\x02 \x01(\t\x12\x17\n\nconfidence\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x08track_id\x18\x04 \x01(\tB\r\n\x0b_confidence\"g\n\rPointedObject\x12\x1f\n\x05point\x18\x01 \x01(\x0b\x32\x10.legato.v1.Point\x12\r\n\x05label\x18\x02 \x01(\t\x12\x17\n\nconfidence\x18\x03 \x01(\x02H\x00\x88\x01\x01\x42\r\n\x0b_confidence\"{\n\x07Outline\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x1b\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0e.legato.v1.Box\x12\r\n\x05label\x18\x03 \x01(\t\x12\x17\n\nconfidence\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12\x0e\n\x06\x63oarse\x18\x05 \x01(\x08\x42\r\n\x0b_confidenceB<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18legato/v1/geometry.proto\x12\tlegato.v1\"\x1d\n\x05Point\x12\t\n\x01x\x18\x01 \x01(\x02\x12\t\n\x01y\x18\x02 \x01(\x02\"A\n\x03\x42ox\x12\r\n\x05x_min\x18\x01 \x01(\x02\x12\r\n\x05y_min\x18\x02 \x01(\x02\x12\r\n\x05x_max\x18\x03 \x01(\x02\x12\r\n\x05y_max\x18\x04 \x01(\x02\"%\n\x04Size\x12\r\n\x05width\x18\x01 \x01(\x02\x12\x0e\n\x06height\x18\x02 \x01(\x02\"U\n\nSpatialRef\x12!\n\x05point\x18\x01 \x01(\x0b\x32\x10.legato.v1.PointH\x00\x12\x1d\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0e.legato.v1.BoxH\x00\x42\x05\n\x03ref\"v\n\x0e\x44\x65tectedObject\x12\x1b\n\x03\x62ox\x18\x01 \x01(\x0b\x32\x0e.legato.v1.Box\x12\r\n\x05label\x18\x02 \x01(\t\x12\x17\n\nconfidence\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x08track_id\x18\x04 \x01(\tB\r\n\x0b_confidence\"g\n\rPointedObject\x12\x1f\n\x05point\x18\x01 \x01(\x0b\x32\x10.legato.v1.Point\x12\r\n\x05label\x18\x02 \x01(\t\x12\x17\n\nconfidence\x18\x03 \x01(\x02H\x00\x88\x01\x01\x42\r\n\x0b_confidence\"{\n\x07Outline\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x1b\n\x03\x62ox\x18\x02 \x01(\x0b\x32\x0e.legato.v1.Box\x12\r\n\x05label\x18\x03 \x01(\t\x12\x17\n\nconfidence\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12\x0e\n\x06\x63oarse\x18\x05 \x01(\x08\x42\r\n\x0b_confidenceB<Z:github.com/legato-vlm/legato/clients/go/legato/v1;legatov1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,12 +36,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POINT']._serialized_end=68
   _globals['_BOX']._serialized_start=70
   _globals['_BOX']._serialized_end=135
-  _globals['_SPATIALREF']._serialized_start=137
-  _globals['_SPATIALREF']._serialized_end=222
-  _globals['_DETECTEDOBJECT']._serialized_start=224
-  _globals['_DETECTEDOBJECT']._serialized_end=342
-  _globals['_POINTEDOBJECT']._serialized_start=344
-  _globals['_POINTEDOBJECT']._serialized_end=447
-  _globals['_OUTLINE']._serialized_start=449
-  _globals['_OUTLINE']._serialized_end=572
+  _globals['_SIZE']._serialized_start=137
+  _globals['_SIZE']._serialized_end=174
+  _globals['_SPATIALREF']._serialized_start=176
+  _globals['_SPATIALREF']._serialized_end=261
+  _globals['_DETECTEDOBJECT']._serialized_start=263
+  _globals['_DETECTEDOBJECT']._serialized_end=381
+  _globals['_POINTEDOBJECT']._serialized_start=383
+  _globals['_POINTEDOBJECT']._serialized_end=486
+  _globals['_OUTLINE']._serialized_start=488
+  _globals['_OUTLINE']._serialized_end=611
 # @@protoc_insertion_point(module_scope)

@@ -79,6 +79,32 @@ class Box(_message.Message):
 Global___Box: _TypeAlias = Box  # noqa: Y015
 
 @_typing.final
+class Size(_message.Message):
+    """How far something extends, as shares of the picture's width and height, each in (0, 1]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    width: _builtins.float
+    """Share of the width."""
+    height: _builtins.float
+    """Share of the height."""
+    def __init__(
+        self,
+        *,
+        width: _builtins.float = ...,
+        height: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["height", b"height", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Size: _TypeAlias = Size  # noqa: Y015
+
+@_typing.final
 class SpatialRef(_message.Message):
     """A place the caller points at: "what is *this*?". Values outside [0, 1], non-finite values and boxes whose
     edges are swapped are INVALID_ARGUMENT INVALID_FIELD.

@@ -51,11 +51,13 @@ class RequestOptions(_message.Message):
     cache_image: _builtins.bool
     """Whether the server may keep the picture's encoding for later requests. Absent: true."""
     return_tokens: _builtins.bool
-    """Fill `TextDelta.tokens`. Only Generate has them."""
+    """Tell every token that was sampled: in `ResponseInfo.tokens`, in `RunTasksResponse.tokens`, and while a stream
+    decodes.
+    """
     top_logprobs: _builtins.int
-    """Fill `Token.logprob`; with a value above 0, of that many alternatives as well, once the contract has a place
-    for them. Absent: no log-probabilities. Without the capability `logprobs`: FAILED_PRECONDITION
-    TASK_UNSUPPORTED.
+    """Tell every token with its `Token.logprob`, as if `return_tokens` were set; with a value above 0, that many
+    alternatives as well, once the contract has a place for them. Absent: no log-probabilities. Without the
+    capability `logprobs`: FAILED_PRECONDITION TASK_UNSUPPORTED.
     """
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
@@ -100,6 +102,7 @@ class ResponseInfo(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
     STAMP_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, given or made by the server."""
     model: _builtins.str
@@ -122,6 +125,12 @@ class ResponseInfo(_message.Message):
     def stamp(self) -> _media_pb2.FrameStamp:
         """The request's stamp, verbatim. Absent: it had none."""
 
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
+        """Every token that was sampled, in order, the ending one included. Empty without `RequestOptions.return_tokens`,
+        and in RunTasks, whose tasks have their own.
+        """
+
     def __init__(
         self,
         *,
@@ -132,10 +141,11 @@ class ResponseInfo(_message.Message):
         timings: _task_pb2.Timings | None = ...,
         image: _media_pb2.ImageInfo | None = ...,
         stamp: _media_pb2.FrameStamp | None = ...,
+        tokens: _abc.Iterable[Global___Token] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "stamp", b"stamp", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image", b"image", "model", b"model", "request_id", b"request_id", "stamp", b"stamp", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "image", b"image", "model", b"model", "request_id", b"request_id", "stamp", b"stamp", "timings", b"timings", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -607,6 +617,7 @@ class RunTasksResponse(_message.Message):
 
     RESULTS_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.TaskResult]:
         """One result for each task, in the order of the tasks."""
@@ -615,15 +626,22 @@ class RunTasksResponse(_message.Message):
     def info(self) -> Global___ResponseInfo:
         """About the request as a whole."""
 
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskTokens]:
+        """The tokens of each task, in the order of the tasks; none of a task that failed. Empty without
+        `RequestOptions.return_tokens`.
+        """
+
     def __init__(
         self,
         *,
         results: _abc.Iterable[_task_pb2.TaskResult] | None = ...,
         info: Global___ResponseInfo | None = ...,
+        tokens: _abc.Iterable[Global___TaskTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "results", b"results", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -747,35 +765,78 @@ Global___Started: _TypeAlias = Started  # noqa: Y015
 
 @_typing.final
 class Token(_message.Message):
-    """One generated token."""
+    """One sampled token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
+    COORDINATE_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its number in the model's vocabulary."""
     text: _builtins.str
-    """Its text; empty while a character is incomplete."""
+    """Its text; empty while a character is incomplete, and for tokens that carry none."""
     logprob: _builtins.float
-    """Natural logarithm of its probability. Absent unless `RequestOptions.top_logprobs` is set."""
+    """Natural logarithm of the probability that the model gave it: under the softmax of its logits over the tokens
+    that the task allowed in this place, whatever `Sampling` made of them. The only token allowed has 0. A
+    coordinate or a size adds the logarithm of its value's own probability, among the values that the model tells
+    apart; a size that of its width and that of its height. Absent unless `RequestOptions.top_logprobs` is set.
+    """
+    coordinate: _builtins.float
+    """A place's share of the picture's width, or of its height; x comes before y."""
+    @_builtins.property
+    def size(self) -> _geometry_pb2.Size:
+        """How large the box around the place before it is."""
+
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         text: _builtins.str = ...,
         logprob: _builtins.float | None = ...,
+        coordinate: _builtins.float = ...,
+        size: _geometry_pb2.Size | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "coordinate", b"coordinate", "logprob", b"logprob", "size", b"size", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "text", b"text", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "coordinate", b"coordinate", "logprob", b"logprob", "size", b"size", "text", b"text", "token_id", b"token_id", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["coordinate", "size"]  # noqa: Y015
+    _WhichOneofArgType_value: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_value) -> _WhichOneofReturnType_value | None: ...
 
 Global___Token: _TypeAlias = Token  # noqa: Y015
+
+@_typing.final
+class TaskTokens(_message.Message):
+    """The tokens of one of several tasks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
+        """In order, the ending one included."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[Global___Token] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskTokens: _TypeAlias = TaskTokens  # noqa: Y015
 
 @_typing.final
 class TextDelta(_message.Message):
@@ -789,7 +850,7 @@ class TextDelta(_message.Message):
     """Whole characters only; append it to what came before."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
-        """The tokens behind `text`, if `RequestOptions.return_tokens`."""
+        """The tokens that completed `text`, if `RequestOptions.return_tokens`."""
 
     def __init__(
         self,
@@ -813,25 +874,55 @@ class ReasoningDelta(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     GROUNDING_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only; append it to what came before."""
     @_builtins.property
     def grounding(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.Grounding]:
         """Groundings that became known, with offsets into the whole reasoning text."""
 
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
+        """The tokens that completed `text` and `grounding`, if `RequestOptions.return_tokens`."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         grounding: _abc.Iterable[_task_pb2.Grounding] | None = ...,
+        tokens: _abc.Iterable[Global___Token] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grounding", b"grounding", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grounding", b"grounding", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReasoningDelta: _TypeAlias = ReasoningDelta  # noqa: Y015
+
+@_typing.final
+class TokensDelta(_message.Message):
+    """Tokens that completed no text: values, marks, parts of a character, the ending one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[Global___Token] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokensDelta: _TypeAlias = TokensDelta  # noqa: Y015
 
 @_typing.final
 class OutlineDelta(_message.Message):
@@ -917,7 +1008,7 @@ class GenerateResponse(_message.Message):
     """One event of a Generate stream. Grammar:
 
         stream    = *queued started *( delta / heartbeat ) finished
-        delta     = text / reasoning / point / object / outline
+        delta     = text / reasoning / point / object / outline / tokens
 
     with heartbeats also before `started`; the rules are at `InferenceService.Generate`. Events of one decoding
     step may travel as several messages, and text of several steps as one.
@@ -935,6 +1026,7 @@ class GenerateResponse(_message.Message):
     OUTLINE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Counts the events of the stream from 0 without a gap, so that a lost one shows."""
     @_builtins.property
@@ -973,6 +1065,10 @@ class GenerateResponse(_message.Message):
     def finished(self) -> Global___Finished:
         """The end: the whole result. Exactly once, last."""
 
+    @_builtins.property
+    def tokens(self) -> Global___TokensDelta:
+        """Tokens that completed no text. Only with `RequestOptions.return_tokens`."""
+
     def __init__(
         self,
         *,
@@ -986,12 +1082,13 @@ class GenerateResponse(_message.Message):
         outline: Global___OutlineDelta | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         finished: Global___Finished | None = ...,
+        tokens: Global___TokensDelta | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "object", b"object", "outline", b"outline", "point", b"point", "queued", b"queued", "reasoning", b"reasoning", "started", b"started", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "object", b"object", "outline", b"outline", "point", b"point", "queued", b"queued", "reasoning", b"reasoning", "started", b"started", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "index", b"index", "object", b"object", "outline", b"outline", "point", b"point", "queued", b"queued", "reasoning", b"reasoning", "started", b"started", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "heartbeat", b"heartbeat", "index", b"index", "object", b"object", "outline", b"outline", "point", b"point", "queued", b"queued", "reasoning", b"reasoning", "started", b"started", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["queued", "started", "text", "reasoning", "point", "object", "outline", "heartbeat", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["queued", "started", "text", "reasoning", "point", "object", "outline", "heartbeat", "finished", "tokens"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

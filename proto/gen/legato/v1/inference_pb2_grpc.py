@@ -100,13 +100,15 @@ class InferenceServiceServicer:
         Grammar of the events:
 
         stream    = *queued started *( delta / heartbeat ) finished
-        delta     = text / reasoning / point / object / outline
+        delta     = text / reasoning / point / object / outline / tokens
 
         - `queued` only if the request had to wait; then as the position changes.
         - `started` exactly once. No response header is sent before the request is admitted, so a client's retry
         policy may act on a failure until then.
         - deltas hold only what is new, never what was sent before. A point or an object is sent once, whole, in the
         step that completes it. An outline sends its box first, then pieces of its path.
+        - `tokens` only with `RequestOptions.return_tokens`: what was sampled and completed no text. Every token is told
+        once, in order, here or beside its text.
         - `heartbeat` after a silence of `RequestOptions.heartbeat_interval`, also before `started`.
         - `finished` exactly once, last, followed by status OK. It repeats the whole typed result, so a client may
         ignore every delta.

@@ -115,7 +115,7 @@ class Sampling(_message.Message):
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Text that ends a Query or Caption as soon as it appears; it is not part of the answer. At most 8
-        non-empty strings.
+        non-empty strings. A stream holds text back while it may be the beginning of one. Reasoning is not searched.
         """
 
     def __init__(

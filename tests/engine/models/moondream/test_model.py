@@ -186,6 +186,41 @@ def test_payload_belongs_to_the_sampled_token(either_model):
     assert text == [0.0, 0.0]
 
 
+def test_values_have_the_probability_of_their_bins(tiny_model):
+    """The probabilities of all values add up to 1, and the value that is read is the likeliest."""
+    hidden_1D = torch.randn(1, tiny_model.width, generator=torch.Generator().manual_seed(2))
+    bins_N = torch.arange(1024)
+    steps_N = torch.exp2(bins_N / 1023 * 10 - 10)
+    read = tiny_model.payload(hidden_1D.repeat(2, 1), torch.tensor([COORD, SIZE]))
+    values = {
+        COORD: (torch.stack([bins_N / 1024, torch.zeros(1024)], -1),),
+        SIZE: (
+            torch.stack([steps_N, read[1, 1].repeat(1024)], -1),
+            torch.stack([read[1, 0].repeat(1024), steps_N], -1),
+        ),
+    }
+    for kind, all_of_one_side in values.items():
+        token_N, own_12 = torch.full((1024,), kind), read[kind - COORD][None]
+        own = tiny_model.payload_logprobs(hidden_1D, token_N[:1], own_12).item()
+        sums = []
+        for payload_N2 in all_of_one_side:
+            seen_N = tiny_model.payload_logprobs(hidden_1D.repeat(1024, 1), token_N, payload_N2)
+            assert own == pytest.approx(seen_N.max().item(), abs=1e-5)
+            sums.append(seen_N.exp().sum().log().item())
+        if kind == COORD:
+            assert sums == pytest.approx([0.0], abs=1e-4)
+        else:  # with the other side's own probability as a factor in each
+            assert sum(sums) == pytest.approx(own, abs=1e-4)
+
+
+def test_plain_tokens_have_no_value_to_measure(tiny_model):
+    """Text adds nothing, whatever payload is left beside it."""
+    hidden_BD = torch.randn(2, tiny_model.width)
+    left_over = torch.tensor([[0.0, 0.0], [7.0, -1.0]])
+    seen = tiny_model.payload_logprobs(hidden_BD, torch.tensor([40, 41]), left_over)
+    assert seen.tolist() == [0.0, 0.0]
+
+
 def test_payload_of_plain_tokens_is_ignored(tiny_model):
     """A value left over from an earlier token does not change a plain token's embedding."""
     ids = torch.tensor([30, 40])

@@ -7,14 +7,17 @@ import dataclasses
 
 from legato_engine.core import Event, FinishReason, PromptToken, SamplingParams, TaskResult
 from legato_engine.models.moondream.config import SpecialTokens
+from legato_engine.models.token_log import TokenLog
 from legato_engine.tasks import SampledToken
+from legato_engine.token_events import with_token
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskSetup:
     """What a task starts from; `sampling` is resolved and `max_tokens` fits the context.
 
-    `values_in_text` says that answers may hold coords and sizes.
+    `values_in_text` says that answers may hold coords and sizes, `log` names the tokens for callers
+    who asked for them.
     """
 
     prompt: tuple[PromptToken, ...]
@@ -22,6 +25,7 @@ class TaskSetup:
     max_tokens: int
     tokens: SpecialTokens
     values_in_text: bool
+    log: TokenLog | None
 
 
 class SkillTask(abc.ABC):
@@ -36,6 +40,7 @@ class SkillTask(abc.ABC):
         self.max_tokens = setup.max_tokens
         self.finish_reason: FinishReason | None = None
         self._tokens = setup.tokens
+        self._log = setup.log
         self._num_consumed = 0
 
     @property
@@ -47,6 +52,8 @@ class SkillTask(abc.ABC):
         """Advance by one token; the budget's last one ends the task if nothing else does."""
         self._num_consumed += 1
         events = self._read(token)
+        if self._log is not None:
+            events = with_token(events, self._log.read(token))
         if self.finish_reason is None:
             if self._num_consumed < self.max_tokens:
                 return events

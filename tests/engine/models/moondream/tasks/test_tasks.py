@@ -25,12 +25,14 @@ from legato_engine.core import (
     SegmentTask,
     TextDelta,
     TokenInfo,
+    TokensDelta,
 )
 from legato_engine.models.moondream.config import Suppression
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.tasks import SampledToken
+from legato_engine.token_events import tokens_of
 
 IMAGE = EncodedImage(blob=BlobRef(name="b", size=1), mime_type="image/png")
 EOS, ANSWER, COORD, SIZE, GROUND_START, GROUND_END = 0, 3, 5, 6, 7, 9
@@ -60,7 +62,7 @@ def size(width, height):
 def make(frontend):
     """A task of a spec, with sampling and request options."""
 
-    def make(task, image=IMAGE, return_tokens=False, **sampling):
+    def make(task, image=IMAGE, return_tokens=False, logprobs=False, **sampling):
         return frontend.make_task(
             Request(
                 request_id="r",
@@ -68,6 +70,7 @@ def make(frontend):
                 image=image,
                 sampling=SamplingParams(**sampling),
                 return_tokens=return_tokens,
+                logprobs=logprobs,
             )
         )
 
@@ -178,12 +181,62 @@ def test_a_cancelled_answer_holds_all_text(make):
 
 
 def test_tokens_come_along_when_asked_for(make):
-    """Every token but EOS is named once, with its own text, empty inside a character."""
+    """Every token is named once, with its own text, empty inside a character, beside the text."""
     task = make(QueryTask(question="?"), return_tokens=True)
     events, _ = run(task, [*text("é!"), *plain(EOS)])
-    ids = StandInTokenizer().encode("é!")
-    expected = [TokenInfo(token_id=i, text=t) for i, t in zip(ids, ["", "é", "!"], strict=True)]
-    assert [token for event in events for token in event.tokens] == expected
+    half, rest, mark = (
+        TokenInfo(token_id=i, text=t)
+        for i, t in zip(StandInTokenizer().encode("é!"), ["", "é", "!"], strict=True)
+    )
+    assert events == [
+        TokensDelta(tokens=(half,)),
+        TextDelta(text="é", tokens=(rest,)),
+        TextDelta(text="!", tokens=(mark,)),
+        TokensDelta(tokens=(TokenInfo(token_id=EOS),)),
+    ]
+
+
+def test_tokens_of_places_carry_their_values(make):
+    """Coordinates and sizes are typed, and come in front of the object that they complete."""
+    task = make(DetectTask(object="cup"), return_tokens=True)
+    events, _ = run(task, [coord(0.5), coord(0.25), size(0.5, 0.125), *plain(EOS)])
+    told = [
+        TokenInfo(token_id=COORD, coordinate=0.5),
+        TokenInfo(token_id=COORD, coordinate=0.25),
+        TokenInfo(token_id=SIZE, size=(0.5, 0.125)),
+        TokenInfo(token_id=EOS),
+    ]
+    assert list(tokens_of(events)) == told
+    assert [type(event) for event in events] == [*[TokensDelta] * 3, ObjectEvent, TokensDelta]
+
+
+def test_tokens_of_thoughts_come_beside_them(make):
+    """Thoughts name their tokens as answers do; marks, points and openers come by themselves."""
+    task = make(QueryTask(question="?", reasoning=True), return_tokens=True)
+    tokens = [*plain(GROUND_START), *text("a"), coord(0.5), coord(0.5), *plain(GROUND_END)]
+    tokens += [*plain(ANSWER, ANSWER), *text("b"), *plain(EOS)]
+    events, _ = run(task, tokens)
+    assert [token.token_id for token in tokens_of(events)] == [t.token_id for t in tokens]
+    grounded = [e for e in events if isinstance(e, ReasoningDelta) and e.grounding]
+    assert [token.token_id for token in grounded[0].tokens] == [GROUND_END]
+
+
+def test_a_held_token_is_told_at_once(make):
+    """Tokens whose text may begin a stop string are not held back with it."""
+    task = make(QueryTask(question="?"), return_tokens=True, stop=("END",))
+    events, result = run(task, text("aEND"))
+    assert [token.text for token in tokens_of(events)] == list("aEND")
+    assert result.answer == "a"
+
+
+def test_logprobs_are_told_to_those_who_ask(make):
+    """A token's log-probability is passed on, but not to a request that only rides along."""
+    token = SampledToken(StandInTokenizer().encode("a")[0], (0.0, 0.0), -0.5)
+    seen = {}
+    for asks in (True, False):
+        task = make(CaptionTask(), return_tokens=True, logprobs=asks)
+        (seen[asks],) = tokens_of(task.consume(token))
+    assert (seen[True].logprob, seen[False].logprob) == (-0.5, None)
 
 
 def test_reasoning_comes_before_the_answer(make):

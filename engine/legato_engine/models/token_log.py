@@ -1,0 +1,36 @@
+"""Sampled tokens as they are told to callers who ask for them."""
+
+from __future__ import annotations
+
+import codecs
+
+from legato_engine.core import TokenInfo
+from legato_engine.models.text_stream import Pieces
+from legato_engine.tasks import SampledToken
+
+
+class TokenLog:
+    """Names each token of a sequence, in order: its text, or the value that it carries.
+
+    Its log-probability is passed on only with `logprobs`: batch mates that ask have it computed for
+    all. `coord` and `size` are the ids that carry values, of a model that has such.
+    """
+
+    def __init__(
+        self, pieces: Pieces, *, logprobs: bool, coord: int | None = None, size: int | None = None
+    ) -> None:
+        self._pieces = pieces
+        self._logprobs = logprobs
+        self._coord = coord
+        self._size = size
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+
+    def read(self, token: SampledToken) -> TokenInfo:
+        """The next token; its text is what it completes, whether that is shown or not."""
+        return TokenInfo(
+            token_id=token.token_id,
+            text=self._decoder.decode(self._pieces.piece(token.token_id)),
+            logprob=token.logprob if self._logprobs else None,
+            coordinate=token.payload[0] if token.token_id == self._coord else None,
+            size=token.payload if token.token_id == self._size else None,
+        )

@@ -1,0 +1,153 @@
+"""How likely sampled tokens were, held against the definition and a replay of the model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from legato_engine.assembly import SilentSink, assemble
+from legato_engine.config import EngineConfig
+from legato_engine.core import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    ImageInfo,
+    QueryTask,
+    Request,
+    SamplingParams,
+    SegmentTask,
+    TaskSpec,
+)
+from legato_engine.engine import make_sequence
+from legato_engine.runtime.logprobs import token_logprobs
+from legato_engine.runtime.sampler import constraint_table
+from legato_engine.tasks import Constraint
+from PIL import Image
+
+from tests.engine.models.paged_session import PagedSession
+
+COORD, SIZE = 5, 6
+PICTURE = CachedImage(image_id="p")
+ASKED: dict[str, TaskSpec] = {
+    "caption": CaptionTask(),
+    "thoughts": QueryTask(question="why?", reasoning=True),
+    "boxes": DetectTask(object="cup", max_objects=2),
+    "outline": SegmentTask(object="cup"),
+}
+
+
+@pytest.fixture(scope="module")
+def assembly():
+    """One small model for all tests."""
+    made = assemble(EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=4))
+    yield made
+    made.device.close()
+
+
+class Listener(SilentSink):
+    """Keeps what every request's sequence was given, token by token."""
+
+    def __init__(self):
+        self.tokens = {}
+
+    def watch(self, sequence):
+        """Note what its task reads."""
+        seen = self.tokens[sequence.request.request_id] = []
+        consume = sequence.task.consume
+
+        def read(token):
+            seen.append(token)
+            return consume(token)
+
+        sequence.task.consume = read
+        return sequence
+
+
+@pytest.fixture
+def prepared(assembly):
+    """A picture, ready for the vision tower."""
+    info = ImageInfo(image_id="p", width=40, height=30, cache_hit=False)
+    return assembly.frontend.prepare_image(Image.new("RGB", (40, 30), "teal"), "p", info)
+
+
+def request(name, *, logprobs=True, temperature=0.8):
+    """One of the tasks; under this seed some boxes come."""
+    sampling = SamplingParams(temperature=temperature, top_p=0.9, seed=2, max_tokens=10)
+    return Request(
+        request_id=name, task=ASKED[name], image=PICTURE, sampling=sampling, logprobs=logprobs
+    )
+
+
+def run(assembly, prepared, *requests):
+    """What every request's task read, all of them running together."""
+    listener = Listener()
+    scheduler = assembly.scheduler(listener, pipeline_depth=2)
+    for asked in requests:
+        scheduler.submit(listener.watch(make_sequence(assembly.frontend, asked, prepared)))
+    scheduler.drain()
+    return listener.tokens
+
+
+def definition(model, logits_V, constraint, hidden_1D, token):
+    """Log-softmax over what the constraint allows, and that of the value's own bin."""
+    allowed, suppressed = model.constraints[constraint]
+    ids = [i for i in (range(len(logits_V)) if allowed is None else allowed) if i not in suppressed]
+    mass = math.log(sum(math.exp(logits_V[i].double()) for i in ids))
+    logprob = logits_V[token.token_id].item() - mass
+    region = model._network.region
+    if token.token_id == COORD:
+        bins_N = region.coord_decoder(hidden_1D)[0].double().log_softmax(-1)
+        logprob += bins_N[round(token.payload[0] * 1024)].item()
+    if token.token_id == SIZE:
+        bins_2N = region.size_decoder(hidden_1D)[0].reshape(2, -1).double().log_softmax(-1)
+        logprob += bins_2N.max(-1).values.sum().item()
+    return logprob
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_logprobs_are_those_of_a_replay(assembly, prepared, name):
+    """Each token's is the model's own, at temperature 1 and under the constraint of its place."""
+    (tokens,) = run(assembly, prepared, request(name)).values()
+    model, task = assembly.model, assembly.frontend.make_task(request(name))
+    session = PagedSession(model)
+    with torch.inference_mode():
+        hidden_1D = session.prefill(1, prepared, task.prompt)
+        for token in tokens:
+            logits_V = model.logits(hidden_1D)[0]
+            expected = definition(model, logits_V, task.constraint(), hidden_1D, token)
+            assert token.logprob == pytest.approx(expected, abs=2e-4)
+            task.consume(token)
+            session.feed(1, token.token_id, token.payload)
+            hidden_1D = session.step()[1:2]
+    assert name != "boxes" or {COORD, SIZE} <= {token.token_id for token in tokens}
+
+
+def test_asking_changes_nothing_else(assembly, prepared):
+    """Tokens and values are the same whether somebody asks or not, alone and in company."""
+    quiet = run(assembly, prepared, *(request(name, logprobs=False) for name in ASKED))
+    mixed = run(assembly, prepared, *(request(name, logprobs=name == "boxes") for name in ASKED))
+    alone = run(assembly, prepared, request("boxes"))
+    for name, tokens in quiet.items():
+        assert all(token.logprob is None for token in tokens)
+        assert [token[:2] for token in mixed[name]] == [token[:2] for token in tokens]
+    assert mixed["boxes"] == alone["boxes"]
+
+
+def test_a_token_is_measured_among_the_allowed():
+    """Suppressed tokens have no share; the only one allowed is certain; rows do not mix."""
+    table_CV = constraint_table([Constraint(), Constraint((2,)), Constraint(None, (0, 1))], 4)
+    logits_BV = torch.tensor([[3.0, 1.0, 0.5, -2.0]]).repeat(3, 1) + table_CV
+    seen = token_logprobs(logits_BV, torch.tensor([0, 2, 3]))
+    shares = [
+        math.exp(3) / sum(map(math.exp, (3, 1, 0.5, -2))),
+        1.0,
+        math.exp(-2) / (math.exp(0.5) + math.exp(-2)),
+    ]
+    assert seen.exp().tolist() == pytest.approx(shares, rel=1e-6)
+
+
+def test_large_logits_do_not_overflow():
+    """The likeliest token's log-probability is finite whatever the size of the logits."""
+    seen = token_logprobs(torch.tensor([[1e4, 0.0, -1e4]]), torch.tensor([0]))
+    assert seen.item() == 0.0
