@@ -48,12 +48,26 @@ class CaptionLength(enum.StrEnum):
     LONG = "long"
 
 
+class Turn(Value, frozen=True):
+    """An earlier question of a conversation, and its answer."""
+
+    question: str
+    answer: str
+
+
 class QueryTask(Value, frozen=True):
-    """Answer a question, about the image when there is one."""
+    """Answer a question, about the image when there is one; perhaps the last of a conversation.
+
+    `history` are the turns before it, `system` what was said before all of them. The image stands
+    in front of the first question; with `shows_image` there must be one.
+    """
 
     question: str
     reasoning: bool = False
     spatial_refs: tuple[SpatialRef, ...] = ()
+    system: str = ""
+    history: tuple[Turn, ...] = ()
+    shows_image: bool = False
 
 
 class CaptionTask(Value, frozen=True):

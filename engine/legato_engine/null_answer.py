@@ -157,7 +157,8 @@ def _limited(
 def _num_words(task: TaskSpec) -> int:
     """How many words a task is put in."""
     if isinstance(task, QueryTask):
-        return len(task.question.split())
+        earlier = (text for turn in task.history for text in (turn.question, turn.answer))
+        return sum(len(text.split()) for text in (task.system, *earlier, task.question))
     return 1 if isinstance(task, CaptionTask) else len(task.object.split())
 
 

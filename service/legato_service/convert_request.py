@@ -15,6 +15,8 @@ from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import core
 from legato_engine.errors import InvalidField, PromptTooLong
 
+from legato_service import convert_chat
+
 MAX_QUESTION = 32_768  # characters: far above any context, low enough to copy without a thought
 MAX_OBJECT = 1_024
 MAX_REFS = 64
@@ -54,6 +56,8 @@ def image(message: media_pb2.Image, spec: core.TaskSpec, path: str = "") -> None
         raise InvalidField("this task needs a picture", field="image")
     if spec.spatial_refs:
         raise InvalidField("places need a picture", field=f"{path}spatial_refs")
+    if spec.shows_image:
+        raise InvalidField("a message shows a picture, and there is none", field="image")
 
 
 def request(
@@ -82,12 +86,15 @@ def request(
 def query(
     message: inference_pb2.QueryRequest | task_pb2.QueryTask, path: str = ""
 ) -> core.QueryTask:
-    """Answer a question."""
-    return core.QueryTask(
-        question=_text(message.question, f"{path}question", MAX_QUESTION),
-        reasoning=message.reasoning,
-        spatial_refs=_refs(message.spatial_refs, path),
-    )
+    """Answer a question, or the last one of a conversation."""
+    refs = _refs(message.spatial_refs, path)
+    if not message.messages:
+        question = _text(message.question, f"{path}question", MAX_QUESTION)
+        return core.QueryTask(question=question, reasoning=message.reasoning, spatial_refs=refs)
+    if message.question:
+        raise InvalidField("a question or messages, not both", field=f"{path}question")
+    asked = convert_chat.conversation(message.messages, f"{path}messages")
+    return core.QueryTask(reasoning=message.reasoning, spatial_refs=refs, **asked._asdict())
 
 
 def caption(

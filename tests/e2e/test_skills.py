@@ -8,6 +8,7 @@ from legato_client import (
     DetectTask,
     FrameStamp,
     InvalidArgument,
+    Message,
     Options,
     PointTask,
     QueryTask,
@@ -96,6 +97,27 @@ def test_a_question_needs_no_picture(client):
     result = client.query(None, "hello", sampling=Sampling(max_tokens=5))
     assert result.info.image is None
     assert result.info.usage.image_tokens == 0
+
+
+def test_a_conversation_with_one_question_is_that_question(client):
+    """Its last question is answered from the picture, and what came before costs its tokens."""
+    question = "How many circles are there?"
+    alone = client.query(SCENE.image, question)
+    chat = client.chat([Message("user", (SCENE.image, question))])
+    assert (chat.answer, chat.info.usage) == (alone.answer, alone.info.usage)
+    talk = [
+        Message("user", (SCENE.image, "What colour is the square?")),
+        Message("assistant", "Blue."),
+        Message("user", question),
+    ]
+    later = client.chat(talk)
+    assert later.answer  # the model was never trained on more than one turn
+    assert later.info.usage.input_tokens > 2 * alone.info.usage.input_tokens - (
+        1 + 2 * alone.info.usage.image_tokens
+    )
+    assert later.info.usage.image_tokens == alone.info.usage.image_tokens
+    *_, last = client.generate(None, QueryTask(messages=tuple(talk)))
+    assert last.result.answer == later.answer
 
 
 def test_a_token_limit_cuts(client):

@@ -35,6 +35,7 @@ from legato_engine.core import (
     SegmentTask,
     TaskResult,
     TextDelta,
+    Turn,
 )
 from legato_engine.errors import InternalError, TaskUnsupported, from_value
 from legato_engine.messages import (
@@ -177,6 +178,7 @@ def gated(assembly):
     [
         QueryTask(question="what?"),
         QueryTask(question="what?", reasoning=True),
+        QueryTask(question="what?", system="s", history=(Turn(question="a", answer="b"),)),
         CaptionTask(),
         DetectTask(object="cat", max_objects=3),
         PointTask(object="cat", max_objects=3),

@@ -26,6 +26,7 @@ from legato_engine.core import (
     SamplingParams,
     SegmentTask,
     TextDelta,
+    Turn,
 )
 from legato_engine.errors import DeadlineExceeded
 from legato_engine.messages import Delta, Done, DropImage, Failed, HoldImage, Load, Queued, Started
@@ -109,6 +110,16 @@ def test_text_has_as_many_words_as_asked_for(bench):
     assert done.result.answer.startswith(cut.result.answer)
     assert done.result.answer[len(cut.result.answer) :].startswith("picture")
     assert cut.finish_reason is FinishReason.STOP
+
+
+def test_a_conversation_is_counted_whole(bench):
+    """Every word that was said costs a token, not only the last question's."""
+    turn = Turn(question="what is it", answer="a cup")
+    alone, talk = (
+        bench.run(name, QueryTask(question="what colour", system=system, history=history))[-1]
+        for name, system, history in (("a", "", ()), ("b", "be short", (turn,)))
+    )
+    assert talk.usage.input_tokens - alone.usage.input_tokens == 7
 
 
 def test_tokens_are_told_when_asked_for(bench):

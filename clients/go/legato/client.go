@@ -57,14 +57,18 @@ func (c *Client) Conn() grpc.ClientConnInterface { return c.work }
 
 // Query answers a question about the picture, or without one if it is nil.
 func (c *Client) Query(ctx context.Context, image Image, question string, options ...Option) (*QueryResult, error) {
-	ask, err := askOf(image, QueryTask(question), options)
+	return c.query(ctx, image, QueryTask(question), options)
+}
+
+func (c *Client) query(ctx context.Context, image Image, task Task, options []Option) (*QueryResult, error) {
+	ask, err := askOf(image, task, options)
 	if err != nil {
 		return nil, err
 	}
 	query := ask.task.GetQuery()
 	request := &legatov1.QueryRequest{
-		Image: ask.image, Question: query.Question, Reasoning: query.Reasoning, SpatialRefs: query.SpatialRefs,
-		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
+		Image: ask.image, Question: query.Question, Messages: query.Messages, Reasoning: query.Reasoning,
+		SpatialRefs: query.SpatialRefs, Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
 	}
 	return invoke(outgoing(ctx, ask.callSettings), c, c.inference.Query, request, queryOf)
 }

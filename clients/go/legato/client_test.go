@@ -24,6 +24,7 @@ type fake struct {
 	legatov1.UnimplementedInferenceServiceServer
 	legatov1.UnimplementedServerServiceServer
 	legatov1.UnimplementedSessionServiceServer
+	query    func(context.Context, *legatov1.QueryRequest) (*legatov1.QueryResponse, error)
 	detect   func(context.Context, *legatov1.DetectRequest) (*legatov1.DetectResponse, error)
 	generate func(grpc.ServerStreamingServer[legatov1.GenerateResponse]) error
 	session  func(grpc.BidiStreamingServer[legatov1.SessionRequest, legatov1.SessionResponse]) error
@@ -34,6 +35,10 @@ func (f *fake) Detect(
 	ctx context.Context, request *legatov1.DetectRequest,
 ) (*legatov1.DetectResponse, error) {
 	return f.detect(ctx, request)
+}
+
+func (f *fake) Query(ctx context.Context, request *legatov1.QueryRequest) (*legatov1.QueryResponse, error) {
+	return f.query(ctx, request)
 }
 
 func (f *fake) Generate(
@@ -167,6 +172,31 @@ func TestWhatEveryCallCarries(t *testing.T) {
 	}
 	if left <= 59*time.Minute || left > time.Hour {
 		t.Errorf("%v left", left)
+	}
+}
+
+// A conversation is a query whose messages stand in place of the question.
+func TestChat(t *testing.T) {
+	var asked *legatov1.QueryRequest
+	server := &fake{query: func(_ context.Context, request *legatov1.QueryRequest) (*legatov1.QueryResponse, error) {
+		asked = request
+		return &legatov1.QueryResponse{Answer: "red"}, nil
+	}}
+	messages := []Message{
+		SystemMessage("Be short."), UserMessage("What is it?"), AssistantMessage("A cup."), UserMessage("Which colour?"),
+	}
+	answer, err := server.dial(t).Chat(t.Context(), picture, messages, WithReasoning(), WithMaxTokens(3))
+	if err != nil || answer.Answer != "red" {
+		t.Fatalf("got %+v, %v", answer, err)
+	}
+	if asked.Question != "" || !asked.Reasoning || asked.Sampling.GetMaxTokens() != 3 || asked.Image == nil {
+		t.Errorf("got %v", asked)
+	}
+	for i, want := range []string{"SYSTEM Be short.", "USER What is it?", "ASSISTANT A cup.", "USER Which colour?"} {
+		message := asked.Messages[i]
+		if got := word(message.Role.String(), "CHAT_ROLE_") + " " + message.Parts[0].GetText(); got != want {
+			t.Errorf("got %s, want %s", got, want)
+		}
 	}
 }
 

@@ -150,6 +150,33 @@ func TestTokens(t *testing.T) {
 	}
 }
 
+// A conversation is answered at its end, whole or in a stream; one out of order is refused.
+func TestConversations(t *testing.T) {
+	client, ctx := dial(t), t.Context()
+	messages := []legato.Message{
+		legato.UserMessage("What is it?"), legato.AssistantMessage("A square."), legato.UserMessage("Of what colour?"),
+	}
+	answer, err := client.Chat(ctx, picture, messages, legato.WithMaxTokens(4))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for event, err := range client.Generate(ctx, picture, legato.ChatTask(messages, legato.WithMaxTokens(4))) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		if finished, ok := event.(*legato.Finished); ok {
+			if streamed := finished.Result.(*legato.QueryResult); streamed.Answer != answer.Answer {
+				t.Errorf("got %q and %q", answer.Answer, streamed.Answer)
+			}
+		}
+	}
+	_, err = client.Chat(ctx, nil, messages[1:])
+	failure := failed(t, err, legato.ReasonInvalidField)
+	if failure.Metadata["field"] != "messages[0].role" {
+		t.Errorf("got %+v", failure)
+	}
+}
+
 // A bad request says which field is wrong.
 func TestErrorsOfTheServer(t *testing.T) {
 	client, ctx := dial(t), t.Context()

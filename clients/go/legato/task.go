@@ -26,6 +26,13 @@ func QueryTask(question string, options ...TaskOption) Task {
 	return taskOf(&legatov1.Task{Kind: &legatov1.Task_Query{Query: query}}, options)
 }
 
+// ChatTask answers the last question of a conversation: a [SystemMessage] first or not at all, then [UserMessage] and
+// [AssistantMessage] by turns, the user last. The picture stands in front of the user's first words.
+func ChatTask(messages []Message, options ...TaskOption) Task {
+	query := &legatov1.QueryTask{Messages: all(messages, Message.message)}
+	return taskOf(&legatov1.Task{Kind: &legatov1.Task_Query{Query: query}}, options)
+}
+
 // CaptionTask describes the picture.
 func CaptionTask(length CaptionLength, options ...TaskOption) Task {
 	caption := &legatov1.CaptionTask{Length: legatov1.CaptionLength(length)}

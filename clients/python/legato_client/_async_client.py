@@ -53,6 +53,7 @@ class AsyncClient(Configured):
     """
 
     query = _async(Calls.query)
+    chat = _async(Calls.chat)
     caption = _async(Calls.caption)
     detect = _async(Calls.detect)
     point = _async(Calls.point)

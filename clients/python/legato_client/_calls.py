@@ -10,6 +10,7 @@ from legato.v1 import admin_pb2, image_pb2, server_pb2
 
 from legato_client import (
     _admin,
+    _chat,
     _convert,
     _events,
     _methods,
@@ -44,6 +45,25 @@ class Calls(Caller):
     ) -> _types.QueryResult:
         """Answer a question, about the picture when there is one."""
         task = _tasks.QueryTask(question, reasoning, tuple(spatial_refs), sampling)
+        request = _requests.query(await self._optional(image), task, options)
+        return await self._unary(_methods.QUERY, request, timeout)
+
+    async def chat(
+        self,
+        messages: Sequence[_tasks.Message],
+        *,
+        reasoning: bool = False,
+        sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
+        options: _tasks.Options = _DEFAULT_OPTIONS,
+        timeout: float | None = None,
+    ) -> _types.QueryResult:
+        """Answer the last question of a conversation, about the picture that a message shows.
+
+        The server keeps nothing of it: the next call brings this answer as a message of the
+        assistant. To stream, `generate` a `QueryTask` with these messages.
+        """
+        task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
+        image = _chat.picture_of(task, None)
         request = _requests.query(await self._optional(image), task, options)
         return await self._unary(_methods.QUERY, request, timeout)
 
@@ -135,7 +155,8 @@ class Calls(Caller):
         Leaving the loop early cancels the work on the server once this iterator is closed: use
         `contextlib.closing`, or `aclosing` with asyncio, where that moment matters.
         """
-        request = _requests.generate(await self._optional(image), task, options)
+        picture = await self._optional(_chat.picture_of(task, image))
+        request = _requests.generate(picture, task, options)
         data = await self._bytes_of(request)
         time_limit = self._settings.stream_timeout if timeout is None else timeout
         reader = _methods.EventReader()

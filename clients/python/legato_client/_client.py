@@ -71,6 +71,7 @@ class Client(Configured):
     """
 
     query = _blocking(Calls.query)
+    chat = _blocking(Calls.chat)
     caption = _blocking(Calls.caption)
     detect = _blocking(Calls.detect)
     point = _blocking(Calls.point)

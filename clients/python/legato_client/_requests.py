@@ -8,6 +8,7 @@ from typing import TypeVar
 from google.protobuf import duration_pb2, timestamp_pb2
 from legato.v1 import admin_pb2, geometry_pb2, inference_pb2, media_pb2, task_pb2
 
+from legato_client._chat import refuse_pictures, to_messages
 from legato_client._tasks import (
     CaptionTask,
     DetectTask,
@@ -47,6 +48,7 @@ def query(
         question=task.question,
         reasoning=task.reasoning,
         spatial_refs=_refs(task.spatial_refs),
+        messages=to_messages(task.messages),
         sampling=_sampling(task.sampling),
         options=_options(options),
         stamp=_stamp(options.stamp),
@@ -113,7 +115,7 @@ def run_tasks(
 ) -> inference_pb2.RunTasksRequest:
     """A RunTasks request."""
     request = inference_pb2.RunTasksRequest(
-        tasks=map(task_message, tasks),
+        tasks=map(shared_task, tasks),
         options=_options(options),
         stamp=_stamp(options.stamp),
     )
@@ -155,6 +157,12 @@ def _showing(request: RequestT, image: media_pb2.Image | None) -> RequestT:
     return request
 
 
+def shared_task(asked: Task) -> task_pb2.Task:
+    """A Task message of a call whose picture is that of several tasks."""
+    refuse_pictures(asked)
+    return task_message(asked)
+
+
 def task_message(asked: Task) -> task_pb2.Task:
     """A Task message."""
     message = task_pb2.Task(task_id=asked.task_id, sampling=_sampling(asked.sampling))
@@ -165,6 +173,7 @@ def task_message(asked: Task) -> task_pb2.Task:
                     question=asked.question,
                     reasoning=asked.reasoning,
                     spatial_refs=_refs(asked.spatial_refs),
+                    messages=to_messages(asked.messages),
                 )
             )
         case CaptionTask():

@@ -89,7 +89,7 @@ def plan(
         session_name=name,
         model=model,
         adapter=adapter,
-        standing_tasks=map(_requests.task_message, tasks),
+        standing_tasks=map(_requests.shared_task, tasks),
         frame_policy=_POLICIES[policy],
         max_in_flight=max_in_flight,
         stream_deltas=stream_deltas,

@@ -159,7 +159,7 @@ class SessionState:
         request = session_pb2.SessionRequest()
         frame = request.frame
         frame.stamp.CopyFrom(_requests.stamp_message(dataclasses.replace(stamp, sequence=sequence)))
-        frame.extra_tasks.extend(map(_requests.task_message, extra_tasks))
+        frame.extra_tasks.extend(map(_requests.shared_task, extra_tasks))
         frame.skip_standing_tasks = skip_standing_tasks
         frame.must_run = must_run
         frame.image.CopyFrom(image)
@@ -199,7 +199,7 @@ class SessionState:
 
     def update(self, tasks: Sequence[_tasks.Task]) -> bytes:
         """The message that replaces the standing tasks."""
-        update = session_pb2.UpdateTasks(standing_tasks=map(_requests.task_message, tasks))
+        update = session_pb2.UpdateTasks(standing_tasks=map(_requests.shared_task, tasks))
         return session_pb2.SessionRequest(update=update).SerializeToString()
 
     def finish(self) -> None:

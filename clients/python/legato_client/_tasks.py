@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from legato_client._images import ImageInput
 from legato_client._types import Box, FrameStamp, Point
 
 SpatialRef = Point | Box
 CaptionLength = Literal["short", "normal", "long"]
+Role = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,27 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class QueryTask:
-    """Answer a question, about the picture when there is one."""
+class Message:
+    """One message of a conversation: text, or parts of which strings are text.
 
-    question: str
+    Any other part is a picture: at most one in a conversation, at the beginning of the user's first
+    message. "system" comes first or not at all, then "user" and "assistant" take turns.
+    """
+
+    role: Role
+    content: str | Sequence[str | ImageInput]
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTask:
+    """Answer a question, or the last one of a conversation, about the picture when there is one."""
+
+    question: str = ""
     reasoning: bool = False
     spatial_refs: tuple[SpatialRef, ...] = ()
     sampling: Sampling = Sampling()
     task_id: str = ""
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from PIL import Image
 
 TABLE = Path(__file__).parents[3] / "docs" / "migration-from-moondream.md"
 ROWS = re.findall(r"^\| `(.+)` \| `(.+)` \|$", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
-SKILLS = ("caption", "query", "detect", "point", "segment", "encode_image")
+SKILLS = ("caption", "query", "chat", "detect", "point", "segment", "encode_image")
 
 
 def test_every_line_works(server):

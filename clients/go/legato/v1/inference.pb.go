@@ -245,7 +245,7 @@ type QueryRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The picture. Absent: a question without one.
 	Image *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
-	// The question. Required.
+	// The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them.
 	Question string `protobuf:"bytes,2,opt,name=question,proto3" json:"question,omitempty"`
 	// Think first; see `QueryTask.reasoning`.
 	Reasoning bool `protobuf:"varint,3,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
@@ -256,7 +256,9 @@ type QueryRequest struct {
 	// Anything else. Absent: the defaults.
 	Options *RequestOptions `protobuf:"bytes,6,opt,name=options,proto3" json:"options,omitempty"`
 	// Echoed in `ResponseInfo.stamp`.
-	Stamp         *FrameStamp `protobuf:"bytes,7,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	Stamp *FrameStamp `protobuf:"bytes,7,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	// A conversation in place of the question; see `QueryTask.messages`.
+	Messages      []*ChatMessage `protobuf:"bytes,8,rep,name=messages,proto3" json:"messages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -336,6 +338,13 @@ func (x *QueryRequest) GetOptions() *RequestOptions {
 func (x *QueryRequest) GetStamp() *FrameStamp {
 	if x != nil {
 		return x.Stamp
+	}
+	return nil
+}
+
+func (x *QueryRequest) GetMessages() []*ChatMessage {
+	if x != nil {
+		return x.Messages
 	}
 	return nil
 }
@@ -2093,7 +2102,7 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\atimings\x18\x05 \x01(\v2\x12.legato.v1.TimingsR\atimings\x12*\n" +
 	"\x05image\x18\x06 \x01(\v2\x14.legato.v1.ImageInfoR\x05image\x12+\n" +
 	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x12(\n" +
-	"\x06tokens\x18\b \x03(\v2\x10.legato.v1.TokenR\x06tokens\"\xbd\x02\n" +
+	"\x06tokens\x18\b \x03(\v2\x10.legato.v1.TokenR\x06tokens\"\xf1\x02\n" +
 	"\fQueryRequest\x12&\n" +
 	"\x05image\x18\x01 \x01(\v2\x10.legato.v1.ImageR\x05image\x12\x1a\n" +
 	"\bquestion\x18\x02 \x01(\tR\bquestion\x12\x1c\n" +
@@ -2101,7 +2110,8 @@ const file_legato_v1_inference_proto_rawDesc = "" +
 	"\fspatial_refs\x18\x04 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\x12/\n" +
 	"\bsampling\x18\x05 \x01(\v2\x13.legato.v1.SamplingR\bsampling\x123\n" +
 	"\aoptions\x18\x06 \x01(\v2\x19.legato.v1.RequestOptionsR\aoptions\x12+\n" +
-	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\"\x88\x01\n" +
+	"\x05stamp\x18\a \x01(\v2\x15.legato.v1.FrameStampR\x05stamp\x122\n" +
+	"\bmessages\x18\b \x03(\v2\x16.legato.v1.ChatMessageR\bmessages\"\x88\x01\n" +
 	"\rQueryResponse\x12\x16\n" +
 	"\x06answer\x18\x01 \x01(\tR\x06answer\x122\n" +
 	"\treasoning\x18\x02 \x01(\v2\x14.legato.v1.ReasoningR\treasoning\x12+\n" +
@@ -2280,16 +2290,17 @@ var file_legato_v1_inference_proto_goTypes = []any{
 	(*Image)(nil),               // 32: legato.v1.Image
 	(*SpatialRef)(nil),          // 33: legato.v1.SpatialRef
 	(*Sampling)(nil),            // 34: legato.v1.Sampling
-	(*Reasoning)(nil),           // 35: legato.v1.Reasoning
-	(CaptionLength)(0),          // 36: legato.v1.CaptionLength
-	(*DetectedObject)(nil),      // 37: legato.v1.DetectedObject
-	(*PointedObject)(nil),       // 38: legato.v1.PointedObject
-	(*Outline)(nil),             // 39: legato.v1.Outline
-	(*Task)(nil),                // 40: legato.v1.Task
-	(*TaskResult)(nil),          // 41: legato.v1.TaskResult
-	(*Size)(nil),                // 42: legato.v1.Size
-	(*Grounding)(nil),           // 43: legato.v1.Grounding
-	(*Box)(nil),                 // 44: legato.v1.Box
+	(*ChatMessage)(nil),         // 35: legato.v1.ChatMessage
+	(*Reasoning)(nil),           // 36: legato.v1.Reasoning
+	(CaptionLength)(0),          // 37: legato.v1.CaptionLength
+	(*DetectedObject)(nil),      // 38: legato.v1.DetectedObject
+	(*PointedObject)(nil),       // 39: legato.v1.PointedObject
+	(*Outline)(nil),             // 40: legato.v1.Outline
+	(*Task)(nil),                // 41: legato.v1.Task
+	(*TaskResult)(nil),          // 42: legato.v1.TaskResult
+	(*Size)(nil),                // 43: legato.v1.Size
+	(*Grounding)(nil),           // 44: legato.v1.Grounding
+	(*Box)(nil),                 // 45: legato.v1.Box
 }
 var file_legato_v1_inference_proto_depIdxs = []int32{
 	26, // 0: legato.v1.RequestOptions.heartbeat_interval:type_name -> google.protobuf.Duration
@@ -2304,86 +2315,87 @@ var file_legato_v1_inference_proto_depIdxs = []int32{
 	34, // 9: legato.v1.QueryRequest.sampling:type_name -> legato.v1.Sampling
 	0,  // 10: legato.v1.QueryRequest.options:type_name -> legato.v1.RequestOptions
 	31, // 11: legato.v1.QueryRequest.stamp:type_name -> legato.v1.FrameStamp
-	35, // 12: legato.v1.QueryResponse.reasoning:type_name -> legato.v1.Reasoning
-	1,  // 13: legato.v1.QueryResponse.info:type_name -> legato.v1.ResponseInfo
-	32, // 14: legato.v1.CaptionRequest.image:type_name -> legato.v1.Image
-	36, // 15: legato.v1.CaptionRequest.length:type_name -> legato.v1.CaptionLength
-	34, // 16: legato.v1.CaptionRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 17: legato.v1.CaptionRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 18: legato.v1.CaptionRequest.stamp:type_name -> legato.v1.FrameStamp
-	1,  // 19: legato.v1.CaptionResponse.info:type_name -> legato.v1.ResponseInfo
-	32, // 20: legato.v1.DetectRequest.image:type_name -> legato.v1.Image
-	34, // 21: legato.v1.DetectRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 22: legato.v1.DetectRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 23: legato.v1.DetectRequest.stamp:type_name -> legato.v1.FrameStamp
-	37, // 24: legato.v1.DetectResponse.objects:type_name -> legato.v1.DetectedObject
-	1,  // 25: legato.v1.DetectResponse.info:type_name -> legato.v1.ResponseInfo
-	32, // 26: legato.v1.PointRequest.image:type_name -> legato.v1.Image
-	33, // 27: legato.v1.PointRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	34, // 28: legato.v1.PointRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 29: legato.v1.PointRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 30: legato.v1.PointRequest.stamp:type_name -> legato.v1.FrameStamp
-	38, // 31: legato.v1.PointResponse.points:type_name -> legato.v1.PointedObject
-	1,  // 32: legato.v1.PointResponse.info:type_name -> legato.v1.ResponseInfo
-	32, // 33: legato.v1.SegmentRequest.image:type_name -> legato.v1.Image
-	33, // 34: legato.v1.SegmentRequest.spatial_refs:type_name -> legato.v1.SpatialRef
-	34, // 35: legato.v1.SegmentRequest.sampling:type_name -> legato.v1.Sampling
-	0,  // 36: legato.v1.SegmentRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 37: legato.v1.SegmentRequest.stamp:type_name -> legato.v1.FrameStamp
-	39, // 38: legato.v1.SegmentResponse.segments:type_name -> legato.v1.Outline
-	1,  // 39: legato.v1.SegmentResponse.info:type_name -> legato.v1.ResponseInfo
-	32, // 40: legato.v1.RunTasksRequest.image:type_name -> legato.v1.Image
-	40, // 41: legato.v1.RunTasksRequest.tasks:type_name -> legato.v1.Task
-	0,  // 42: legato.v1.RunTasksRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 43: legato.v1.RunTasksRequest.stamp:type_name -> legato.v1.FrameStamp
-	41, // 44: legato.v1.RunTasksResponse.results:type_name -> legato.v1.TaskResult
-	1,  // 45: legato.v1.RunTasksResponse.info:type_name -> legato.v1.ResponseInfo
-	18, // 46: legato.v1.RunTasksResponse.tokens:type_name -> legato.v1.TaskTokens
-	32, // 47: legato.v1.GenerateRequest.image:type_name -> legato.v1.Image
-	40, // 48: legato.v1.GenerateRequest.task:type_name -> legato.v1.Task
-	0,  // 49: legato.v1.GenerateRequest.options:type_name -> legato.v1.RequestOptions
-	31, // 50: legato.v1.GenerateRequest.stamp:type_name -> legato.v1.FrameStamp
-	26, // 51: legato.v1.Queued.estimated_wait:type_name -> google.protobuf.Duration
-	30, // 52: legato.v1.Started.image:type_name -> legato.v1.ImageInfo
-	26, // 53: legato.v1.Started.queue_time:type_name -> google.protobuf.Duration
-	42, // 54: legato.v1.Token.size:type_name -> legato.v1.Size
-	17, // 55: legato.v1.TaskTokens.tokens:type_name -> legato.v1.Token
-	17, // 56: legato.v1.TextDelta.tokens:type_name -> legato.v1.Token
-	43, // 57: legato.v1.ReasoningDelta.grounding:type_name -> legato.v1.Grounding
-	17, // 58: legato.v1.ReasoningDelta.tokens:type_name -> legato.v1.Token
-	17, // 59: legato.v1.TokensDelta.tokens:type_name -> legato.v1.Token
-	44, // 60: legato.v1.OutlineDelta.box:type_name -> legato.v1.Box
-	41, // 61: legato.v1.Finished.result:type_name -> legato.v1.TaskResult
-	1,  // 62: legato.v1.Finished.info:type_name -> legato.v1.ResponseInfo
-	15, // 63: legato.v1.GenerateResponse.queued:type_name -> legato.v1.Queued
-	16, // 64: legato.v1.GenerateResponse.started:type_name -> legato.v1.Started
-	19, // 65: legato.v1.GenerateResponse.text:type_name -> legato.v1.TextDelta
-	20, // 66: legato.v1.GenerateResponse.reasoning:type_name -> legato.v1.ReasoningDelta
-	38, // 67: legato.v1.GenerateResponse.point:type_name -> legato.v1.PointedObject
-	37, // 68: legato.v1.GenerateResponse.object:type_name -> legato.v1.DetectedObject
-	22, // 69: legato.v1.GenerateResponse.outline:type_name -> legato.v1.OutlineDelta
-	23, // 70: legato.v1.GenerateResponse.heartbeat:type_name -> legato.v1.Heartbeat
-	24, // 71: legato.v1.GenerateResponse.finished:type_name -> legato.v1.Finished
-	21, // 72: legato.v1.GenerateResponse.tokens:type_name -> legato.v1.TokensDelta
-	14, // 73: legato.v1.InferenceService.Generate:input_type -> legato.v1.GenerateRequest
-	2,  // 74: legato.v1.InferenceService.Query:input_type -> legato.v1.QueryRequest
-	4,  // 75: legato.v1.InferenceService.Caption:input_type -> legato.v1.CaptionRequest
-	6,  // 76: legato.v1.InferenceService.Detect:input_type -> legato.v1.DetectRequest
-	8,  // 77: legato.v1.InferenceService.Point:input_type -> legato.v1.PointRequest
-	10, // 78: legato.v1.InferenceService.Segment:input_type -> legato.v1.SegmentRequest
-	12, // 79: legato.v1.InferenceService.RunTasks:input_type -> legato.v1.RunTasksRequest
-	25, // 80: legato.v1.InferenceService.Generate:output_type -> legato.v1.GenerateResponse
-	3,  // 81: legato.v1.InferenceService.Query:output_type -> legato.v1.QueryResponse
-	5,  // 82: legato.v1.InferenceService.Caption:output_type -> legato.v1.CaptionResponse
-	7,  // 83: legato.v1.InferenceService.Detect:output_type -> legato.v1.DetectResponse
-	9,  // 84: legato.v1.InferenceService.Point:output_type -> legato.v1.PointResponse
-	11, // 85: legato.v1.InferenceService.Segment:output_type -> legato.v1.SegmentResponse
-	13, // 86: legato.v1.InferenceService.RunTasks:output_type -> legato.v1.RunTasksResponse
-	80, // [80:87] is the sub-list for method output_type
-	73, // [73:80] is the sub-list for method input_type
-	73, // [73:73] is the sub-list for extension type_name
-	73, // [73:73] is the sub-list for extension extendee
-	0,  // [0:73] is the sub-list for field type_name
+	35, // 12: legato.v1.QueryRequest.messages:type_name -> legato.v1.ChatMessage
+	36, // 13: legato.v1.QueryResponse.reasoning:type_name -> legato.v1.Reasoning
+	1,  // 14: legato.v1.QueryResponse.info:type_name -> legato.v1.ResponseInfo
+	32, // 15: legato.v1.CaptionRequest.image:type_name -> legato.v1.Image
+	37, // 16: legato.v1.CaptionRequest.length:type_name -> legato.v1.CaptionLength
+	34, // 17: legato.v1.CaptionRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 18: legato.v1.CaptionRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 19: legato.v1.CaptionRequest.stamp:type_name -> legato.v1.FrameStamp
+	1,  // 20: legato.v1.CaptionResponse.info:type_name -> legato.v1.ResponseInfo
+	32, // 21: legato.v1.DetectRequest.image:type_name -> legato.v1.Image
+	34, // 22: legato.v1.DetectRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 23: legato.v1.DetectRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 24: legato.v1.DetectRequest.stamp:type_name -> legato.v1.FrameStamp
+	38, // 25: legato.v1.DetectResponse.objects:type_name -> legato.v1.DetectedObject
+	1,  // 26: legato.v1.DetectResponse.info:type_name -> legato.v1.ResponseInfo
+	32, // 27: legato.v1.PointRequest.image:type_name -> legato.v1.Image
+	33, // 28: legato.v1.PointRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	34, // 29: legato.v1.PointRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 30: legato.v1.PointRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 31: legato.v1.PointRequest.stamp:type_name -> legato.v1.FrameStamp
+	39, // 32: legato.v1.PointResponse.points:type_name -> legato.v1.PointedObject
+	1,  // 33: legato.v1.PointResponse.info:type_name -> legato.v1.ResponseInfo
+	32, // 34: legato.v1.SegmentRequest.image:type_name -> legato.v1.Image
+	33, // 35: legato.v1.SegmentRequest.spatial_refs:type_name -> legato.v1.SpatialRef
+	34, // 36: legato.v1.SegmentRequest.sampling:type_name -> legato.v1.Sampling
+	0,  // 37: legato.v1.SegmentRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 38: legato.v1.SegmentRequest.stamp:type_name -> legato.v1.FrameStamp
+	40, // 39: legato.v1.SegmentResponse.segments:type_name -> legato.v1.Outline
+	1,  // 40: legato.v1.SegmentResponse.info:type_name -> legato.v1.ResponseInfo
+	32, // 41: legato.v1.RunTasksRequest.image:type_name -> legato.v1.Image
+	41, // 42: legato.v1.RunTasksRequest.tasks:type_name -> legato.v1.Task
+	0,  // 43: legato.v1.RunTasksRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 44: legato.v1.RunTasksRequest.stamp:type_name -> legato.v1.FrameStamp
+	42, // 45: legato.v1.RunTasksResponse.results:type_name -> legato.v1.TaskResult
+	1,  // 46: legato.v1.RunTasksResponse.info:type_name -> legato.v1.ResponseInfo
+	18, // 47: legato.v1.RunTasksResponse.tokens:type_name -> legato.v1.TaskTokens
+	32, // 48: legato.v1.GenerateRequest.image:type_name -> legato.v1.Image
+	41, // 49: legato.v1.GenerateRequest.task:type_name -> legato.v1.Task
+	0,  // 50: legato.v1.GenerateRequest.options:type_name -> legato.v1.RequestOptions
+	31, // 51: legato.v1.GenerateRequest.stamp:type_name -> legato.v1.FrameStamp
+	26, // 52: legato.v1.Queued.estimated_wait:type_name -> google.protobuf.Duration
+	30, // 53: legato.v1.Started.image:type_name -> legato.v1.ImageInfo
+	26, // 54: legato.v1.Started.queue_time:type_name -> google.protobuf.Duration
+	43, // 55: legato.v1.Token.size:type_name -> legato.v1.Size
+	17, // 56: legato.v1.TaskTokens.tokens:type_name -> legato.v1.Token
+	17, // 57: legato.v1.TextDelta.tokens:type_name -> legato.v1.Token
+	44, // 58: legato.v1.ReasoningDelta.grounding:type_name -> legato.v1.Grounding
+	17, // 59: legato.v1.ReasoningDelta.tokens:type_name -> legato.v1.Token
+	17, // 60: legato.v1.TokensDelta.tokens:type_name -> legato.v1.Token
+	45, // 61: legato.v1.OutlineDelta.box:type_name -> legato.v1.Box
+	42, // 62: legato.v1.Finished.result:type_name -> legato.v1.TaskResult
+	1,  // 63: legato.v1.Finished.info:type_name -> legato.v1.ResponseInfo
+	15, // 64: legato.v1.GenerateResponse.queued:type_name -> legato.v1.Queued
+	16, // 65: legato.v1.GenerateResponse.started:type_name -> legato.v1.Started
+	19, // 66: legato.v1.GenerateResponse.text:type_name -> legato.v1.TextDelta
+	20, // 67: legato.v1.GenerateResponse.reasoning:type_name -> legato.v1.ReasoningDelta
+	39, // 68: legato.v1.GenerateResponse.point:type_name -> legato.v1.PointedObject
+	38, // 69: legato.v1.GenerateResponse.object:type_name -> legato.v1.DetectedObject
+	22, // 70: legato.v1.GenerateResponse.outline:type_name -> legato.v1.OutlineDelta
+	23, // 71: legato.v1.GenerateResponse.heartbeat:type_name -> legato.v1.Heartbeat
+	24, // 72: legato.v1.GenerateResponse.finished:type_name -> legato.v1.Finished
+	21, // 73: legato.v1.GenerateResponse.tokens:type_name -> legato.v1.TokensDelta
+	14, // 74: legato.v1.InferenceService.Generate:input_type -> legato.v1.GenerateRequest
+	2,  // 75: legato.v1.InferenceService.Query:input_type -> legato.v1.QueryRequest
+	4,  // 76: legato.v1.InferenceService.Caption:input_type -> legato.v1.CaptionRequest
+	6,  // 77: legato.v1.InferenceService.Detect:input_type -> legato.v1.DetectRequest
+	8,  // 78: legato.v1.InferenceService.Point:input_type -> legato.v1.PointRequest
+	10, // 79: legato.v1.InferenceService.Segment:input_type -> legato.v1.SegmentRequest
+	12, // 80: legato.v1.InferenceService.RunTasks:input_type -> legato.v1.RunTasksRequest
+	25, // 81: legato.v1.InferenceService.Generate:output_type -> legato.v1.GenerateResponse
+	3,  // 82: legato.v1.InferenceService.Query:output_type -> legato.v1.QueryResponse
+	5,  // 83: legato.v1.InferenceService.Caption:output_type -> legato.v1.CaptionResponse
+	7,  // 84: legato.v1.InferenceService.Detect:output_type -> legato.v1.DetectResponse
+	9,  // 85: legato.v1.InferenceService.Point:output_type -> legato.v1.PointResponse
+	11, // 86: legato.v1.InferenceService.Segment:output_type -> legato.v1.SegmentResponse
+	13, // 87: legato.v1.InferenceService.RunTasks:output_type -> legato.v1.RunTasksResponse
+	81, // [81:88] is the sub-list for method output_type
+	74, // [74:81] is the sub-list for method input_type
+	74, // [74:74] is the sub-list for extension type_name
+	74, // [74:74] is the sub-list for extension extendee
+	0,  // [0:74] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_inference_proto_init() }

@@ -68,7 +68,7 @@ type InferenceServiceClient interface {
 	// Fails with the codes of the skill it runs, ALREADY_EXISTS DUPLICATE_REQUEST if `request_id` is in use, and
 	// ABORTED CLIENT_TOO_SLOW if the client does not read.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateResponse], error)
-	// Answers a question in text, about the picture where there is one.
+	// Answers a question in text, about the picture where there is one; or the last question of a conversation.
 	//
 	// INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
 	// (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,
@@ -216,7 +216,7 @@ type InferenceServiceServer interface {
 	// Fails with the codes of the skill it runs, ALREADY_EXISTS DUPLICATE_REQUEST if `request_id` is in use, and
 	// ABORTED CLIENT_TOO_SLOW if the client does not read.
 	Generate(*GenerateRequest, grpc.ServerStreamingServer[GenerateResponse]) error
-	// Answers a question in text, about the picture where there is one.
+	// Answers a question in text, about the picture where there is one; or the last question of a conversation.
 	//
 	// INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
 	// (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,

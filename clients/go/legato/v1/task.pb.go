@@ -80,6 +80,63 @@ func (CaptionLength) EnumDescriptor() ([]byte, []int) {
 	return file_legato_v1_task_proto_rawDescGZIP(), []int{0}
 }
 
+// Who speaks in a conversation.
+type ChatRole int32
+
+const (
+	// Not given: INVALID_ARGUMENT INVALID_FIELD.
+	ChatRole_CHAT_ROLE_UNSPECIFIED ChatRole = 0
+	// Whoever set the conversation up: what holds for all of it. Only the first message.
+	ChatRole_CHAT_ROLE_SYSTEM ChatRole = 1
+	// The caller.
+	ChatRole_CHAT_ROLE_USER ChatRole = 2
+	// The model: an earlier answer.
+	ChatRole_CHAT_ROLE_ASSISTANT ChatRole = 3
+)
+
+// Enum value maps for ChatRole.
+var (
+	ChatRole_name = map[int32]string{
+		0: "CHAT_ROLE_UNSPECIFIED",
+		1: "CHAT_ROLE_SYSTEM",
+		2: "CHAT_ROLE_USER",
+		3: "CHAT_ROLE_ASSISTANT",
+	}
+	ChatRole_value = map[string]int32{
+		"CHAT_ROLE_UNSPECIFIED": 0,
+		"CHAT_ROLE_SYSTEM":      1,
+		"CHAT_ROLE_USER":        2,
+		"CHAT_ROLE_ASSISTANT":   3,
+	}
+)
+
+func (x ChatRole) Enum() *ChatRole {
+	p := new(ChatRole)
+	*p = x
+	return p
+}
+
+func (x ChatRole) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ChatRole) Descriptor() protoreflect.EnumDescriptor {
+	return file_legato_v1_task_proto_enumTypes[1].Descriptor()
+}
+
+func (ChatRole) Type() protoreflect.EnumType {
+	return &file_legato_v1_task_proto_enumTypes[1]
+}
+
+func (x ChatRole) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ChatRole.Descriptor instead.
+func (ChatRole) EnumDescriptor() ([]byte, []int) {
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{1}
+}
+
 // Why a task ended. Clients treat a value they do not know as UNSPECIFIED; more may be added.
 type FinishReason int32
 
@@ -129,11 +186,11 @@ func (x FinishReason) String() string {
 }
 
 func (FinishReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_legato_v1_task_proto_enumTypes[1].Descriptor()
+	return file_legato_v1_task_proto_enumTypes[2].Descriptor()
 }
 
 func (FinishReason) Type() protoreflect.EnumType {
-	return &file_legato_v1_task_proto_enumTypes[1]
+	return &file_legato_v1_task_proto_enumTypes[2]
 }
 
 func (x FinishReason) Number() protoreflect.EnumNumber {
@@ -142,7 +199,7 @@ func (x FinishReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use FinishReason.Descriptor instead.
 func (FinishReason) EnumDescriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{1}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{2}
 }
 
 // How tokens are chosen. Absent fields take the default of the model and task: greedy for Detect, Point and
@@ -239,23 +296,207 @@ func (x *Sampling) GetStop() []string {
 	return nil
 }
 
+// Says that the request's picture stands here.
+type ImagePart struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ImagePart) Reset() {
+	*x = ImagePart{}
+	mi := &file_legato_v1_task_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ImagePart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ImagePart) ProtoMessage() {}
+
+func (x *ImagePart) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_task_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ImagePart.ProtoReflect.Descriptor instead.
+func (*ImagePart) Descriptor() ([]byte, []int) {
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{1}
+}
+
+// A piece of a message.
+type ChatPart struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What it is. Required.
+	//
+	// Types that are valid to be assigned to Part:
+	//
+	//	*ChatPart_Text
+	//	*ChatPart_Image
+	Part          isChatPart_Part `protobuf_oneof:"part"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ChatPart) Reset() {
+	*x = ChatPart{}
+	mi := &file_legato_v1_task_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ChatPart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ChatPart) ProtoMessage() {}
+
+func (x *ChatPart) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_task_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ChatPart.ProtoReflect.Descriptor instead.
+func (*ChatPart) Descriptor() ([]byte, []int) {
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *ChatPart) GetPart() isChatPart_Part {
+	if x != nil {
+		return x.Part
+	}
+	return nil
+}
+
+func (x *ChatPart) GetText() string {
+	if x != nil {
+		if x, ok := x.Part.(*ChatPart_Text); ok {
+			return x.Text
+		}
+	}
+	return ""
+}
+
+func (x *ChatPart) GetImage() *ImagePart {
+	if x != nil {
+		if x, ok := x.Part.(*ChatPart_Image); ok {
+			return x.Image
+		}
+	}
+	return nil
+}
+
+type isChatPart_Part interface {
+	isChatPart_Part()
+}
+
+type ChatPart_Text struct {
+	// Words. The texts of a message are joined as they are.
+	Text string `protobuf:"bytes,1,opt,name=text,proto3,oneof"`
+}
+
+type ChatPart_Image struct {
+	// The request's picture. Once, and first in the first message of the user; elsewhere, or where the request has
+	// none, INVALID_ARGUMENT INVALID_FIELD. Without any such part the picture stands there all the same.
+	Image *ImagePart `protobuf:"bytes,2,opt,name=image,proto3,oneof"`
+}
+
+func (*ChatPart_Text) isChatPart_Part() {}
+
+func (*ChatPart_Image) isChatPart_Part() {}
+
+// One message of a conversation.
+type ChatMessage struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Who says it. Required.
+	Role ChatRole `protobuf:"varint,1,opt,name=role,proto3,enum=legato.v1.ChatRole" json:"role,omitempty"`
+	// What is said, some text at least.
+	Parts         []*ChatPart `protobuf:"bytes,2,rep,name=parts,proto3" json:"parts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ChatMessage) Reset() {
+	*x = ChatMessage{}
+	mi := &file_legato_v1_task_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ChatMessage) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ChatMessage) ProtoMessage() {}
+
+func (x *ChatMessage) ProtoReflect() protoreflect.Message {
+	mi := &file_legato_v1_task_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ChatMessage.ProtoReflect.Descriptor instead.
+func (*ChatMessage) Descriptor() ([]byte, []int) {
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *ChatMessage) GetRole() ChatRole {
+	if x != nil {
+		return x.Role
+	}
+	return ChatRole_CHAT_ROLE_UNSPECIFIED
+}
+
+func (x *ChatMessage) GetParts() []*ChatPart {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
 // Answer a question in text.
 type QueryTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The question. Required.
+	// The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them.
 	Question string `protobuf:"bytes,1,opt,name=question,proto3" json:"question,omitempty"`
 	// Think first. The thoughts come back as `Reasoning`. A model that cannot answers FAILED_PRECONDITION
 	// TASK_UNSUPPORTED.
 	Reasoning bool `protobuf:"varint,2,opt,name=reasoning,proto3" json:"reasoning,omitempty"`
 	// Places the question is about. Needs an image.
-	SpatialRefs   []*SpatialRef `protobuf:"bytes,3,rep,name=spatial_refs,json=spatialRefs,proto3" json:"spatial_refs,omitempty"`
+	SpatialRefs []*SpatialRef `protobuf:"bytes,3,rep,name=spatial_refs,json=spatialRefs,proto3" json:"spatial_refs,omitempty"`
+	// A conversation, whose last question is to be answered: SYSTEM first or not at all, then USER and ASSISTANT by
+	// turns, USER last. At most 256 messages. Another order is INVALID_ARGUMENT INVALID_FIELD. The server keeps
+	// nothing of it: each call brings all that was said.
+	Messages      []*ChatMessage `protobuf:"bytes,4,rep,name=messages,proto3" json:"messages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *QueryTask) Reset() {
 	*x = QueryTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[1]
+	mi := &file_legato_v1_task_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -267,7 +508,7 @@ func (x *QueryTask) String() string {
 func (*QueryTask) ProtoMessage() {}
 
 func (x *QueryTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[1]
+	mi := &file_legato_v1_task_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -280,7 +521,7 @@ func (x *QueryTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QueryTask.ProtoReflect.Descriptor instead.
 func (*QueryTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{1}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *QueryTask) GetQuestion() string {
@@ -304,6 +545,13 @@ func (x *QueryTask) GetSpatialRefs() []*SpatialRef {
 	return nil
 }
 
+func (x *QueryTask) GetMessages() []*ChatMessage {
+	if x != nil {
+		return x.Messages
+	}
+	return nil
+}
+
 // Describe the picture.
 type CaptionTask struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -315,7 +563,7 @@ type CaptionTask struct {
 
 func (x *CaptionTask) Reset() {
 	*x = CaptionTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[2]
+	mi := &file_legato_v1_task_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -327,7 +575,7 @@ func (x *CaptionTask) String() string {
 func (*CaptionTask) ProtoMessage() {}
 
 func (x *CaptionTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[2]
+	mi := &file_legato_v1_task_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -340,7 +588,7 @@ func (x *CaptionTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CaptionTask.ProtoReflect.Descriptor instead.
 func (*CaptionTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{2}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *CaptionTask) GetLength() CaptionLength {
@@ -364,7 +612,7 @@ type DetectTask struct {
 
 func (x *DetectTask) Reset() {
 	*x = DetectTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[3]
+	mi := &file_legato_v1_task_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -376,7 +624,7 @@ func (x *DetectTask) String() string {
 func (*DetectTask) ProtoMessage() {}
 
 func (x *DetectTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[3]
+	mi := &file_legato_v1_task_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -389,7 +637,7 @@ func (x *DetectTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetectTask.ProtoReflect.Descriptor instead.
 func (*DetectTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{3}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *DetectTask) GetObject() string {
@@ -423,7 +671,7 @@ type PointTask struct {
 
 func (x *PointTask) Reset() {
 	*x = PointTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[4]
+	mi := &file_legato_v1_task_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -435,7 +683,7 @@ func (x *PointTask) String() string {
 func (*PointTask) ProtoMessage() {}
 
 func (x *PointTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[4]
+	mi := &file_legato_v1_task_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -448,7 +696,7 @@ func (x *PointTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PointTask.ProtoReflect.Descriptor instead.
 func (*PointTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{4}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *PointTask) GetObject() string {
@@ -485,7 +733,7 @@ type SegmentTask struct {
 
 func (x *SegmentTask) Reset() {
 	*x = SegmentTask{}
-	mi := &file_legato_v1_task_proto_msgTypes[5]
+	mi := &file_legato_v1_task_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -497,7 +745,7 @@ func (x *SegmentTask) String() string {
 func (*SegmentTask) ProtoMessage() {}
 
 func (x *SegmentTask) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[5]
+	mi := &file_legato_v1_task_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -510,7 +758,7 @@ func (x *SegmentTask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentTask.ProtoReflect.Descriptor instead.
 func (*SegmentTask) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{5}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *SegmentTask) GetObject() string {
@@ -552,7 +800,7 @@ type Task struct {
 
 func (x *Task) Reset() {
 	*x = Task{}
-	mi := &file_legato_v1_task_proto_msgTypes[6]
+	mi := &file_legato_v1_task_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -564,7 +812,7 @@ func (x *Task) String() string {
 func (*Task) ProtoMessage() {}
 
 func (x *Task) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[6]
+	mi := &file_legato_v1_task_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -577,7 +825,7 @@ func (x *Task) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Task.ProtoReflect.Descriptor instead.
 func (*Task) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{6}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Task) GetTaskId() string {
@@ -700,7 +948,7 @@ type Grounding struct {
 
 func (x *Grounding) Reset() {
 	*x = Grounding{}
-	mi := &file_legato_v1_task_proto_msgTypes[7]
+	mi := &file_legato_v1_task_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -712,7 +960,7 @@ func (x *Grounding) String() string {
 func (*Grounding) ProtoMessage() {}
 
 func (x *Grounding) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[7]
+	mi := &file_legato_v1_task_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -725,7 +973,7 @@ func (x *Grounding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grounding.ProtoReflect.Descriptor instead.
 func (*Grounding) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{7}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Grounding) GetStartIndex() uint32 {
@@ -762,7 +1010,7 @@ type Reasoning struct {
 
 func (x *Reasoning) Reset() {
 	*x = Reasoning{}
-	mi := &file_legato_v1_task_proto_msgTypes[8]
+	mi := &file_legato_v1_task_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -774,7 +1022,7 @@ func (x *Reasoning) String() string {
 func (*Reasoning) ProtoMessage() {}
 
 func (x *Reasoning) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[8]
+	mi := &file_legato_v1_task_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -787,7 +1035,7 @@ func (x *Reasoning) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Reasoning.ProtoReflect.Descriptor instead.
 func (*Reasoning) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{8}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Reasoning) GetText() string {
@@ -817,7 +1065,7 @@ type QueryResult struct {
 
 func (x *QueryResult) Reset() {
 	*x = QueryResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[9]
+	mi := &file_legato_v1_task_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -829,7 +1077,7 @@ func (x *QueryResult) String() string {
 func (*QueryResult) ProtoMessage() {}
 
 func (x *QueryResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[9]
+	mi := &file_legato_v1_task_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -842,7 +1090,7 @@ func (x *QueryResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QueryResult.ProtoReflect.Descriptor instead.
 func (*QueryResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{9}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *QueryResult) GetAnswer() string {
@@ -870,7 +1118,7 @@ type CaptionResult struct {
 
 func (x *CaptionResult) Reset() {
 	*x = CaptionResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[10]
+	mi := &file_legato_v1_task_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -882,7 +1130,7 @@ func (x *CaptionResult) String() string {
 func (*CaptionResult) ProtoMessage() {}
 
 func (x *CaptionResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[10]
+	mi := &file_legato_v1_task_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -895,7 +1143,7 @@ func (x *CaptionResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CaptionResult.ProtoReflect.Descriptor instead.
 func (*CaptionResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{10}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *CaptionResult) GetCaption() string {
@@ -916,7 +1164,7 @@ type DetectResult struct {
 
 func (x *DetectResult) Reset() {
 	*x = DetectResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[11]
+	mi := &file_legato_v1_task_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -928,7 +1176,7 @@ func (x *DetectResult) String() string {
 func (*DetectResult) ProtoMessage() {}
 
 func (x *DetectResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[11]
+	mi := &file_legato_v1_task_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -941,7 +1189,7 @@ func (x *DetectResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetectResult.ProtoReflect.Descriptor instead.
 func (*DetectResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{11}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *DetectResult) GetObjects() []*DetectedObject {
@@ -962,7 +1210,7 @@ type PointResult struct {
 
 func (x *PointResult) Reset() {
 	*x = PointResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[12]
+	mi := &file_legato_v1_task_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -974,7 +1222,7 @@ func (x *PointResult) String() string {
 func (*PointResult) ProtoMessage() {}
 
 func (x *PointResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[12]
+	mi := &file_legato_v1_task_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -987,7 +1235,7 @@ func (x *PointResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PointResult.ProtoReflect.Descriptor instead.
 func (*PointResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{12}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PointResult) GetPoints() []*PointedObject {
@@ -1008,7 +1256,7 @@ type SegmentResult struct {
 
 func (x *SegmentResult) Reset() {
 	*x = SegmentResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[13]
+	mi := &file_legato_v1_task_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1020,7 +1268,7 @@ func (x *SegmentResult) String() string {
 func (*SegmentResult) ProtoMessage() {}
 
 func (x *SegmentResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[13]
+	mi := &file_legato_v1_task_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1033,7 +1281,7 @@ func (x *SegmentResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SegmentResult.ProtoReflect.Descriptor instead.
 func (*SegmentResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{13}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SegmentResult) GetSegments() []*Outline {
@@ -1062,7 +1310,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_legato_v1_task_proto_msgTypes[14]
+	mi := &file_legato_v1_task_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1074,7 +1322,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[14]
+	mi := &file_legato_v1_task_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1087,7 +1335,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{14}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Usage) GetInputTokens() uint32 {
@@ -1146,7 +1394,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_legato_v1_task_proto_msgTypes[15]
+	mi := &file_legato_v1_task_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1158,7 +1406,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[15]
+	mi := &file_legato_v1_task_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1171,7 +1419,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{15}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -1244,7 +1492,7 @@ type TaskResult struct {
 
 func (x *TaskResult) Reset() {
 	*x = TaskResult{}
-	mi := &file_legato_v1_task_proto_msgTypes[16]
+	mi := &file_legato_v1_task_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1256,7 +1504,7 @@ func (x *TaskResult) String() string {
 func (*TaskResult) ProtoMessage() {}
 
 func (x *TaskResult) ProtoReflect() protoreflect.Message {
-	mi := &file_legato_v1_task_proto_msgTypes[16]
+	mi := &file_legato_v1_task_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1269,7 +1517,7 @@ func (x *TaskResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TaskResult.ProtoReflect.Descriptor instead.
 func (*TaskResult) Descriptor() ([]byte, []int) {
-	return file_legato_v1_task_proto_rawDescGZIP(), []int{16}
+	return file_legato_v1_task_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *TaskResult) GetTaskId() string {
@@ -1425,11 +1673,20 @@ const file_legato_v1_task_proto_rawDesc = "" +
 	"\x06_top_pB\b\n" +
 	"\x06_top_kB\r\n" +
 	"\v_max_tokensB\a\n" +
-	"\x05_seed\"\x7f\n" +
+	"\x05_seed\"\v\n" +
+	"\tImagePart\"V\n" +
+	"\bChatPart\x12\x14\n" +
+	"\x04text\x18\x01 \x01(\tH\x00R\x04text\x12,\n" +
+	"\x05image\x18\x02 \x01(\v2\x14.legato.v1.ImagePartH\x00R\x05imageB\x06\n" +
+	"\x04part\"a\n" +
+	"\vChatMessage\x12'\n" +
+	"\x04role\x18\x01 \x01(\x0e2\x13.legato.v1.ChatRoleR\x04role\x12)\n" +
+	"\x05parts\x18\x02 \x03(\v2\x13.legato.v1.ChatPartR\x05parts\"\xb3\x01\n" +
 	"\tQueryTask\x12\x1a\n" +
 	"\bquestion\x18\x01 \x01(\tR\bquestion\x12\x1c\n" +
 	"\treasoning\x18\x02 \x01(\bR\treasoning\x128\n" +
-	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\"?\n" +
+	"\fspatial_refs\x18\x03 \x03(\v2\x15.legato.v1.SpatialRefR\vspatialRefs\x122\n" +
+	"\bmessages\x18\x04 \x03(\v2\x16.legato.v1.ChatMessageR\bmessages\"?\n" +
 	"\vCaptionTask\x120\n" +
 	"\x06length\x18\x01 \x01(\x0e2\x18.legato.v1.CaptionLengthR\x06length\"Z\n" +
 	"\n" +
@@ -1510,7 +1767,12 @@ const file_legato_v1_task_proto_rawDesc = "" +
 	"\x1aCAPTION_LENGTH_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14CAPTION_LENGTH_SHORT\x10\x01\x12\x19\n" +
 	"\x15CAPTION_LENGTH_NORMAL\x10\x02\x12\x17\n" +
-	"\x13CAPTION_LENGTH_LONG\x10\x03*\xb9\x01\n" +
+	"\x13CAPTION_LENGTH_LONG\x10\x03*h\n" +
+	"\bChatRole\x12\x19\n" +
+	"\x15CHAT_ROLE_UNSPECIFIED\x10\x00\x12\x14\n" +
+	"\x10CHAT_ROLE_SYSTEM\x10\x01\x12\x12\n" +
+	"\x0eCHAT_ROLE_USER\x10\x02\x12\x17\n" +
+	"\x13CHAT_ROLE_ASSISTANT\x10\x03*\xb9\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FINISH_REASON_STOP\x10\x01\x12\x18\n" +
@@ -1531,73 +1793,81 @@ func file_legato_v1_task_proto_rawDescGZIP() []byte {
 	return file_legato_v1_task_proto_rawDescData
 }
 
-var file_legato_v1_task_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_legato_v1_task_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
+var file_legato_v1_task_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_legato_v1_task_proto_msgTypes = make([]protoimpl.MessageInfo, 20)
 var file_legato_v1_task_proto_goTypes = []any{
 	(CaptionLength)(0),          // 0: legato.v1.CaptionLength
-	(FinishReason)(0),           // 1: legato.v1.FinishReason
-	(*Sampling)(nil),            // 2: legato.v1.Sampling
-	(*QueryTask)(nil),           // 3: legato.v1.QueryTask
-	(*CaptionTask)(nil),         // 4: legato.v1.CaptionTask
-	(*DetectTask)(nil),          // 5: legato.v1.DetectTask
-	(*PointTask)(nil),           // 6: legato.v1.PointTask
-	(*SegmentTask)(nil),         // 7: legato.v1.SegmentTask
-	(*Task)(nil),                // 8: legato.v1.Task
-	(*Grounding)(nil),           // 9: legato.v1.Grounding
-	(*Reasoning)(nil),           // 10: legato.v1.Reasoning
-	(*QueryResult)(nil),         // 11: legato.v1.QueryResult
-	(*CaptionResult)(nil),       // 12: legato.v1.CaptionResult
-	(*DetectResult)(nil),        // 13: legato.v1.DetectResult
-	(*PointResult)(nil),         // 14: legato.v1.PointResult
-	(*SegmentResult)(nil),       // 15: legato.v1.SegmentResult
-	(*Usage)(nil),               // 16: legato.v1.Usage
-	(*Timings)(nil),             // 17: legato.v1.Timings
-	(*TaskResult)(nil),          // 18: legato.v1.TaskResult
-	(*SpatialRef)(nil),          // 19: legato.v1.SpatialRef
-	(*Point)(nil),               // 20: legato.v1.Point
-	(*DetectedObject)(nil),      // 21: legato.v1.DetectedObject
-	(*PointedObject)(nil),       // 22: legato.v1.PointedObject
-	(*Outline)(nil),             // 23: legato.v1.Outline
-	(*durationpb.Duration)(nil), // 24: google.protobuf.Duration
-	(*status.Status)(nil),       // 25: google.rpc.Status
+	(ChatRole)(0),               // 1: legato.v1.ChatRole
+	(FinishReason)(0),           // 2: legato.v1.FinishReason
+	(*Sampling)(nil),            // 3: legato.v1.Sampling
+	(*ImagePart)(nil),           // 4: legato.v1.ImagePart
+	(*ChatPart)(nil),            // 5: legato.v1.ChatPart
+	(*ChatMessage)(nil),         // 6: legato.v1.ChatMessage
+	(*QueryTask)(nil),           // 7: legato.v1.QueryTask
+	(*CaptionTask)(nil),         // 8: legato.v1.CaptionTask
+	(*DetectTask)(nil),          // 9: legato.v1.DetectTask
+	(*PointTask)(nil),           // 10: legato.v1.PointTask
+	(*SegmentTask)(nil),         // 11: legato.v1.SegmentTask
+	(*Task)(nil),                // 12: legato.v1.Task
+	(*Grounding)(nil),           // 13: legato.v1.Grounding
+	(*Reasoning)(nil),           // 14: legato.v1.Reasoning
+	(*QueryResult)(nil),         // 15: legato.v1.QueryResult
+	(*CaptionResult)(nil),       // 16: legato.v1.CaptionResult
+	(*DetectResult)(nil),        // 17: legato.v1.DetectResult
+	(*PointResult)(nil),         // 18: legato.v1.PointResult
+	(*SegmentResult)(nil),       // 19: legato.v1.SegmentResult
+	(*Usage)(nil),               // 20: legato.v1.Usage
+	(*Timings)(nil),             // 21: legato.v1.Timings
+	(*TaskResult)(nil),          // 22: legato.v1.TaskResult
+	(*SpatialRef)(nil),          // 23: legato.v1.SpatialRef
+	(*Point)(nil),               // 24: legato.v1.Point
+	(*DetectedObject)(nil),      // 25: legato.v1.DetectedObject
+	(*PointedObject)(nil),       // 26: legato.v1.PointedObject
+	(*Outline)(nil),             // 27: legato.v1.Outline
+	(*durationpb.Duration)(nil), // 28: google.protobuf.Duration
+	(*status.Status)(nil),       // 29: google.rpc.Status
 }
 var file_legato_v1_task_proto_depIdxs = []int32{
-	19, // 0: legato.v1.QueryTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	0,  // 1: legato.v1.CaptionTask.length:type_name -> legato.v1.CaptionLength
-	19, // 2: legato.v1.PointTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	19, // 3: legato.v1.SegmentTask.spatial_refs:type_name -> legato.v1.SpatialRef
-	3,  // 4: legato.v1.Task.query:type_name -> legato.v1.QueryTask
-	4,  // 5: legato.v1.Task.caption:type_name -> legato.v1.CaptionTask
-	5,  // 6: legato.v1.Task.detect:type_name -> legato.v1.DetectTask
-	6,  // 7: legato.v1.Task.point:type_name -> legato.v1.PointTask
-	7,  // 8: legato.v1.Task.segment:type_name -> legato.v1.SegmentTask
-	2,  // 9: legato.v1.Task.sampling:type_name -> legato.v1.Sampling
-	20, // 10: legato.v1.Grounding.points:type_name -> legato.v1.Point
-	9,  // 11: legato.v1.Reasoning.grounding:type_name -> legato.v1.Grounding
-	10, // 12: legato.v1.QueryResult.reasoning:type_name -> legato.v1.Reasoning
-	21, // 13: legato.v1.DetectResult.objects:type_name -> legato.v1.DetectedObject
-	22, // 14: legato.v1.PointResult.points:type_name -> legato.v1.PointedObject
-	23, // 15: legato.v1.SegmentResult.segments:type_name -> legato.v1.Outline
-	24, // 16: legato.v1.Timings.queue:type_name -> google.protobuf.Duration
-	24, // 17: legato.v1.Timings.image:type_name -> google.protobuf.Duration
-	24, // 18: legato.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	24, // 19: legato.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	24, // 20: legato.v1.Timings.decode:type_name -> google.protobuf.Duration
-	24, // 21: legato.v1.Timings.total:type_name -> google.protobuf.Duration
-	11, // 22: legato.v1.TaskResult.query:type_name -> legato.v1.QueryResult
-	12, // 23: legato.v1.TaskResult.caption:type_name -> legato.v1.CaptionResult
-	13, // 24: legato.v1.TaskResult.detect:type_name -> legato.v1.DetectResult
-	14, // 25: legato.v1.TaskResult.point:type_name -> legato.v1.PointResult
-	15, // 26: legato.v1.TaskResult.segment:type_name -> legato.v1.SegmentResult
-	25, // 27: legato.v1.TaskResult.error:type_name -> google.rpc.Status
-	1,  // 28: legato.v1.TaskResult.finish_reason:type_name -> legato.v1.FinishReason
-	16, // 29: legato.v1.TaskResult.usage:type_name -> legato.v1.Usage
-	17, // 30: legato.v1.TaskResult.timings:type_name -> legato.v1.Timings
-	31, // [31:31] is the sub-list for method output_type
-	31, // [31:31] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	4,  // 0: legato.v1.ChatPart.image:type_name -> legato.v1.ImagePart
+	1,  // 1: legato.v1.ChatMessage.role:type_name -> legato.v1.ChatRole
+	5,  // 2: legato.v1.ChatMessage.parts:type_name -> legato.v1.ChatPart
+	23, // 3: legato.v1.QueryTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	6,  // 4: legato.v1.QueryTask.messages:type_name -> legato.v1.ChatMessage
+	0,  // 5: legato.v1.CaptionTask.length:type_name -> legato.v1.CaptionLength
+	23, // 6: legato.v1.PointTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	23, // 7: legato.v1.SegmentTask.spatial_refs:type_name -> legato.v1.SpatialRef
+	7,  // 8: legato.v1.Task.query:type_name -> legato.v1.QueryTask
+	8,  // 9: legato.v1.Task.caption:type_name -> legato.v1.CaptionTask
+	9,  // 10: legato.v1.Task.detect:type_name -> legato.v1.DetectTask
+	10, // 11: legato.v1.Task.point:type_name -> legato.v1.PointTask
+	11, // 12: legato.v1.Task.segment:type_name -> legato.v1.SegmentTask
+	3,  // 13: legato.v1.Task.sampling:type_name -> legato.v1.Sampling
+	24, // 14: legato.v1.Grounding.points:type_name -> legato.v1.Point
+	13, // 15: legato.v1.Reasoning.grounding:type_name -> legato.v1.Grounding
+	14, // 16: legato.v1.QueryResult.reasoning:type_name -> legato.v1.Reasoning
+	25, // 17: legato.v1.DetectResult.objects:type_name -> legato.v1.DetectedObject
+	26, // 18: legato.v1.PointResult.points:type_name -> legato.v1.PointedObject
+	27, // 19: legato.v1.SegmentResult.segments:type_name -> legato.v1.Outline
+	28, // 20: legato.v1.Timings.queue:type_name -> google.protobuf.Duration
+	28, // 21: legato.v1.Timings.image:type_name -> google.protobuf.Duration
+	28, // 22: legato.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	28, // 23: legato.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	28, // 24: legato.v1.Timings.decode:type_name -> google.protobuf.Duration
+	28, // 25: legato.v1.Timings.total:type_name -> google.protobuf.Duration
+	15, // 26: legato.v1.TaskResult.query:type_name -> legato.v1.QueryResult
+	16, // 27: legato.v1.TaskResult.caption:type_name -> legato.v1.CaptionResult
+	17, // 28: legato.v1.TaskResult.detect:type_name -> legato.v1.DetectResult
+	18, // 29: legato.v1.TaskResult.point:type_name -> legato.v1.PointResult
+	19, // 30: legato.v1.TaskResult.segment:type_name -> legato.v1.SegmentResult
+	29, // 31: legato.v1.TaskResult.error:type_name -> google.rpc.Status
+	2,  // 32: legato.v1.TaskResult.finish_reason:type_name -> legato.v1.FinishReason
+	20, // 33: legato.v1.TaskResult.usage:type_name -> legato.v1.Usage
+	21, // 34: legato.v1.TaskResult.timings:type_name -> legato.v1.Timings
+	35, // [35:35] is the sub-list for method output_type
+	35, // [35:35] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_legato_v1_task_proto_init() }
@@ -1607,17 +1877,21 @@ func file_legato_v1_task_proto_init() {
 	}
 	file_legato_v1_geometry_proto_init()
 	file_legato_v1_task_proto_msgTypes[0].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[3].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[4].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[6].OneofWrappers = []any{
+	file_legato_v1_task_proto_msgTypes[2].OneofWrappers = []any{
+		(*ChatPart_Text)(nil),
+		(*ChatPart_Image)(nil),
+	}
+	file_legato_v1_task_proto_msgTypes[6].OneofWrappers = []any{}
+	file_legato_v1_task_proto_msgTypes[7].OneofWrappers = []any{}
+	file_legato_v1_task_proto_msgTypes[9].OneofWrappers = []any{
 		(*Task_Query)(nil),
 		(*Task_Caption)(nil),
 		(*Task_Detect)(nil),
 		(*Task_Point)(nil),
 		(*Task_Segment)(nil),
 	}
-	file_legato_v1_task_proto_msgTypes[14].OneofWrappers = []any{}
-	file_legato_v1_task_proto_msgTypes[16].OneofWrappers = []any{
+	file_legato_v1_task_proto_msgTypes[17].OneofWrappers = []any{}
+	file_legato_v1_task_proto_msgTypes[19].OneofWrappers = []any{
 		(*TaskResult_Query)(nil),
 		(*TaskResult_Caption)(nil),
 		(*TaskResult_Detect)(nil),
@@ -1630,8 +1904,8 @@ func file_legato_v1_task_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_legato_v1_task_proto_rawDesc), len(file_legato_v1_task_proto_rawDesc)),
-			NumEnums:      2,
-			NumMessages:   17,
+			NumEnums:      3,
+			NumMessages:   20,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

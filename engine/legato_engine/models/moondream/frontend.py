@@ -119,8 +119,14 @@ class MoondreamFrontend:
         return crop_image(image_rgb, self._config.vision)
 
     def _query(self, request: Request, task: QueryTask) -> SkillTask:
-        prompt = self._prompts.query(task.question, task.spatial_refs, reasoning=task.reasoning)
-        needs_image = bool(task.spatial_refs)
+        prompt = self._prompts.query(
+            task.question,
+            task.spatial_refs,
+            reasoning=task.reasoning,
+            system=task.system,
+            history=task.history,
+        )
+        needs_image = task.shows_image or bool(task.spatial_refs)
         setup = self._setup(request, prompt, self._config.sampling, needs_image=needs_image)
         answer = self._answer(request)
         template = self._config.templates.query

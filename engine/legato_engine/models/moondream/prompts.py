@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from legato_engine.core import Box, CaptionLength, Point, PromptToken, SpatialRef
+from legato_engine.core import Box, CaptionLength, Point, PromptToken, SpatialRef, Turn
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens, Template
 from legato_engine.models.moondream.tokenizer import Tokenizer
@@ -33,12 +33,32 @@ class Prompts:
         ids: tuple[int, ...] = getattr(templates, length.value)
         return _plain(ids)
 
-    def query(self, question: str, refs: Sequence[SpatialRef], *, reasoning: bool) -> Prompt:
-        """References, then the question."""
-        text = clean(question, "question")
+    def query(
+        self,
+        question: str,
+        refs: Sequence[SpatialRef],
+        *,
+        reasoning: bool,
+        system: str = "",
+        history: Sequence[Turn] = (),
+    ) -> Prompt:
+        """Earlier turns with their answers, then references and the question.
+
+        No answer ends with EOS. What the system said stands before the first question, with a blank
+        line between.
+        """
+        questions = [clean(turn.question, "messages") for turn in history]
+        questions.append(clean(question, "question"))
+        if system := system.strip():
+            questions[0] = f"{system}\n\n{questions[0]}"
+        templates, prompt = self._templates, Prompt()
+        for text, turn in zip(questions, history, strict=False):
+            prompt += self._fill(templates.query, "query", text, ())
+            prompt += _plain(self._tokenizer.encode(clean(turn.answer, "messages")))
+        skill, template = "query", templates.query
         if reasoning:
-            return self._fill(self._templates.query_reasoning, "query with reasoning", text, refs)
-        return self._fill(self._templates.query, "query", text, refs)
+            skill, template = "query with reasoning", templates.query_reasoning
+        return prompt + self._fill(template, skill, questions[-1], refs)
 
     def detect(self, name: str) -> Prompt:
         """The object's name behind a space, as inside a sentence."""

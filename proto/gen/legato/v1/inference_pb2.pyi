@@ -164,8 +164,9 @@ class QueryRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     STAMP_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     question: _builtins.str
-    """The question. Required."""
+    """The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them."""
     reasoning: _builtins.bool
     """Think first; see `QueryTask.reasoning`."""
     @_builtins.property
@@ -188,6 +189,10 @@ class QueryRequest(_message.Message):
     def stamp(self) -> _media_pb2.FrameStamp:
         """Echoed in `ResponseInfo.stamp`."""
 
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_task_pb2.ChatMessage]:
+        """A conversation in place of the question; see `QueryTask.messages`."""
+
     def __init__(
         self,
         *,
@@ -198,10 +203,11 @@ class QueryRequest(_message.Message):
         sampling: _task_pb2.Sampling | None = ...,
         options: Global___RequestOptions | None = ...,
         stamp: _media_pb2.FrameStamp | None = ...,
+        messages: _abc.Iterable[_task_pb2.ChatMessage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "sampling", b"sampling", "stamp", b"stamp"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "stamp", b"stamp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "messages", b"messages", "options", b"options", "question", b"question", "reasoning", b"reasoning", "sampling", b"sampling", "spatial_refs", b"spatial_refs", "stamp", b"stamp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -125,7 +125,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Query(self, request, context):
-        """Answers a question in text, about the picture where there is one.
+        """Answers a question in text, about the picture where there is one; or the last question of a conversation.
 
         INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
         (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,

@@ -70,7 +70,7 @@ class InferenceServiceStub:
     ABORTED CLIENT_TOO_SLOW if the client does not read.
     """
     Query: _grpc.UnaryUnaryMultiCallable[_inference_pb2.QueryRequest, _inference_pb2.QueryResponse]
-    """Answers a question in text, about the picture where there is one.
+    """Answers a question in text, about the picture where there is one; or the last question of a conversation.
 
     INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
     (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,
@@ -133,7 +133,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     ABORTED CLIENT_TOO_SLOW if the client does not read.
     """
     Query: _aio.UnaryUnaryMultiCallable[_inference_pb2.QueryRequest, _inference_pb2.QueryResponse]  # type: ignore[assignment]
-    """Answers a question in text, about the picture where there is one.
+    """Answers a question in text, about the picture where there is one; or the last question of a conversation.
 
     INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
     (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,
@@ -205,7 +205,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.QueryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.QueryResponse, _abc.Awaitable[_inference_pb2.QueryResponse]]:
-        """Answers a question in text, about the picture where there is one.
+        """Answers a question in text, about the picture where there is one; or the last question of a conversation.
 
         INVALID_ARGUMENT (INVALID_FIELD, IMAGE_UNDECODABLE, IMAGE_TOO_LARGE, PROMPT_TOO_LONG), NOT_FOUND
         (IMAGE_NOT_FOUND, MODEL_NOT_FOUND, ADAPTER_NOT_FOUND), FAILED_PRECONDITION (TASK_UNSUPPORTED,

@@ -50,6 +50,34 @@ CAPTION_LENGTH_LONG: CaptionLength.ValueType  # 3
 """A paragraph with details."""
 Global___CaptionLength: _TypeAlias = CaptionLength  # noqa: Y015
 
+class _ChatRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ChatRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChatRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHAT_ROLE_UNSPECIFIED: _ChatRole.ValueType  # 0
+    """Not given: INVALID_ARGUMENT INVALID_FIELD."""
+    CHAT_ROLE_SYSTEM: _ChatRole.ValueType  # 1
+    """Whoever set the conversation up: what holds for all of it. Only the first message."""
+    CHAT_ROLE_USER: _ChatRole.ValueType  # 2
+    """The caller."""
+    CHAT_ROLE_ASSISTANT: _ChatRole.ValueType  # 3
+    """The model: an earlier answer."""
+
+class ChatRole(_ChatRole, metaclass=_ChatRoleEnumTypeWrapper):
+    """Who speaks in a conversation."""
+
+CHAT_ROLE_UNSPECIFIED: ChatRole.ValueType  # 0
+"""Not given: INVALID_ARGUMENT INVALID_FIELD."""
+CHAT_ROLE_SYSTEM: ChatRole.ValueType  # 1
+"""Whoever set the conversation up: what holds for all of it. Only the first message."""
+CHAT_ROLE_USER: ChatRole.ValueType  # 2
+"""The caller."""
+CHAT_ROLE_ASSISTANT: ChatRole.ValueType  # 3
+"""The model: an earlier answer."""
+Global___ChatRole: _TypeAlias = ChatRole  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -156,6 +184,83 @@ class Sampling(_message.Message):
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
+class ImagePart(_message.Message):
+    """Says that the request's picture stands here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImagePart: _TypeAlias = ImagePart  # noqa: Y015
+
+@_typing.final
+class ChatPart(_message.Message):
+    """A piece of a message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Words. The texts of a message are joined as they are."""
+    @_builtins.property
+    def image(self) -> Global___ImagePart:
+        """The request's picture. Once, and first in the first message of the user; elsewhere, or where the request has
+        none, INVALID_ARGUMENT INVALID_FIELD. Without any such part the picture stands there all the same.
+        """
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        image: Global___ImagePart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "part", b"part", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "part", b"part", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["text", "image"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___ChatPart: _TypeAlias = ChatPart  # noqa: Y015
+
+@_typing.final
+class ChatMessage(_message.Message):
+    """One message of a conversation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    role: Global___ChatRole.ValueType
+    """Who says it. Required."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatPart]:
+        """What is said, some text at least."""
+
+    def __init__(
+        self,
+        *,
+        role: Global___ChatRole.ValueType = ...,
+        parts: _abc.Iterable[Global___ChatPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
 class QueryTask(_message.Message):
     """Answer a question in text."""
 
@@ -164,8 +269,9 @@ class QueryTask(_message.Message):
     QUESTION_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     SPATIAL_REFS_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     question: _builtins.str
-    """The question. Required."""
+    """The question. Required unless there are `messages`; INVALID_ARGUMENT INVALID_FIELD beside them."""
     reasoning: _builtins.bool
     """Think first. The thoughts come back as `Reasoning`. A model that cannot answers FAILED_PRECONDITION
     TASK_UNSUPPORTED.
@@ -174,16 +280,24 @@ class QueryTask(_message.Message):
     def spatial_refs(self) -> _containers.RepeatedCompositeFieldContainer[_geometry_pb2.SpatialRef]:
         """Places the question is about. Needs an image."""
 
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """A conversation, whose last question is to be answered: SYSTEM first or not at all, then USER and ASSISTANT by
+        turns, USER last. At most 256 messages. Another order is INVALID_ARGUMENT INVALID_FIELD. The server keeps
+        nothing of it: each call brings all that was said.
+        """
+
     def __init__(
         self,
         *,
         question: _builtins.str = ...,
         reasoning: _builtins.bool = ...,
         spatial_refs: _abc.Iterable[_geometry_pb2.SpatialRef] | None = ...,
+        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["question", b"question", "reasoning", b"reasoning", "spatial_refs", b"spatial_refs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "question", b"question", "reasoning", b"reasoning", "spatial_refs", b"spatial_refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ from legato_engine.core import (
     Request,
     SamplingParams,
     SegmentTask,
+    Turn,
 )
 from legato_engine.errors import InvalidField, PromptTooLong, TaskUnsupported
 from legato_engine.models.moondream.frontend import MoondreamFrontend
@@ -51,6 +52,16 @@ def field_of(frontend, bad):
 def test_spatial_skills_and_captions_need_a_picture(frontend, task):
     """The missing picture is named."""
     assert field_of(frontend, request(task, image=None)) == "image"
+
+
+def test_a_conversation_needs_the_picture_that_it_shows(frontend):
+    """A message that shows a picture needs one; a conversation by itself does not."""
+    turn = Turn(question="a", answer="b")
+    assert field_of(frontend, request(QueryTask(question="?", shows_image=True), None)) == "image"
+    chat = frontend.make_task(request(QueryTask(question="?", history=(turn,)), None))
+    alone = frontend.make_task(request(QueryTask(question="?"), None))
+    assert len(chat.prompt) == 2 * len(alone.prompt) + 1
+    assert chat.max_tokens == alone.max_tokens - len(alone.prompt) - 1
 
 
 def test_a_question_needs_no_picture(frontend):

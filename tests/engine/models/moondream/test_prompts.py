@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from legato_engine.core import Box, CaptionLength, Point, PromptToken
+from legato_engine.core import Box, CaptionLength, Point, PromptToken, Turn
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models.moondream.presets import (
     moondream2_config,
@@ -56,6 +56,44 @@ def test_lengths_of_moondream3():
     assert prefix + len(prompts.detect("cup")) == 735 + spaced
     assert prefix + len(prompts.point("cup", refs)) == 734 + spaced + 5
     assert prefix + len(prompts.segment("cup", refs)) == 734 + n + 5
+
+
+def test_a_conversation_of_moondream2(moondream2):
+    """Each turn is a whole query with its answer behind it, without EOS; the last one is open."""
+    history = (Turn(question=" cup", answer=" a\n"), Turn(question="cup", answer="b"))
+    a, b = TOKENIZER.encode("a"), TOKENIZER.encode("b")
+    query = (1, 15381, 2, *CUP)
+    earlier = (*query, 3, 3, *a, *query, 3, 3, *b)
+    chat = moondream2.query("cup", (), reasoning=False, history=history)
+    assert ids(chat) == (*earlier, *query, 3, 3)
+    thinking = moondream2.query("cup", (), reasoning=True, history=history)
+    assert ids(thinking) == (*earlier, *query, 3, 4)
+
+
+def test_the_system_speaks_in_the_first_question(moondream2):
+    """Its text stands before the first question of all, a blank line between, whichever that is."""
+    short = TOKENIZER.encode("Be short.\n\ncup")
+    alone = moondream2.query("cup", (), reasoning=False, system=" Be short.\n")
+    assert ids(alone) == (1, 15381, 2, *short, 3, 3)
+    turn = Turn(question="cup", answer="cup")
+    later = moondream2.query("cup", (), reasoning=False, system="Be short.", history=(turn,))
+    assert ids(later) == (1, 15381, 2, *short, 3, 3, *CUP, 1, 15381, 2, *CUP, 3, 3)
+
+
+def test_references_belong_to_the_last_question(moondream2):
+    """Places in a conversation stand behind the prefix of the question that is asked now."""
+    turn = Turn(question="cup", answer="cup")
+    prompt = moondream2.query("cup", (Point(x=0.5, y=0.5),), reasoning=False, history=(turn,))
+    assert ids(prompt)[-(4 + len(CUP)) - 3 :] == (1, 15381, 2, 5, 5, *CUP, 3, 3)
+    assert ids(prompt).count(5) == 2
+
+
+@pytest.mark.parametrize("turn", [Turn(question=" ", answer="a"), Turn(question="a", answer="")])
+def test_empty_messages_are_refused(moondream2, turn):
+    """An earlier message without text is named."""
+    with pytest.raises(InvalidField) as caught:
+        moondream2.query("cup", (), reasoning=False, history=(turn,))
+    assert caught.value.metadata["field"] == "messages"
 
 
 def test_a_gaze_is_a_point_with_an_eye(moondream2):
