@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from legato_engine.core import (
     CaptionTask,
     DetectResult,
     DetectTask,
+    Event,
     FinishReason,
     ImageInfo,
     QueryTask,
@@ -20,10 +23,12 @@ from legato_engine.core import (
     SamplingParams,
     TaskResult,
     TaskSpec,
+    TokenInfo,
 )
 from legato_engine.device.select import open_device
 from legato_engine.engine import make_sequence
 from legato_engine.sequence import Sequence
+from legato_engine.token_events import tokens_of
 
 from tests.gpu.picture import shapes_picture
 
@@ -51,13 +56,44 @@ class Results(SilentSink):
         self.by_id[sequence.request.request_id] = sequence.task.result(finish_reason)
 
 
-def assembled(device: str, *, graphs: bool = True) -> Assembly:
-    """legato-tiny in float32, so that both devices compute the same thing."""
+def assembled(device: str, *, graphs: bool = True, dtype: str = "f32") -> Assembly:
+    """legato-tiny, in float32 so that both devices compute the same thing."""
     return assemble(
         EngineConfig(
-            model="legato-tiny", device=device, dtype="f32", max_running=4, cuda_graphs=graphs
+            model="legato-tiny", device=device, dtype=dtype, max_running=4, cuda_graphs=graphs
         )
     )
+
+
+class Told(SilentSink):
+    """Keeps every request's tokens."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, list[TokenInfo]] = collections.defaultdict(list)
+
+    def delta(self, sequence: Sequence, events: Many[Event]) -> None:
+        """Remember them."""
+        self.by_id[sequence.request.request_id] += tokens_of(events)
+
+
+def tokens(assembly: Assembly) -> list[list[TokenInfo]]:
+    """Every task's tokens, greedy, with their log-probabilities."""
+    told = Told()
+    scheduler = assembly.scheduler(told, pipeline_depth=2)
+    info = ImageInfo(image_id="shapes", width=640, height=480, cache_hit=False)
+    image = assembly.frontend.prepare_image(shapes_picture(), "shapes", info)
+    for index, task in enumerate(TASKS):
+        request = Request(
+            request_id=str(index),
+            task=task,
+            image=CachedImage(image_id="shapes"),
+            sampling=SamplingParams(temperature=0.0, max_tokens=48),
+            return_tokens=True,
+            logprobs=True,
+        )
+        scheduler.submit(make_sequence(assembly.frontend, request, image))
+    scheduler.drain()
+    return [told.by_id[str(index)] for index in range(len(TASKS))]
 
 
 def answers(assembly: Assembly, depth: int, temperature: float = 0.0) -> dict[str, TaskResult]:
@@ -127,6 +163,24 @@ def test_answers_are_those_of_the_cpu(cuda: Assembly) -> None:
                 assert _corners(ours.box) == pytest.approx(_corners(theirs.box), abs=3 / 1024)
         else:
             assert result == expected
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("f32", 5e-3), ("bf16", 0.2)])
+def test_logprobs_are_those_of_the_cpu(dtype: str, tolerance: float) -> None:
+    """While both take the same tokens these are as likely, by torch's operations and by kernels."""
+    told = {}
+    for device, kind in (("cpu", "f32"), ("cuda", dtype)):
+        assembly = assembled(device, dtype=kind)
+        told[device] = tokens(assembly)
+        assembly.device.close()
+    num_compared = 0
+    for expected, seen in zip(told["cpu"], told["cuda"], strict=True):
+        for theirs, ours in zip(expected, seen, strict=False):
+            if theirs.token_id != ours.token_id or theirs.coordinate != ours.coordinate:
+                break
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=tolerance)
+            num_compared += 1
+    assert num_compared >= 10
 
 
 def test_a_warm_engine_takes_no_more_memory(cuda: Assembly) -> None:
