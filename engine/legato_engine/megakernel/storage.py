@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from legato_engine.kv_cache.eviction import EvictionCandidate, eviction_order
 from legato_engine.megakernel.descriptor import Flag, RequestDescriptor, State
-from legato_engine.megakernel.eviction import EvictionCandidate, eviction_order
 from legato_engine.megakernel.machine import Machine
 from legato_engine.megakernel.pages import PageState
 
@@ -86,7 +86,7 @@ def _next_victim(machine: Machine, request: RequestDescriptor) -> RequestDescrip
         EvictionCandidate(each.request_id, each.priority, each.ema_acceptance_rate, each.last_used)
         for each in retired or useful
     )[0]
-    return next(each for each in useful if each.request_id == first.request_id)
+    return next(each for each in useful if each.request_id == first.candidate_id)
 
 
 def _frees_a_page(machine: Machine, request: RequestDescriptor) -> bool:
