@@ -152,7 +152,13 @@ def full_attention(
 
 
 def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor) -> torch.Tensor:
-    """[T, H, E]: the last T of L positions, each seeing itself and all before it."""
+    """[T, H, E]: the last T of L positions, each seeing itself and all before it.
+
+    On the CPU a token has the bits that `decode_attention` gives it, so a sequence goes on as it
+    would have, wherever its pages end that somebody else computed.
+    """
+    if q_THE.device.type == "cpu":
+        return reference.suffix_attention_rows(q_THE, k_LHE, v_LHE)
     return reference.suffix_attention(q_THE, k_LHE, v_LHE)
 
 

@@ -118,6 +118,18 @@ def suffix_attention(q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tens
     return _attention(q_THE[None], k_LHE[None], v_LHE[None], visible_TL[None])[0]
 
 
+def suffix_attention_rows(
+    q_THE: torch.Tensor, k_LHE: torch.Tensor, v_LHE: torch.Tensor
+) -> torch.Tensor:
+    """See `ops.suffix_attention`; row by row over exactly the row's context."""
+    out_THE = torch.empty_like(q_THE)
+    before = k_LHE.shape[0] - q_THE.shape[0]
+    for row, q_HE in enumerate(q_THE):
+        length = before + row + 1
+        out_THE[row] = _single_attention(q_HE, k_LHE[:length], v_LHE[:length])
+    return out_THE
+
+
 def decode_attention_rows(
     q_BHE: torch.Tensor,
     k_NHSE: torch.Tensor,

@@ -94,6 +94,19 @@ def test_full_attention_sees_all(queries):
             torch.testing.assert_close(out_BTHE[row, t], expected_HE, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_on_the_cpu_a_suffix_has_the_bits_of_its_tokens_one_by_one(cache, count):
+    """Wherever a suffix begins, its tokens come out as decode steps would have made them."""
+    k_NHSE, v_NHSE, _, page_table_BM, k_rows, v_rows = cache
+    generator = torch.Generator().manual_seed(count)
+    q_THE = torch.randn(count, HEADS, HEAD_DIM, generator=generator)
+    together_THE = ops.suffix_attention(q_THE, k_rows[3], v_rows[3])
+    positions_T = torch.arange(12 - count, 12)
+    tables_TM = page_table_BM[3].expand(count, -1)
+    single_THE = ops.decode_attention(q_THE, k_NHSE, v_NHSE, positions_T, tables_TM)
+    assert torch.equal(together_THE, single_THE)
+
+
 def test_gather_reads_what_was_written(cache):
     """Gathered pages are the positions in order, cut to the length asked for."""
     k_NHSE, _, _, page_table_BM, k_rows, _ = cache
