@@ -159,7 +159,7 @@ class _SlotUse:
 
 
 class FakeRunner:
-    """A device that remembers who wrote which KV position and which launch holds what.
+    """A device that remembers what was written to which KV slot and which launch holds what.
 
     `not_finite` names (sequence id, sampled position) pairs whose logits are not finite.
     """
@@ -170,8 +170,9 @@ class FakeRunner:
         self._page_size = page_size
         self._not_finite = not_finite
         self._slots: dict[int, _SlotUse] = {}
-        self._kv: dict[tuple[int, int], object] = {}  # (page, offset): what was written there
-        self._last_token: dict[int, tuple[int, int]] = {}  # row: (sequence id, position)
+        self._kv: dict[int, list[int]] = {}  # page: what was written to each of its slots
+        self._expected: dict[int, list[int]] = {}  # row: what its sequence must read, by position
+        self._last_token: dict[int, tuple[int, int, int]] = {}  # row: sequence id, position, token
         self._adapters: dict[int, str] = {0: ""}  # by slot: whose weights were written there
         self._features: tuple[EngineSequence, int] | None = None  # whose first crops are encoded
         self.calls: list[tuple[str, int]] = []  # (call, launch id)
@@ -208,8 +209,8 @@ class FakeRunner:
             sequence = row.sequence
             assert (constraint == 0) == sequence.finalized, "only a zombie's constraint is 0"
             position = row.position + row.num_tokens
-            self._last_token[sequence.row] = (sequence.seq_id, position)
             token = sample_token(sequence.task.sampling.seed or 0, position, constraint)
+            self._last_token[sequence.row] = (sequence.seq_id, position, token)
             if (sequence.seq_id, position) in self._not_finite:
                 token = -1
             use.tokens.append(SampledToken(token, (0.0, 0.0)))
@@ -228,7 +229,8 @@ class FakeRunner:
         assert not older, f"launches {older} are older and not committed"
         for row, (batch_row, pages) in zip(launch.plan.rows, use.resources, strict=True):
             sequence = row.sequence
-            assert (sequence.row, sequence.page_ids) == (batch_row, pages), "released in flight"
+            assert sequence.row == batch_row, "released in flight"
+            assert sequence.page_ids[: len(pages)] == pages, "lost a page in flight"
         return use.tokens
 
     def times(self, launch: Launch) -> LaunchTimes:
@@ -241,15 +243,12 @@ class FakeRunner:
         assert 0 not in sequence.page_ids, "writes to the scratch page"
         assert len(set(sequence.page_ids)) == len(sequence.page_ids), "a page is listed twice"
         claims: dict[tuple[str, int], object] = {("row", sequence.row): sequence.seq_id}
-        for index, page in enumerate(sequence.page_ids):
-            shared = (index + 1) * self._page_size <= sequence.prefix_length
-            claims["page", page] = _prefix_owner(sequence) if shared else sequence.seq_id
         if sequence.adapter_slot:
             claims["adapter slot", sequence.adapter_slot] = sequence.adapter_key
-        if sequence.prefix_key is not None:
-            claims.update({("page", p): sequence.prefix_key for p in row.prefix.compute_pages})
-            if row.prefix.copy_tail is not None:
-                claims["page", row.prefix.copy_tail[0]] = sequence.prefix_key
+        written = range(row.position, row.position + row.num_tokens)
+        pages = {sequence.page_ids[position // self._page_size] for position in written}
+        pages.update(row.prefix.compute_pages)
+        claims.update({("page", page): sequence.seq_id for page in pages})
         for other in (use, *self._slots.values()):
             for what, owner in claims.items():
                 assert other.held.get(what, owner) == owner, f"{what} has two owners in flight"
@@ -259,7 +258,7 @@ class FakeRunner:
 
     def _encode(self, row: Row) -> None:
         sequence, work = row.sequence, row.prefix
-        assert sequence.num_launched == 0, "encoded behind its prefill"
+        assert sequence.last_position < 0, "encoded behind its prefill"
         assert work.compute_pages, "encodes a picture whose prefix is there"
         assert work.first_crop < work.stop_crop <= sequence.num_crops, "no such crops"
         self._continue_features(row)
@@ -283,44 +282,53 @@ class FakeRunner:
         self._continue_features(row)
         self._features = None
         assert row.prefix.stop_crop == 0, "a prefill encodes all that are left"
-        assert row.position == sequence.prefix_length, "the prompt starts behind the prefix"
-        assert row.num_tokens == len(sequence.prompt), "the whole prompt is prefilled at once"
-        if row.prefix.compute_pages:
-            for position in range(sequence.prefix_length):
-                page = row.prefix.compute_pages[position // self._page_size]
-                self._kv[page, position % self._page_size] = (_prefix_owner(sequence), position)
+        assert row.position >= sequence.prefix_length, "what is fed starts behind the prefix"
+        assert row.num_tokens > 0, "feeds nothing to sample from"
+        assert row.position + row.num_tokens == sequence.length, "all that is known is there"
+        expected = _contents(sequence)
+        self._expected[sequence.row] = expected
+        for position in range(sequence.prefix_length if row.prefix.compute_pages else 0):
+            page = row.prefix.compute_pages[position // self._page_size]
+            self._slots_of(page)[position % self._page_size] = expected[position]
         if row.prefix.copy_tail is not None:
             source, destination = row.prefix.copy_tail
-            for offset in range(sequence.prefix_length % self._page_size):
-                self._kv[destination, offset] = self._kv[source, offset]
+            self._kv[destination] = list(self._slots_of(source))
         for position in range(row.position, row.position + row.num_tokens):
             self._write(sequence, position)
         self._check_kv(sequence, row.position + row.num_tokens)
 
     def _decode(self, row: Row) -> None:
         sequence = row.sequence
-        expected = (sequence.seq_id, row.position)
-        assert self._last_token[sequence.row] == expected, "decodes a token that is not its last"
+        seq_id, position, token = self._last_token[sequence.row]
+        assert (seq_id, position) == (sequence.seq_id, row.position), "decodes not its last token"
+        expected = self._expected[sequence.row]
+        expected.append(hash((expected[-1], token)))
         self._write(sequence, row.position)
         self._check_kv(sequence, row.position + 1)
 
+    def _slots_of(self, page: int) -> list[int]:
+        return self._kv.setdefault(page, [0] * self._page_size)
+
     def _write(self, sequence: EngineSequence, position: int) -> None:
         page = sequence.page_ids[position // self._page_size]
-        self._kv[page, position % self._page_size] = (sequence.seq_id, position)
+        written = self._expected[sequence.row][position]
+        self._slots_of(page)[position % self._page_size] = written
 
     def _check_kv(self, sequence: EngineSequence, length: int) -> None:
-        read = self._adapters.get(sequence.adapter_slot)
-        assert read == sequence.adapter_key, f"reads the adapter {read}"
-        for position in range(length):
-            page = sequence.page_ids[position // self._page_size]
-            is_prefix = position < sequence.prefix_length
-            owner = _prefix_owner(sequence) if is_prefix else sequence.seq_id
-            written = self._kv.get((page, position % self._page_size))
-            assert written == (owner, position), f"position {position} reads {written}"
+        adapter = self._adapters.get(sequence.adapter_slot)
+        assert adapter == sequence.adapter_key, f"reads the adapter {adapter}"
+        read = [slot for page in sequence.page_ids for slot in self._slots_of(page)]
+        assert read[:length] == self._expected[sequence.row][:length], "reads what is not its own"
 
 
-def _prefix_owner(sequence: EngineSequence) -> object:
-    return sequence.seq_id if sequence.prefix_key is None else sequence.prefix_key
+def _contents(sequence: EngineSequence) -> list[int]:
+    """By position: a hash of all up to there, and of the sequence's id if it shares nothing."""
+    shares = sequence.prefix_key is not None
+    owner = (sequence.adapter_key, sequence.prefix_key) if shares else sequence.seq_id
+    contents = [zlib.crc32(f"{owner} {n}".encode()) for n in range(sequence.prefix_length)]
+    for token_id, _ in sequence.tokens:
+        contents.append(hash((contents[-1], token_id)))
+    return contents
 
 
 class FakeSink:

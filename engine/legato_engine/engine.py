@@ -304,20 +304,17 @@ def make_sequence(
     image: PreparedImage | None,
     adapter: Adapter | None = None,
 ) -> Sequence:
-    """A waiting sequence; its prefix is shared unless the request forbids to keep the image.
+    """A waiting sequence; it shares nothing where the request forbids to keep its image.
 
     An adapter changes what the prefix's positions hold, so the prefix is shared under it alone.
     Raises what `ModelFrontend.make_task` raises.
     """
     task = frontend.make_task(request)
-    prefix_key = image.key if image and request.cache_image else None
-    if prefix_key is not None and adapter is not None:
-        prefix_key = f"{prefix_key} {adapter.key}"
     return Sequence(
         seq_id=0,
         request=request,
         task=task,
-        prefix_key=prefix_key,
+        prefix_key=(image.key if image else "") if request.cache_image else None,
         prefix_length=frontend.prefix_length(image is not None),
         prompt=task.prompt,
         pixels=image,

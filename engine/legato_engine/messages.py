@@ -130,22 +130,36 @@ class StepReport(Value, frozen=True):
     predicted_gain: float  # over a blocking loop; 0.1 is a tenth more throughput
 
 
+class KVReport(Value, frozen=True):
+    """Where the pages of the KV cache are, and its counters since the engine started."""
+
+    free: int
+    idle: int  # kept for whoever asks the same, evicted when needed
+    shared: int  # of the cache's, those that several requests hold
+    draft: int  # taken for what is only proposed
+    hit_rate: float  # of all prompt positions, those found instead of computed
+    fragmentation_ratio: float  # of all draft pages, those given back unaccepted
+    preemptions: int
+    recomputed_tokens: int  # positions computed again after a preemption
+
+
 class Load(Value, frozen=True):
     """What the engine holds right now; all zero when idle.
 
-    `prefix_pages`, `images_cached` and `decode_steps` may stay.
+    `prefix_pages`, `images_cached`, `decode_steps` and `kv` may stay.
     """
 
     running: int = 0
     waiting: int = 0
     inflight: int = 0  # launches not yet committed
     rows_used: int = 0
-    pages_used: int = 0  # by live sequences, not counting unreferenced shared prefixes
-    prefix_pages: int = 0  # held by unreferenced shared prefixes, evictable
+    pages_used: int = 0  # by live sequences, what they share counted once
+    prefix_pages: int = 0  # kept of prompts and answers that nobody holds, evictable
     pages_total: int = 0
     adapters_used: int = 0  # adapter slots held by live sequences
     images_cached: int = 0
     decode_steps: StepReport | None = None  # None until one decode step has followed another
+    kv: KVReport | None = None  # None without a KV cache
 
 
 class Heartbeat(Value, frozen=True):

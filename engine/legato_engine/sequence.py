@@ -9,9 +9,18 @@ from typing import Any
 from legato_engine.core import PromptToken, Request
 from legato_engine.tasks import Task
 
+TokenKey = tuple[int, tuple[float, float]]
+"""A token with its payload: what decides its KV, beside the positions before it."""
+
+Keys = tuple[TokenKey, ...]
+
+NO_PAYLOAD = (0.0, 0.0)
+BOS_KEY: TokenKey = (-1, NO_PAYLOAD)
+"""Stands for BOS where no picture follows it; the model alone knows its token."""
+
 
 class SequenceStatus(enum.StrEnum):
-    """Where a sequence stands; it only ever moves down this list."""
+    """Where a sequence stands; it moves down this list, and to WAITING when it is preempted."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -26,13 +35,19 @@ class Sequence:
     The two fields of the zombie rule: `finalized` is set once, when the last token was committed
     or the request was aborted; `inflight_refs` (0, 1 or 2) counts the launches that still name
     this sequence. Pages, row and adapter slot are released when both say so, and only then.
+    `preempted` is set while a live sequence gives up its pages: no launch names it any more, and it
+    waits again once those in flight are committed, with `num_preemptions` one higher.
 
-    `prefix_length` tokens (BOS and image) may be shared with other sequences; they are followed by
-    `len(prompt)` private prompt tokens. The picture may be encoded in parts of its `num_crops`
-    crops; 0 or 1 leaves nothing to split. `adapter_key` names the content of the adapter, empty for
-    none; rows of a batch that have one pay for the largest `adapter_rank` of them. `num_launched`
-    counts the tokens whose sampling was planned, `num_committed` those read back; the difference is
-    at most 2.
+    `prefix_length` positions (BOS and image) come first; `prefix_key` names the image's content, is
+    "" without one, and None for a sequence that shares nothing. What is shared is shared among
+    sequences of one adapter: `adapter_key` names its content, empty for none; rows of a batch that
+    have one pay for the largest `adapter_rank` of them. Behind the prefix stand `tokens`: the
+    prompt and every token committed. The picture may be encoded in parts of its `num_crops` crops; 0 or 1
+    leaves nothing to split. `num_launched` counts the tokens whose sampling was planned,
+    `num_committed` those read back; the difference is at most 2.
+
+    `page_ids` holds the positions before `capacity`, and behind them what is only proposed. Of the
+    positions fed by its prefill `num_cached` were found, and of a first prefill's `cached_tokens`.
     """
 
     seq_id: int
@@ -41,24 +56,33 @@ class Sequence:
     prefix_key: str | None
     prefix_length: int
     prompt: tuple[PromptToken, ...]
-    pixels: Any = None  # prepared image, opaque here; dropped once prefilled or finalized
+    pixels: Any = None  # prepared image, opaque here; kept until finalized, to compute it again
     num_crops: int = 0
-    adapter: Any = None  # its weights, opaque here; dropped with `pixels`
+    adapter: Any = None  # its weights, opaque here; kept until finalized, to write them again
     adapter_key: str = ""
     adapter_rank: int = 0
     adapter_slot: int = 0  # on the device while resources are held, 0 without an adapter
+    tokens: list[TokenKey] = dataclasses.field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     finalized: bool = False
+    preempted: bool = False
+    num_preemptions: int = 0
     inflight_refs: int = 0
     num_launched: int = 0
-    last_position: int = -1  # of the newest launched token: the next decode feeds it
+    last_position: int = -1  # of the newest launched token: the next decode feeds it; -1 until then
     num_committed: int = 0
     row: int = -1  # index into the device's per-row state while resources are held
     page_ids: tuple[int, ...] = ()  # page of position p is page_ids[p // page_size]
+    capacity: int = 0
+    num_cached: int = 0
     cached_tokens: int = 0
     arrival: float = 0.0  # time.monotonic() when the request was accepted
     prefill_start: float = 0.0
     first_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Nothing but the prompt is known."""
+        self.tokens = [(token.token_id, token.payload) for token in self.prompt]
 
     @property
     def prompt_length(self) -> int:
@@ -72,6 +96,31 @@ class Sequence:
         The last generated token is never fed back, so it needs no KV of its own.
         """
         return self.prompt_length + self.task.max_tokens - 1
+
+    @property
+    def length(self) -> int:
+        """Positions whose token is known: the prompt and all that is committed."""
+        return self.prefix_length + len(self.tokens)
+
+    @property
+    def unit_length(self) -> int:
+        """Positions that see each other in both directions, so that only all of them are shared.
+
+        BOS alone is a token like any other.
+        """
+        return self.prefix_length if self.prefix_length > 1 else 0
+
+    def keys(self, start: int, stop: int) -> Keys:
+        """What decides the KV of positions behind the unit.
+
+        What comes beside a sampled token of a task without payloads is left from another launch.
+        """
+        first, num_prompt = max(start - self.prefix_length, 0), len(self.prompt)
+        keys = self.tokens[first : stop - self.prefix_length]
+        if not self.task.has_payload and first + len(keys) > num_prompt:
+            kept = max(num_prompt - first, 0)
+            keys[kept:] = [(token_id, NO_PAYLOAD) for token_id, _ in keys[kept:]]
+        return tuple(keys) if start >= self.prefix_length else (BOS_KEY, *keys)
 
     @property
     def is_zombie(self) -> bool:

@@ -131,6 +131,7 @@ class World:
             pages_total=load.pages_total,
             prefix_pages=load.prefix_pages,
             images_cached=load.images_cached,
+            kv=load.kv,
         )
         self.core.close()
         self.blobs.close()

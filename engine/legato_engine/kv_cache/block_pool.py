@@ -22,6 +22,10 @@ class BlockPool:
         """Pages nobody holds."""
         return len(self._free)
 
+    def free_pages(self) -> tuple[int, ...]:
+        """The pages nobody holds."""
+        return tuple(self._free)
+
     def can_allocate(self, count: int) -> bool:
         """Whether `count` pages are free."""
         return count <= len(self._free)

@@ -6,18 +6,36 @@ import dataclasses
 
 from legato_engine.kv_cache.adapter_slots import NO_ADAPTER, AdapterSlots
 from legato_engine.kv_cache.block_pool import BlockPool
-from legato_engine.kv_cache.prefix_cache import PrefixCache, PrefixEntry
 from legato_engine.kv_cache.prefix_work import PrefixWork
+from legato_engine.kv_cache.radix_tree import Match, Namespace, Node, RadixTree
 from legato_engine.kv_cache.slot_pool import SlotPool
+from legato_engine.messages import KVReport
 from legato_engine.sequence import Sequence
 
 
-class KVCacheManager:
-    """Gives a sequence all it will ever need when it is admitted, and takes it back once.
+@dataclasses.dataclass(slots=True, eq=False)
+class _Holding:
+    """What a sequence holds beside its row.
 
-    A sequence's page table is the full pages of its shared prefix, owned by the prefix's entry,
-    followed by private pages up to `sequence.max_length` positions. A prefix that ends inside a
-    page continues in a private copy of that page. A sequence without prefix key shares nothing.
+    Its table is pages of the tree, `private` ones, and at the end `draft` ones. `node` is the
+    deepest of the tree that has the sequence's own content, None for one that shares nothing; its
+    pages need not be the sequence's, who may have computed the same content at the same time.
+    `source` is the node that it starts from a copy of, held until the copy is enqueued.
+    """
+
+    node: Node | None = None
+    private: set[int] = dataclasses.field(default_factory=set)
+    source: Node | None = None
+    draft: list[int] = dataclasses.field(default_factory=list)
+    forgotten: bool = False  # what it has behind its node must not be found
+
+
+class KVCacheManager:
+    """Gives a sequence pages as it grows, shares what is equal, and takes back what it held.
+
+    A page is free, or the tree's, or private to one sequence, or a draft of one sequence; `check`
+    asserts it. The tree has the pages whose content is known and enqueued: a prompt's full pages
+    from its launch on, an answer's as they fill, and at the end the last one, which may be partial.
     """
 
     def __init__(
@@ -31,12 +49,18 @@ class KVCacheManager:
     ) -> None:
         """`num_pages` counts the scratch page; `max_context` is the model's, in positions."""
         self._pool = BlockPool(num_pages)
-        self._prefixes = PrefixCache(self._pool)
+        self._tree = RadixTree(self._pool, page_size)
         self._rows = SlotPool(num_rows)
         self._adapters = AdapterSlots(num_adapter_slots)
         self._page_size = page_size
+        self._held: dict[Sequence, _Holding] = {}
+        self._num_found = self._num_computed = self._num_recomputed = 0  # positions
+        self._num_drafted = self._num_discarded = 0  # pages
+        self._num_preemptions = 0
         capacity = self._pool.num_usable * page_size
         self.max_length = capacity if max_context is None else min(capacity, max_context)
+
+    # ------------------------------------------------------------ state
 
     @property
     def num_rows(self) -> int:
@@ -65,119 +89,349 @@ class KVCacheManager:
 
     @property
     def pages_used(self) -> int:
-        """Pages held by live sequences and zombies, their prefixes included."""
-        return self._pool.num_usable - self._pool.num_free - self._prefixes.idle_pages
+        """Pages held by live sequences and zombies, what they share counted once."""
+        return self._pool.num_usable - self._pool.num_free - self._tree.idle_pages
 
     @property
     def prefix_pages(self) -> int:
-        """Pages of prefixes that nobody holds; they are evicted when needed."""
-        return self._prefixes.idle_pages
+        """Pages kept for whoever comes with the same tokens; they are evicted when needed."""
+        return self._tree.idle_pages
+
+    def report(self) -> KVReport:
+        """The pool as it is, and its counters since the start."""
+        prompt = self._num_found + self._num_computed
+        drafted = self._num_drafted
+        return KVReport(
+            free=self._pool.num_free,
+            idle=self._tree.idle_pages,
+            shared=self._tree.shared_pages,
+            draft=sum(len(holding.draft) for holding in self._held.values()),
+            hit_rate=self._num_found / prompt if prompt else 0.0,
+            fragmentation_ratio=self._num_discarded / drafted if drafted else 0.0,
+            preemptions=self._num_preemptions,
+            recomputed_tokens=self._num_recomputed,
+        )
+
+    # ------------------------------------------------------------ admission
 
     def fits_ever(self, sequence: Sequence) -> bool:
         """Whether the sequence fits an empty pool and the context."""
         if sequence.max_length > self.max_length:
             return False
-        return self._num_missing(sequence, None) <= self._pool.num_usable
+        tail = sequence.prefix_key is not None and sequence.unit_length % self._page_size > 0
+        return self._pages(sequence.max_length) + tail <= self._pool.num_usable
 
     def can_admit(self, sequence: Sequence) -> bool:
-        """Whether `admit` would succeed now.
+        """Whether `admit` would succeed now, and leave a page for everybody who still grows.
 
-        A sequence whose prefix another one is about to compute waits: next time it is a hit.
+        A sequence whose picture another one is about to compute waits: next time it is a hit.
         """
         if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
-        entry = self._find(sequence)
-        available = self._pool.num_free + self._prefixes.idle_pages
-        if entry is not None:
-            if not entry.ready:
-                return False
-            if entry.refs == 0:
-                available -= len(entry.pages)
-        return self._num_missing(sequence, entry) <= available
+        available = self._pool.num_free + self._tree.idle_pages - self._num_growing()
+        if available <= 0:
+            return False
+        match = self._match(sequence)
+        if match is not None and not match.node.ready:
+            return False
+        return self._fits(sequence, match, available) or (
+            match is not None and self._fits(sequence, self._uncopied(match), available)
+        )
 
     def lacks_adapter_slot(self, sequence: Sequence) -> bool:
         """Whether its adapter has no slot now and can have none until a holder goes."""
         return bool(sequence.adapter_key) and not self._adapters.can_acquire(sequence.adapter_key)
 
     def admit(self, sequence: Sequence) -> PrefixWork:
-        """Set `row`, `page_ids`, `cached_tokens` and `adapter_slot`, having asked `can_admit`."""
+        """Set `row`, `page_ids`, `adapter_slot` and what was found, having asked `can_admit`.
+
+        The pages hold what is to be fed and, if there will be more, the token sampled from it.
+        """
         assert sequence.row < 0, f"sequence {sequence.seq_id} is admitted twice"
-        work = self._admit_prefix(sequence)
+        work = self._admit_pages(sequence)
         if not sequence.adapter_key:
             return work
         adapter = self._adapters.acquire(sequence.adapter_key)
         sequence.adapter_slot = adapter.slot
         return work if adapter.ready else dataclasses.replace(work, write_adapter=True)
 
-    def prefill_launched(self, sequence: Sequence) -> None:
-        """The launch that computes this sequence's prefix is enqueued: others may read it.
+    def _admit_pages(self, sequence: Sequence) -> PrefixWork:
+        match, holding = self._match(sequence), _Holding()
+        if match is not None:
+            available = self._pool.num_free + self._tree.idle_pages
+            fits = self._fits(sequence, match, available)
+            match = match if fits else self._uncopied(match)
+            self._hold(holding, match)
+        self._tree.make_room(self._num_missing(sequence, match))
+        if match is None and sequence.prefix_key is not None:
+            self._hold(holding, self._open(sequence))
+        shared = () if holding.node is None else self._full_pages(holding.node)
+        private = self._pool.allocate(self._num_first_pages(sequence) - len(shared))
+        holding.private.update(private)
+        self._held[sequence] = holding
+        sequence.row = self._rows.allocate()
+        sequence.page_ids = shared + private
+        sequence.capacity = len(sequence.page_ids) * self._page_size
+        self._count_found(sequence, 0 if match is None else match.length)
+        compute: tuple[int, ...] = ()
+        if sequence.num_cached == 0:
+            unit = holding.node.pages if holding.node is not None else ()
+            compute = unit or sequence.page_ids[: self._pages(sequence.prefix_length)]
+        source = holding.source
+        return PrefixWork(compute, None if source is None else (source.pages[-1], private[0]))
+
+    def launched(self, sequence: Sequence) -> None:
+        """The launch that fills its pages is enqueued: those enqueued later may read them.
 
         So they may its adapter, which the same launch has written where it had to be.
         """
-        entry = self._find(sequence)
-        if entry is not None:
-            entry.ready = True
+        holding = self._held[sequence]
+        if holding.source is not None:
+            self._tree.drop(holding.source, sequence.request.priority)
+            holding.source = None
+        if holding.node is not None:
+            for node in holding.node.path:
+                node.ready = True
         if sequence.adapter_key:
             self._adapters.launched(sequence.adapter_key)
+        self._publish(sequence, holding)
 
-    def forget_prefix(self, sequence: Sequence) -> None:
-        """Let nobody join this sequence's prefix; after its last holder it is computed anew."""
-        entry = self._find(sequence)
-        if entry is not None:
-            entry.ready = False
+    # ------------------------------------------------------------ growth
+
+    def grow(self, sequence: Sequence) -> bool:
+        """One page more behind those it has; False when none is free or idle."""
+        holding = self._held[sequence]
+        if holding.draft:
+            page = holding.draft.pop(0)
+        elif self._has_room(1) or self._merge(sequence, holding):
+            (page,) = self._take(1)
+            sequence.page_ids += (page,)
+        else:
+            return False
+        holding.private.add(page)
+        sequence.capacity += self._page_size
+        self._publish(sequence, holding)
+        return True
+
+    def reserve_draft(self, sequence: Sequence, length: int) -> bool:
+        """Hold pages for `length` positions, those behind `capacity` as drafts; all or nothing.
+
+        What is kept gives way to a proposal, what runs does not. `length` is at most
+        `sequence.max_length`.
+        """
+        assert length <= sequence.max_length, f"{length} positions are more than it may ever have"
+        missing = self._pages(length) - len(sequence.page_ids)
+        if missing <= 0:
+            return True
+        if not self._has_room(missing):
+            return False
+        pages = self._take(missing)
+        self._held[sequence].draft.extend(pages)
+        sequence.page_ids += pages
+        self._num_drafted += missing
+        return True
+
+    def commit_to(self, sequence: Sequence, length: int) -> None:
+        """Positions before `length` stand; draft pages with any of them stay, the others go back.
+
+        Whatever is enqueued already may still write to these; whatever takes them is enqueued
+        later. The caller plans nothing behind `capacity` until it reserves again.
+        """
+        draft = self._held[sequence].draft
+        num_committed = len(sequence.page_ids) - len(draft)
+        kept = max(0, self._pages(length) - num_committed)
+        assert kept <= len(draft), f"{length} positions stand without a page"
+        for _ in range(kept):
+            self.grow(sequence)
+        self._num_discarded += len(draft)
+        sequence.page_ids = sequence.page_ids[: num_committed + kept]
+        self._pool.free(draft)
+        draft.clear()
+
+    # ------------------------------------------------------------ the end
+
+    def frees_pages(self, sequence: Sequence) -> bool:
+        """Whether a page would be free or idle without this sequence; borrowed ones would not."""
+        holding = self._held[sequence]
+        return bool(holding.private) or (holding.node is not None and holding.node.holders == 1)
+
+    def forget(self, sequence: Sequence, length: int = 0) -> None:
+        """Let nobody find what it has behind `length` positions; that goes with its last holder."""
+        holding = self._held[sequence]
+        holding.forgotten, node = True, holding.node
+        behind = [] if node is None else [each for each in node.path if each.length > length]
+        if behind:
+            self._tree.forget(behind[-1])
 
     def release(self, sequence: Sequence) -> None:
-        """Take back the row, the private pages, and the shares of the prefix and the adapter."""
+        """Take back the row, all pages and the share of the adapter.
+
+        What may be asked again is kept until it is evicted.
+        """
         assert sequence.row >= 0, f"sequence {sequence.seq_id} holds nothing to release"
-        self._pool.free(sequence.page_ids[self._num_shared(sequence) :])
-        if sequence.prefix_key is not None:
-            self._prefixes.release(sequence.prefix_key)
+        self.commit_to(sequence, 0)
+        holding = self._held.pop(sequence)
+        self._publish(sequence, holding, partial=True)
+        for node in (holding.source, holding.node):
+            if node is not None:
+                self._tree.drop(node, sequence.request.priority)
+        self._pool.free(holding.private)
         if sequence.adapter_key:
             self._adapters.release(sequence.adapter_key)
         self._rows.free(sequence.row)
-        sequence.row = -1
         sequence.adapter_slot = NO_ADAPTER
+        sequence.row = sequence.last_position = -1
         sequence.page_ids = ()
+        sequence.capacity = 0
 
-    def _admit_prefix(self, sequence: Sequence) -> PrefixWork:
-        entry = self._find(sequence)
-        if entry is not None:
-            self._prefixes.acquire(entry)
-            sequence.cached_tokens = entry.length
-        self._prefixes.make_room(self._num_missing(sequence, entry))
-        sequence.row = self._rows.allocate()
+    def preempt(self, sequence: Sequence) -> None:
+        """Release a sequence that will be admitted again."""
+        self.release(sequence)
+        self._num_preemptions += 1
+        sequence.num_preemptions += 1
+
+    # ------------------------------------------------------------ inside
+
+    def check(self) -> None:
+        """Assert that every page has one owner and every table is made of what is held."""
+        nodes = set(self._tree.nodes())
+        owners = [*self._pool.free_pages(), *(page for node in nodes for page in node.pages)]
+        idle = sum(len(node.pages) for node in nodes if node.holders == 0)
+        assert idle == self._tree.idle_pages, "idle pages are miscounted"
+        forgotten: set[Node] = set()
+        for sequence, holding in self._held.items():
+            owners += [*holding.private, *holding.draft]
+            held = [node for node in (holding.node, holding.source) if node is not None]
+            forgotten.update(each for node in held for each in node.path if each not in nodes)
+            table, num_draft = sequence.page_ids, len(holding.draft)
+            assert len(set(table)) == len(table), "a page is listed twice"
+            assert table[len(table) - num_draft :] == tuple(holding.draft), "drafts are not last"
+            assert holding.private <= set(table), "holds a page that it does not list"
+            assert sequence.capacity == (len(table) - num_draft) * self._page_size
+        owners += [page for node in forgotten for page in node.pages]
+        assert sorted(owners) == list(range(1, self.pages_total + 1)), "a page has not one owner"
+
+    def _publish(self, sequence: Sequence, holding: _Holding, *, partial: bool = False) -> None:
+        """Put pages whose content is known and enqueued into the tree.
+
+        Where the tree has the same content already, and others hold that, both keep their page.
+        """
+        node, size = holding.node, self._page_size
+        if node is None or not node.attached or holding.forgotten:
+            return
+        known = min(sequence.length, sequence.last_position)
+        while node.length < known:
+            stop = (node.length // size + 1) * size
+            if stop > known and not partial:
+                break
+            stop = min(stop, known)
+            page = sequence.page_ids[node.length // size]
+            child = self._tree.extend(node, sequence.keys(node.length, stop), page)
+            self._tree.hold(child, above=node)
+            holding.node = node = child
+            if child.pages == (page,):
+                holding.private.discard(page)
+            elif child.holders == 1:
+                self._swap(holding, child, page)
+
+    def _merge(self, sequence: Sequence, holding: _Holding) -> bool:
+        """Free the pages that it computed although the tree had them; whether there was one.
+
+        So whoever is alone needs no more pages than its positions fill, see `fits_ever`.
+        """
+        path = [] if holding.node is None else list(holding.node.path)[:-1]
+        doubles = [
+            (node, page)
+            for node in path
+            if node.holders == 1
+            and (page := sequence.page_ids[(node.length - 1) // self._page_size]) not in node.pages
+        ]
+        for node, page in doubles:
+            self._swap(holding, node, page)
+        return bool(doubles)
+
+    def _swap(self, holding: _Holding, node: Node, page: int) -> None:
+        """Give the tree the holder's own page in place of one with the same content."""
+        holding.private.remove(page)
+        self._pool.free(node.pages)
+        node.pages = (page,)
+
+    def _match(self, sequence: Sequence) -> Match | None:
+        """What the tree has of it, all but the last position, which must be fed to sample."""
         if sequence.prefix_key is None:
-            sequence.page_ids = self._pool.allocate(self._num_table_pages(sequence))
-            return PrefixWork(sequence.page_ids[: self._pages(sequence.prefix_length)])
-        compute: tuple[int, ...] = ()
-        if entry is None:
-            length = sequence.prefix_length
-            entry = self._prefixes.create(sequence.prefix_key, length, self._pages(length))
-            compute = entry.pages
-        return PrefixWork(compute, self._extend(sequence, entry))
+            return None
+        root = self._tree.root(_namespace(sequence))
+        if root is None:
+            return None
+        assert root.length == sequence.unit_length, f"{root.namespace} has two lengths"
+        return self._tree.match(root, sequence, sequence.length - 1)
 
-    def _extend(self, sequence: Sequence, entry: PrefixEntry) -> tuple[int, int] | None:
-        """Build the page table behind the entry's full pages; the copy of its last, if partial."""
-        assert entry.length == sequence.prefix_length, f"prefix {entry.key} has two lengths"
-        shared = self._num_shared(sequence)
-        private = self._pool.allocate(self._num_table_pages(sequence) - shared)
-        sequence.page_ids = entry.pages[:shared] + private
-        return (entry.pages[-1], private[0]) if entry.length % self._page_size else None
+    def _uncopied(self, match: Match) -> Match:
+        """The same without the page to copy, which needs room beside the copy."""
+        tail = match.node.length % self._page_size > 0
+        return Match(match.node, match.node.length, match.node if tail else None)
 
-    def _find(self, sequence: Sequence) -> PrefixEntry | None:
-        return None if sequence.prefix_key is None else self._prefixes.find(sequence.prefix_key)
+    def _fits(self, sequence: Sequence, match: Match | None, available: int) -> bool:
+        """Whether so many pages, of which some are idle and to be held, are enough."""
+        if match is not None:
+            needed = {*match.node.path, match.source or match.node}
+            available -= sum(len(node.pages) for node in needed if node.holders == 0)
+        return self._num_missing(sequence, match) <= available
 
-    def _num_missing(self, sequence: Sequence, entry: PrefixEntry | None) -> int:
-        """Pages to allocate: the private ones, and the prefix's own when nobody has computed it."""
-        private = self._num_table_pages(sequence) - self._num_shared(sequence)
-        computes = sequence.prefix_key is not None and entry is None
-        return private + (self._pages(sequence.prefix_length) if computes else 0)
+    def _open(self, sequence: Sequence) -> Match:
+        """A root where there is none yet; the sequence will compute its unit."""
+        length = sequence.unit_length
+        root = self._tree.open_root(_namespace(sequence), length, self._pages(length))
+        return Match(root, length, root if length % self._page_size else None)
 
-    def _num_shared(self, sequence: Sequence) -> int:
-        return 0 if sequence.prefix_key is None else sequence.prefix_length // self._page_size
+    def _hold(self, holding: _Holding, match: Match) -> None:
+        holding.node, holding.source = match.node, match.source
+        for node in (match.node, match.source):
+            if node is not None:
+                self._tree.hold(node)
 
-    def _num_table_pages(self, sequence: Sequence) -> int:
-        return self._pages(sequence.max_length)
+    def _full_pages(self, node: Node) -> tuple[int, ...]:
+        """The pages of a path, without one that a unit fills in part."""
+        *below, root = node.path
+        full = root.pages[: root.length // self._page_size]
+        return full + tuple(page for each in reversed(below) for page in each.pages)
+
+    def _take(self, count: int) -> tuple[int, ...]:
+        self._tree.make_room(count)
+        return self._pool.allocate(count)
+
+    def _has_room(self, count: int) -> bool:
+        return count <= self._pool.num_free + self._tree.idle_pages
+
+    def _num_growing(self) -> int:
+        return sum(each.capacity < each.max_length for each in self._held if not each.finalized)
+
+    def _num_first_pages(self, sequence: Sequence) -> int:
+        return self._pages(min(sequence.length + 1, sequence.max_length))
+
+    def _num_missing(self, sequence: Sequence, match: Match | None) -> int:
+        """Pages to allocate: private ones, and a unit's own when nobody has computed it."""
+        first = self._num_first_pages(sequence)
+        if match is not None:
+            return first - match.node.length // self._page_size
+        if sequence.prefix_key is None:
+            return first
+        unit = sequence.unit_length
+        return first - unit // self._page_size + self._pages(unit)
+
+    def _count_found(self, sequence: Sequence, num_found: int) -> None:
+        sequence.num_cached = num_found
+        if sequence.num_preemptions:
+            self._num_recomputed += sequence.length - num_found
+            return
+        sequence.cached_tokens = num_found
+        self._num_found += num_found
+        self._num_computed += sequence.length - num_found
 
     def _pages(self, length: int) -> int:
         return -(-length // self._page_size)
+
+
+def _namespace(sequence: Sequence) -> Namespace:
+    assert sequence.prefix_key is not None, "what shares nothing has no namespace"
+    return Namespace(sequence.adapter_key, sequence.prefix_key)

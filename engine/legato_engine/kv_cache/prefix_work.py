@@ -7,11 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefixWork:
-    """What a sequence's launches must do about its shared prefix before its own prompt.
+    """What a sequence's launches must do before the first token that is fed.
 
     `compute_pages` are the pages to fill by running the prefix (image miss, or no image), empty on
-    a hit. `copy_tail` is (source page, destination page): the prefix's last page is only partly
-    full, so each sequence continues in a private copy; None when the prefix ends on a page border.
+    a hit. `copy_tail` is (source page, destination page): what is shared ends inside that page, so
+    the sequence continues in a private copy; None when it ends on a page border.
 
     `first_crop` counts the picture's crops that earlier launches have encoded. An encode goes on to
     `stop_crop` (not included) and no further; a prefill encodes all that are left, and its

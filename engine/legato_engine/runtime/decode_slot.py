@@ -6,7 +6,7 @@ the commit that reads `outputs.host`; nobody else may touch it in between.
 `staged` says of each token of a step where it stands: its `row` and `position`, the
 `sample_position` of the token sampled from it, its `source` (the row whose last token it is, or -1:
 the `token` and `payload` beside it), and `fresh`, the first position of its sequence that the step
-writes.
+writes. `grown` names entries of the page table, row * M + index, that its launch fills first.
 
 Shape legend: R rows of a full batch, M pages of a full context, D text width, V vocabulary.
 """
@@ -46,6 +46,7 @@ class DecodeSlot:
         self.staged = StagingBuffer(
             device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PROMPT_CHUNKS
         )
+        self.grown = StagingBuffer(device, {"entry": rows, "page": rows})
         self.constraint = StagingBuffer(device, {"constraint": rows})
         self.prompt = StagingBuffer(
             device,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from legato_engine.core import PromptToken
 from legato_engine.device.base import Device
 from legato_engine.kernels.cuda.sampling import Sampler
 from legato_engine.layers.lora import AdapterBank
@@ -28,10 +27,11 @@ from legato_engine.models.model import (
 from legato_engine.runtime.decode_slot import MAX_PROMPT_CHUNKS, DecodeSlot
 from legato_engine.runtime.decode_step import DecodeStep
 from legato_engine.runtime.logprobs import LogprobStep
-from legato_engine.runtime.prefill_step import PrefillStep, stage_prefill
+from legato_engine.runtime.prefill_step import PrefillStep, fed_tokens, stage_prefill
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table
 from legato_engine.scheduler.launch import Row
+from legato_engine.sequence import NO_PAYLOAD, TokenKey
 
 Work = Callable[[], None]
 
@@ -75,6 +75,7 @@ class FusedProgram:
         """
         for slot in range(len(self._slots)):
             self._submit("admit", slot)
+            self.grow(slot)
             for bucket in self.buckets:
                 for rank in self._ranks:
                     self.decode(slot, bucket, rank)
@@ -90,6 +91,10 @@ class FusedProgram:
     def decode(self, slot: int, bucket: int, rank: int) -> None:
         """See `program.Program`."""
         self._submit("forward", slot, bucket, rank)
+
+    def grow(self, slot: int) -> None:
+        """See `program.Program`."""
+        self._submit("grow", slot)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         """See `program.Program`; every row knows by itself whether it is greedy."""
@@ -109,10 +114,10 @@ class FusedProgram:
         if row.sequence.adapter_key:
             self._prefill_adapted(slot, row, step)
             return
-        tokens, start = row.sequence.prompt, row.position
+        tokens, start = fed_tokens(row), row.position
         if row.prefix.compute_pages:
             if row.sequence.pixels is None:
-                tokens, start = (PromptToken(self._model.bos_token), *tokens), 0
+                tokens, start = [(self._model.bos_token, NO_PAYLOAD), *tokens], 0
             else:
                 self._prefix(slot, row, step)
         compute.submit(step.copy_tail)
@@ -166,15 +171,15 @@ class FusedProgram:
             compute.submit(lambda: encoder.give(first, stop))
 
     def _stage_chunk(
-        self, slot: DecodeSlot, chunk: int, row: Row, tokens: Sequence[PromptToken], start: int
+        self, slot: DecodeSlot, chunk: int, row: Row, tokens: Sequence[TokenKey], start: int
     ) -> int:
         """Stage consecutive prompt tokens, the last of them first; returns the bucket."""
         count = len(tokens)
         bucket = next(bucket for bucket in self.buckets if bucket >= count)
         staged = slot.staged.hosts[chunk]
         order = [count - 1, *range(count - 1)]
-        staged["token"][:count] = [tokens[i].token_id for i in order]
-        staged["payload"][:count] = [tokens[i].payload for i in order]
+        staged["token"][:count] = [tokens[i][0] for i in order]
+        staged["payload"][:count] = [tokens[i][1] for i in order]
         staged["position"][:count] = np.array(order) + start
         staged["row"][:count] = row.sequence.row
         staged["fresh"][:count] = start
@@ -193,6 +198,7 @@ class FusedProgram:
         if key not in self._graphs:
             make: dict[str, Callable[..., Work]] = {
                 "admit": self._admit_work,
+                "grow": self._grow_work,
                 "forward": self._forward_work,
                 "sample": self._sample_work,
                 "logprobs": self._logprobs_work,
@@ -204,6 +210,9 @@ class FusedProgram:
 
     def _admit_work(self, slot: int) -> Work:
         return lambda: self._state.admit(self._slots[slot])
+
+    def _grow_work(self, slot: int) -> Work:
+        return lambda: self._state.grow(self._slots[slot])
 
     def _forward_work(self, slot: int, bucket: int, rank: int) -> Work:
         buffers, state = self._slots[slot], self._state

@@ -60,6 +60,8 @@ class ModelRunner:
     ) -> None:
         """`adapters` is where rows find theirs; without it no row has one."""
         max_pages = -(-model.max_context // kv.page_size)
+        self._max_pages = max_pages
+        self._page_size = kv.page_size
         self._device = device
         self._state = RowState(max_running, max_pages, device.torch_device)
         self._slots = tuple(
@@ -93,6 +95,8 @@ class ModelRunner:
             for field in ("row", "source"):
                 slot.staged.host[field].fill(self._state.scratch_row)
             slot.prompt.host["row"].fill(self._state.scratch_row)
+            slot.grown.host["entry"].fill(self._state.scratch_row * self._max_pages)
+            slot.grown.upload(self._device.compute)
             slot.staged.upload(self._device.compute)
             slot.prompt.upload(self._device.compute)
         self._program.warm_up()
@@ -107,6 +111,7 @@ class ModelRunner:
             self._stage_rows(slot, rows, bucket)
             flight.forward_start = compute.record(flight.forward_start)
             slot.staged.upload(compute)
+            self._grow(launch.slot, rows)
             self._program.decode(launch.slot, bucket, self._rank(rows))
         else:
             assert len(rows) == 1, "a prefill is one sequence: its slot stages one prompt"
@@ -170,6 +175,22 @@ class ModelRunner:
         if self._adapters is None:
             return 0
         return self._adapters.bucket(max(row.sequence.adapter_rank for row in rows))
+
+    def _grow(self, index: int, rows: Sequence[Row]) -> None:
+        """Tell the device of the pages that this decode is the first to name."""
+        size = self._page_size
+        grown = [row for row in rows if row.position % size == 0]
+        if not grown:
+            return
+        staged = self._slots[index].grown
+        staged.host["entry"].fill(self._state.scratch_row * self._max_pages)
+        staged.host["page"].fill(0)
+        for place, (sequence, position, _, _) in enumerate(grown):
+            page = position // size
+            staged.host["entry"][place] = sequence.row * self._max_pages + page
+            staged.host["page"][place] = sequence.page_ids[page]
+        staged.upload(self._device.compute)
+        self._program.grow(index)
 
     def _stage_rows(self, slot: DecodeSlot, rows: Sequence[Row], bucket: int) -> None:
         """One token a row, the last that it sampled; the rest of the bucket is padding."""

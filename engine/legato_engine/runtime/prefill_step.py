@@ -1,4 +1,4 @@
-"""The device work of a prefill: shared prefix if it is missing, then the private prompt."""
+"""The device work of a prefill: the prefix if it is missing, then what was not found behind it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from legato_engine.models.model import Adapter, KVCache, Model, PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.row_state import RowState
 from legato_engine.scheduler.launch import Row
+from legato_engine.sequence import TokenKey
+
+
+def fed_tokens(row: Row) -> list[TokenKey]:
+    """What a prefill feeds behind the prefix: of the prompt, and of an answer that is resumed."""
+    first = row.position - row.sequence.prefix_length
+    return row.sequence.tokens[first : first + row.num_tokens]
+
 
 if TYPE_CHECKING:
     import torch  # for annotations
 
 
 def stage_prefill(slot: DecodeSlot, row: Row, scratch_row: int) -> None:
-    """Fill the slot's prompt buffer with one sequence's prompt, pages and sampling constants.
+    """Fill the slot's prompt buffer with what is fed, the pages and the sampling constants.
 
-    Its first staged row becomes the prompt's last token, which is the one that is sampled from; the
+    Its first staged row becomes the last token fed, which is the one that is sampled from; the
     others are padding.
     """
     sequence = row.sequence
@@ -25,9 +33,9 @@ def stage_prefill(slot: DecodeSlot, row: Row, scratch_row: int) -> None:
     slot.staged.host["row"][0] = sequence.row
     slot.staged.host["sample_position"][0] = row.position + row.num_tokens
     staged = slot.prompt.host
-    count = len(sequence.prompt)
-    staged["token"][:count] = [token.token_id for token in sequence.prompt]
-    staged["payload"][:count] = [token.payload for token in sequence.prompt]
+    tokens = fed_tokens(row)
+    staged["token"][: len(tokens)] = [token_id for token_id, _ in tokens]
+    staged["payload"][: len(tokens)] = [payload for _, payload in tokens]
     staged["prefix_pages"][: len(row.prefix.compute_pages)] = row.prefix.compute_pages
     staged["pages"].fill(0)
     staged["pages"][: len(sequence.page_ids)] = sequence.page_ids
@@ -43,7 +51,7 @@ def stage_prefill(slot: DecodeSlot, row: Row, scratch_row: int) -> None:
 class PrefillStep:
     """One sequence's prefill over one slot's buffers.
 
-    The prefix and the prompt are always two passes, so a cached prefix gives the same bits as a
+    The prefix and what follows are always two passes, so a cached prefix gives the same bits as a
     fresh one. Values are taken from the sequence when this is made, on the scheduler's thread.
     """
 
@@ -63,7 +71,7 @@ class PrefillStep:
         self._pixels = row.sequence.pixels
         self._prefix = row.prefix
         self._start = row.position
-        self._count = len(row.sequence.prompt)
+        self._count = row.num_tokens
         self._num_pages = len(row.sequence.page_ids)
         self._adapter_slot = row.sequence.adapter_slot
         self._adapter: Adapter | None = row.sequence.adapter if row.prefix.write_adapter else None
@@ -98,7 +106,7 @@ class PrefillStep:
         self._model.prefill(x_PD, span, self._kv)
 
     def copy_tail(self) -> None:
-        """Give the sequence its own copy of a page that the prefix fills only in part."""
+        """Give the sequence its own copy of a page that it shares only in part."""
         if self._prefix.copy_tail is not None:
             source, destination = self._prefix.copy_tail
             self._kv.k_LNHSE[:, destination].copy_(self._kv.k_LNHSE[:, source])

@@ -25,6 +25,10 @@ class Program(Protocol):
         """One forward over the staged rows; adapters of at most `rank`, none if that is 0."""
         ...
 
+    def grow(self, slot: int) -> None:
+        """Add pages to rows of the table, ahead of the forward that writes to them."""
+        ...
+
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         """Choose a token per row; `sampled` if any row is not greedy, `payload` if any has one."""
         ...

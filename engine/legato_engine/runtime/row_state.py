@@ -1,8 +1,8 @@
 """What the device remembers of every live sequence between launches.
 
 The sampled token is written here and read here by the next forward: it never leaves the device on
-its way. What is constant in a sequence's life (pages, adapter slot, sampling) is written once, by
-its prefill.
+its way. What is constant in a sequence's life (adapter slot, sampling, the pages it starts with) is
+written once, by its prefill; a page that comes later is written by the first launch that names it.
 
 Shape legend: R rows (one more than can be live: the last is scratch for padding), M pages.
 """
@@ -42,3 +42,11 @@ class RowState:
         self.top_k_R.index_copy_(0, row_1, staged["top_k"])
         self.temperature_R.index_copy_(0, row_1, staged["temperature"])
         self.top_p_R.index_copy_(0, row_1, staged["top_p"])
+
+    def grow(self, slot: DecodeSlot) -> None:
+        """Add the slot's staged pages to the table; runs on the compute stream.
+
+        Only fixed addresses: can be captured.
+        """
+        staged = slot.grown.device
+        self.page_table_RM.view(-1).index_copy_(0, staged["entry"], staged["page"])

@@ -46,6 +46,7 @@ class TorchProgram:
             device.torch_device
         )
         self._forwards: dict[tuple[int, int, int], Callable[[], None]] = {}
+        self._grows: dict[int, Callable[[], None]] = {}
         self._samples: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
         self._logprobs: dict[tuple[int, int, bool], Callable[[], None]] = {}
 
@@ -54,6 +55,7 @@ class TorchProgram:
         log-probabilities.
         """
         for slot in range(len(self._slots)):
+            self.grow(slot)
             for bucket in self.buckets:
                 for rank in self._ranks:
                     self.decode(slot, bucket, rank)
@@ -69,6 +71,13 @@ class TorchProgram:
         if key not in self._forwards:
             self._forwards[key] = self._capture(self._step(slot, bucket, rank).forward)
         self._device.compute.submit(self._forwards[key])
+
+    def grow(self, slot: int) -> None:
+        """See `program.Program`."""
+        if slot not in self._grows:
+            buffers = self._slots[slot]
+            self._grows[slot] = self._capture(lambda: self._state.grow(buffers))
+        self._device.compute.submit(self._grows[slot])
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         """See `program.Program`."""

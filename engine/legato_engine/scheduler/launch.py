@@ -38,7 +38,8 @@ class Row(NamedTuple):
 
     `position` is the absolute position of the first private input token of this launch: for decode
     the single token fed (sampled by an earlier launch, read on the device), for prefill the first
-    prompt token after the prefix. The token sampled sits at `position + num_tokens`. An encode
+    after the prefix that was not found. A decode that feeds the first position of a page is the
+    first launch to name that page. The token sampled sits at `position + num_tokens`. An encode
     feeds no token: its `num_tokens` is 0, and its `prefix` names the crops.
     """
 
@@ -64,7 +65,7 @@ class Plan:
     def constrained(self) -> bool:
         """Whether sampling must wait for the commit of the previous launch.
 
-        A prefill's first constraint is known from the start, so it never waits.
+        A prefill's is known when it is planned, as nothing of its sequence is in flight.
         """
         if self.kind is LaunchKind.DECODE:
             for row in self.rows:

@@ -67,8 +67,8 @@ class Pipeline:
     def commit(self, launch: Launch) -> list[Sequence]:
         """Its tokens have been read: free the slot, drop the references.
 
-        Returns the sequences that nothing in flight names any more and that are finalized: their
-        resources are the caller's to release, now.
+        Returns the sequences that nothing in flight names any more and that are finalized or
+        preempted: their resources are the caller's to release, now.
         """
         assert launch is self.oldest(), f"launch {launch.launch_id} is not the oldest in flight"
         assert launch.phase is Phase.SAMPLED, f"launch {launch.launch_id} commits unsampled"
@@ -80,6 +80,6 @@ class Pipeline:
             sequence = row.sequence
             sequence.inflight_refs -= 1
             assert sequence.inflight_refs >= 0, f"sequence {sequence.seq_id} has negative refs"
-            if sequence.finalized and sequence.inflight_refs == 0:
+            if sequence.inflight_refs == 0 and (sequence.finalized or sequence.preempted):
                 releasable.append(sequence)
         return releasable

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from legato_engine.scheduler.decode import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.scheduler.prefill import PrefillPlanner
-from legato_engine.sequence import Sequence
+from legato_engine.scheduler.running import Running
 
 
 class Planner:
@@ -27,21 +25,23 @@ class Planner:
     """
 
     def __init__(
-        self, prefill: PrefillPlanner, *, prefills_per_decode: int, crops_per_launch: int
+        self,
+        prefill: PrefillPlanner,
+        running: Running,
+        *,
+        prefills_per_decode: int,
+        crops_per_launch: int,
     ) -> None:
         assert crops_per_launch >= 0, f"{crops_per_launch} crops per launch"
         self._prefill = prefill
-        self._decode = DecodePlanner()
+        self._decode = DecodePlanner(running)
         self._prefills_per_decode = prefills_per_decode
         self._crops_per_launch = crops_per_launch
         self._streak = 0  # encodes and prefills planned since the last decode
 
-    def plan(self, running: Iterable[Sequence]) -> Plan | None:
-        """What runs next; the plan must be launched. `running` are those admitted, not finalized.
-
-        None when neither side has anything that can run.
-        """
-        decode = self._decode.plan(running)
+    def plan(self) -> Plan | None:
+        """What runs next, None when neither side has anything; a plan must be launched."""
+        decode = self._decode.plan()
         plan = decode
         if self._prefill.due and (decode is None or self._streak < self._prefills_per_decode):
             max_crops = self._crops_per_launch if _streams(decode) else 0

@@ -93,4 +93,6 @@ class PrefillPlanner:
 
 
 def _prefill_row(sequence: Sequence, work: PrefixWork) -> Row:
-    return Row(sequence, sequence.prefix_length, len(sequence.prompt), work)
+    """Feed what is not found: the rest of the prompt, and of the answer after a preemption."""
+    position = max(sequence.num_cached, sequence.prefix_length)
+    return Row(sequence, position, sequence.length - position, work)

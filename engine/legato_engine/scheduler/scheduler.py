@@ -23,6 +23,7 @@ from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
 from legato_engine.scheduler.runner import Runner
+from legato_engine.scheduler.running import Running
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import Observer, StepRecord
 from legato_engine.scheduler.waiting import WaitingQueue
@@ -71,8 +72,10 @@ class Scheduler:
         self._observer = observer
         self._queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=priority_seconds)
         self._prefill = PrefillPlanner(manager, self._queue, max_prefill_rows=max_prefill_rows)
+        self._running = Running(manager, self._queue)
         self._planner = Planner(
             self._prefill,
+            self._running,
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=crops_per_launch,
         )
@@ -84,7 +87,6 @@ class Scheduler:
             max_waiting_per_tenant=max_waiting_per_tenant,
         )
         self._live: dict[str, Sequence] = {}  # by request id: all that are not finalized
-        self._running: dict[Sequence, None] = {}  # of these, those that hold a row; in order
         self._records: deque[StepRecord] = deque()  # one per launch in flight, same order
         self._next_deadline = math.inf  # no live sequence has an earlier one
         self.steps_committed = 0
@@ -125,7 +127,7 @@ class Scheduler:
         now = self._clock.now()
         if sequence.num_committed == 0:
             sequence.first_token = now
-        if sequence.status is SequenceStatus.WAITING:
+        if sequence.status is SequenceStatus.WAITING and not sequence.num_preemptions:
             sequence.prefill_start = now
             self._sink.started(sequence)
         if not sequence.finalized:
@@ -148,7 +150,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that no launch has named yet."""
+        """Sequences without a row."""
         return len(self._prefill)
 
     def position(self, sequence: Sequence) -> int:
@@ -170,6 +172,7 @@ class Scheduler:
             prefix_pages=self._manager.prefix_pages,
             pages_total=self._manager.pages_total,
             adapters_used=self._manager.adapters_used,
+            kv=self._manager.report(),
         )
 
     # ------------------------------------------------------------ the tick
@@ -211,7 +214,7 @@ class Scheduler:
     def _launch(self) -> Launch | None:
         """Plan and enqueue the next forward; every tick leaves a slot free for it."""
         plan_start = self._clock.perf_ns()
-        plan = self._planner.plan(self._running)
+        plan = self._planner.plan()
         if plan is None:
             return None
         plan_end = self._clock.perf_ns()
@@ -230,16 +233,15 @@ class Scheduler:
         sequences = [row.sequence for row in launch.plan.rows]
         if launch.plan.kind is LaunchKind.PREFILL:
             for sequence in sequences:
-                sequence.pixels = sequence.adapter = None
-                self._manager.prefill_launched(sequence)
+                self._manager.launched(sequence)
         starting = [s for s in sequences if s.status is SequenceStatus.WAITING]
         now = self._clock.now()
         for sequence in starting:
             sequence.status = SequenceStatus.PREFILLING
-            sequence.prefill_start = now
-            self._running[sequence] = None
+            self._running.add(sequence)
         for sequence in starting:
-            if not sequence.finalized:
+            if not (sequence.finalized or sequence.num_preemptions):
+                sequence.prefill_start = now
                 self._sink.started(sequence)
 
     def _sample(self, launch: Launch) -> None:
@@ -258,25 +260,35 @@ class Scheduler:
         record.wait_start = self._clock.perf_ns()
         tokens = self._runner.collect(launch)
         record.wait_end = self._clock.perf_ns()
+        prefill = launch.plan.kind is LaunchKind.PREFILL
         for row, token in zip(launch.plan.sampled_rows, tokens, strict=True):
             sequence = row.sequence
             if sequence.finalized:
                 record.zombies += 1
-            else:
-                self._consume(sequence, token)
+                continue
+            if prefill:
+                self._prefilled(sequence, token)
+            self._consume(sequence, token)
         for sequence in self._pipeline.commit(launch):
-            self._manager.release(sequence)
+            self._running.settle(sequence)
         self.steps_committed += 1
         record.commit_end = self._clock.perf_ns()
         if self._observer is not None:
             self._observer.committed(record)
 
+    def _prefilled(self, sequence: Sequence, token: SampledToken) -> None:
+        """Note what the commit of a prefill makes true of a live sequence."""
+        sequence.status = SequenceStatus.RUNNING
+        if token.token_id == NOT_FINITE:  # what it read may be what is broken
+            self._manager.forget(sequence)
+        elif sequence.num_committed == 0:
+            sequence.first_token = self._clock.now()
+
     def _consume(self, sequence: Sequence, token: SampledToken) -> None:
         """Commit one token of a live sequence, and end it when the token does."""
         task = sequence.task
         if token.token_id == NOT_FINITE:
-            if sequence.num_committed == 0:  # its prefill's: the prefix may be what is broken
-                self._manager.forget_prefix(sequence)
+            self._manager.forget(sequence, sequence.prompt_length)
             self._fail(sequence, InternalError("non-finite logits", reason="NUMERIC"))
             return
         try:
@@ -285,10 +297,8 @@ class Scheduler:
             log.exception("task of request %s failed", sequence.request.request_id)
             self._fail(sequence, InternalError("the task could not read its tokens"))
             return
-        if sequence.num_committed == 0:
-            sequence.status = SequenceStatus.RUNNING
-            sequence.first_token = self._clock.now()
         sequence.num_committed += 1
+        sequence.tokens.append((token.token_id, token.payload))
         if events:
             self._sink.delta(sequence, events)
         if task.finish_reason is not None or sequence.num_committed == task.max_tokens:
@@ -313,12 +323,10 @@ class Scheduler:
         assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
         sequence.finalized = True
         del self._live[sequence.request.request_id]
-        if sequence.num_launched == 0:
+        if sequence.last_position < 0:
             self._prefill.remove(sequence)
         if sequence.status is not SequenceStatus.WAITING:
-            del self._running[sequence]
-            if sequence.inflight_refs == 0:
-                self._manager.release(sequence)
+            self._running.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         # Observers may keep the launch, and it the sequence.
         sequence.pixels = sequence.adapter = None

@@ -1,4 +1,4 @@
-"""Admission and release."""
+"""Admission, growth, sharing, drafts and release."""
 
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -22,8 +22,32 @@ def admit(manager: KVCacheManager, admitted: Sequence) -> PrefixWork:
     """Ask, admit and launch."""
     assert manager.can_admit(admitted)
     work = manager.admit(admitted)
-    manager.prefill_launched(admitted)
+    manager.check()
+    launch(manager, admitted)
     return work
+
+
+def launch(manager: KVCacheManager, admitted: Sequence) -> None:
+    """Its prefill is enqueued."""
+    admitted.last_position = admitted.length
+    manager.launched(admitted)
+    manager.check()
+
+
+def decode(manager: KVCacheManager, decoding: Sequence, *token_ids: int) -> None:
+    """Commit tokens one by one, each fed at once; pages come as they are needed."""
+    for token_id in token_ids:
+        decoding.tokens.append((token_id, (0.0, 0.0)))
+        if decoding.last_position >= decoding.capacity:
+            assert manager.grow(decoding)
+        decoding.last_position += 1
+        manager.check()
+
+
+def release(manager: KVCacheManager, ended: Sequence) -> None:
+    """It ends."""
+    manager.release(ended)
+    manager.check()
 
 
 def test_a_miss_on_a_page_border_shares_all_prefix_pages() -> None:
@@ -33,7 +57,7 @@ def test_a_miss_on_a_page_border_shares_all_prefix_pages() -> None:
     work = admit(manager, first)
     assert first.page_ids[:2] == work.compute_pages
     assert work.copy_tail is None
-    assert len(first.page_ids) == 3  # 12 positions
+    assert len(first.page_ids) == 3  # 11 positions
     assert (first.cached_tokens, manager.pages_used) == (0, 3)
 
 
@@ -59,7 +83,7 @@ def test_a_partial_last_page_is_copied_by_miss_and_hit() -> None:
     assert first.page_ids[2] not in work.compute_pages
     hit = admit(manager, second)
     assert hit == PrefixWork((), (work.compute_pages[2], second.page_ids[2]))
-    assert manager.pages_used == 3 + 2 * 2  # 13 positions: 4 pages, 2 of them shared
+    assert manager.pages_used == 3 + 2  # 12 positions: 3 pages, 2 of them shared
 
 
 def test_a_prefix_shorter_than_a_page_shares_only_through_its_copy() -> None:
@@ -91,42 +115,197 @@ def test_the_last_token_needs_no_page() -> None:
     assert len(small.page_ids) == 1
 
 
-def test_release_leaves_the_prefix_for_the_next() -> None:
-    """After its last holder the prefix stays, evictable, and the next one hits it."""
+def test_release_leaves_all_that_is_known_for_the_next() -> None:
+    """After its last holder the prefix, the prompt and the answer stay, evictable."""
     manager = KVCacheManager(17, PAGE, 2)
     first = sequence(0, 9)
     admit(manager, first)
-    manager.release(first)
-    assert (manager.pages_used, manager.prefix_pages, manager.rows_used) == (0, 3, 0)
+    decode(manager, first, 7, 8)
+    release(manager, first)
+    assert (manager.pages_used, manager.prefix_pages, manager.rows_used) == (0, 3 + 2, 0)
     assert (first.row, first.page_ids) == (-1, ())
     second = sequence(1, 9)
     assert admit(manager, second).compute_pages == ()
-    assert (manager.pages_used, manager.prefix_pages) == (5, 0)
+    assert (second.cached_tokens, second.num_cached) == (10, 10)
+    assert manager.pages_used == 3 + 1
 
 
-def test_idle_prefixes_are_evicted_when_pages_are_needed() -> None:
-    """An idle prefix never keeps a sequence out."""
+def test_pages_come_as_the_sequence_grows() -> None:
+    """Admission gives what is fed and the first token; then a page comes for every four tokens."""
+    manager = KVCacheManager(17, PAGE, 1)
+    one = sequence(0, 1, None, max_tokens=20)
+    admit(manager, one)
+    assert (len(one.page_ids), one.capacity) == (1, 4)
+    assert manager.grow(one)
+    assert (len(one.page_ids), one.capacity) == (2, 8)
+    release(manager, one)
+    assert (one.capacity, manager.pages_used, manager.prefix_pages) == (0, 0, 0)
+
+
+def test_growth_evicts_and_fails_when_nothing_is_left() -> None:
+    """What is kept gives way; pages that somebody holds do not."""
+    manager = KVCacheManager(5, PAGE, 2)
+    kept = sequence(0, 1, "", prompt=7)
+    admit(manager, kept)
+    release(manager, kept)
+    assert manager.prefix_pages == 2
+    one = sequence(1, 1, None, prompt=6, max_tokens=9)
+    admit(manager, one)
+    assert manager.grow(one)
+    assert manager.grow(one)
+    assert manager.prefix_pages == 0
+    assert not manager.grow(one)
+    manager.check()
+
+
+def test_admission_leaves_a_page_for_everybody_who_grows() -> None:
+    """Whoever comes leaves one page to each that is not as long yet as it may become."""
+    manager = KVCacheManager(5, PAGE, 3)
+    grows, whole = sequence(0, 1, None, max_tokens=4), sequence(1, 1, None, max_tokens=1)
+    admit(manager, grows)
+    admit(manager, whole)
+    assert not manager.can_admit(sequence(2, 1, None, prompt=6, max_tokens=1))
+    assert manager.can_admit(sequence(3, 1, None, prompt=3, max_tokens=1))
+
+
+def test_equal_prompts_share_pages_while_their_owner_decodes() -> None:
+    """Full pages of prompt and answer are borrowed as soon as they are known and enqueued."""
+    manager = KVCacheManager(17, PAGE, 3)
+    first = sequence(0, 1, "", prompt=9, max_tokens=12)
+    admit(manager, first)
+    second = sequence(1, 1, "", prompt=9, max_tokens=12)
+    assert admit(manager, second) == PrefixWork()
+    assert second.page_ids[:2] == first.page_ids[:2]
+    assert (second.cached_tokens, first.cached_tokens) == (8, 0)
+    decode(manager, first, 50, 51, 52, 53, 54, 55)
+    turn = sequence(2, 1, "", prompt=9)
+    turn.tokens += [(50, (0.0, 0.0)), (51, (0.0, 0.0)), (99, (0.0, 0.0))]
+    admit(manager, turn)
+    assert turn.page_ids[:3] == first.page_ids[:3]
+    assert turn.cached_tokens == 12
+
+
+def test_what_two_prompts_share_inside_a_page_is_copied() -> None:
+    """The page where they part is copied up to there, before the second writes to it."""
+    manager = KVCacheManager(17, PAGE, 2)
+    first, second = sequence(0, 1, "", prompt=9), sequence(1, 1, "", prompt=9)
+    second.tokens[6:] = [(77, (0.0, 0.0))] * 3
+    admit(manager, first)
+    work = admit(manager, second)
+    assert second.page_ids[0] == first.page_ids[0]
+    assert work == PrefixWork((), (first.page_ids[1], second.page_ids[1]))
+    assert second.cached_tokens == 7
+
+
+def test_the_last_token_of_a_prompt_is_always_fed() -> None:
+    """Of a prompt that is known whole the last position is left, or two: one is never copied."""
+    manager = KVCacheManager(33, PAGE, 2)
+    for prompt, cached in ((7, 7), (8, 8), (9, 8), (10, 10)):
+        first, second = (sequence(n, 1, f"{prompt}", prompt=prompt) for n in (0, 1))
+        admit(manager, first)
+        decode(manager, first, 5, 6, 7)
+        release(manager, first)
+        admit(manager, second)
+        assert second.cached_tokens == cached
+        release(manager, second)
+
+
+@pytest.mark.parametrize("different", ["adapter", "image", "payload"])
+def test_what_decides_a_positions_kv_decides_who_shares_it(different: str) -> None:
+    """Adapters, pictures and the values that tokens carry are told apart."""
+    manager = KVCacheManager(33, PAGE, 2)
+    first, second = sequence(0, 8, prompt=9), sequence(1, 8, prompt=9)
+    if different == "adapter":
+        second.adapter_key = "tuned"
+    elif different == "image":
+        second.prefix_key = "other"
+    else:
+        second.tokens[0] = (second.tokens[0][0], (0.5, 0.0))
+    admit(manager, first)
+    admit(manager, second)
+    assert second.cached_tokens == (8 if different == "payload" else 0)
+    assert not set(second.page_ids[2:]) & set(first.page_ids)
+
+
+def test_a_page_computed_twice_is_kept_once() -> None:
+    """Whoever computes what the tree has keeps its own page only while others hold the tree's."""
+    manager = KVCacheManager(17, PAGE, 2)
+    first, second = sequence(0, 1, "", prompt=3), sequence(1, 1, "", prompt=3)
+    admit(manager, first)
+    admit(manager, second)  # its last position is in the page that `first` gave to the tree
+    assert second.page_ids != first.page_ids
+    assert manager.pages_used == 2 + 2  # each has a page for the token to come
+    release(manager, first)
+    decode(manager, second, 8, 9, 10)
+    release(manager, second)
+    assert manager.prefix_pages == 2
+
+
+def test_whoever_is_alone_has_the_whole_pool() -> None:
+    """Pages that it computed although the tree had them are merged before it runs short."""
+    manager = KVCacheManager(5, PAGE, 2)
+    first, second = sequence(0, 1, "", prompt=3), sequence(1, 1, "", prompt=3, max_tokens=13)
+    assert manager.fits_ever(second)
+    admit(manager, first)
+    admit(manager, second)
+    release(manager, first)
+    decode(manager, second, *range(60, 72))
+    assert len(second.page_ids) == 4
+
+
+def test_kept_pages_are_evicted_when_pages_are_needed() -> None:
+    """What is kept never keeps a sequence out."""
     manager = KVCacheManager(7, PAGE, 2)
     first = sequence(0, 8, "old")
     admit(manager, first)
-    manager.release(first)
-    second = sequence(1, 8, "new", max_tokens=14)  # 23 positions: all 6 pages
+    release(manager, first)
+    second = sequence(1, 8, "new", prompt=15, max_tokens=1)  # 23 positions: all 6 pages
     assert admit(manager, second).compute_pages != ()
-    manager.release(second)
-    assert manager.prefix_pages == 2
+    release(manager, second)
+    assert manager.prefix_pages == 6
+
+
+def test_the_least_important_goes_first_then_the_longest_unused() -> None:
+    """Eviction is by priority, then by last use; and leaves go before what they stand on."""
+    manager = KVCacheManager(9, PAGE, 2)
+    for seq_id, (key, priority) in enumerate((("a", 1), ("b", 0), ("c", 0))):
+        task = FakeTask(num_prompt=7, max_tokens=1)
+        kept = make_sequence(seq_id, task, prefix_key=key, priority=priority)
+        admit(manager, kept)
+        release(manager, kept)
+    again = sequence(3, 1, "b", prompt=7, max_tokens=1)
+    admit(manager, again)
+    release(manager, again)
+    assert manager.prefix_pages == 6
+    large = sequence(4, 1, None, prompt=15, max_tokens=1)  # 4 pages, 2 are free
+    admit(manager, large)
+    release(manager, large)
+
+    def kept_of(key: str) -> int:
+        return admitted_length(manager, sequence(5, 1, key, prompt=8, max_tokens=1))
+
+    assert [kept_of(key) for key in "abc"] == [8, 8, 0]
+
+
+def admitted_length(manager: KVCacheManager, asked: Sequence) -> int:
+    """How much of it is found; it is given back without a launch."""
+    manager.admit(asked)
+    found = asked.cached_tokens
+    release(manager, asked)
+    return found
 
 
 def test_a_hit_does_not_count_on_evicting_its_own_prefix() -> None:
     """Pages of the prefix that is about to be read are no room."""
     manager = KVCacheManager(7, PAGE, 2)
-    first = sequence(0, 8, "a")
+    first = sequence(0, 8, "a", max_tokens=1)
     admit(manager, first)
-    manager.release(first)
-    blocker = sequence(1, 1, None, prompt=2, max_tokens=10)  # 12 positions: 3 of the 4 free pages
+    release(manager, first)
+    blocker = sequence(1, 1, None, prompt=11, max_tokens=1)  # 3 of the 4 others
     admit(manager, blocker)
-    second = sequence(2, 8, "a", max_tokens=4)  # 13 positions: 2 private pages, 1 free
+    second = sequence(2, 8, "a", prompt=8, max_tokens=1)  # 2 private pages
     assert not manager.can_admit(second)
-    manager.release(blocker)
+    release(manager, blocker)
     assert manager.can_admit(second)
 
 
@@ -136,7 +315,7 @@ def test_a_sharer_waits_until_the_prefix_is_launched() -> None:
     first, second = sequence(0, 8), sequence(1, 8)
     manager.admit(first)
     assert not manager.can_admit(second)
-    manager.prefill_launched(first)
+    launch(manager, first)
     assert manager.can_admit(second)
     assert manager.admit(second).compute_pages == ()
 
@@ -146,7 +325,7 @@ def test_a_sharer_computes_what_an_aborted_one_did_not() -> None:
     manager = KVCacheManager(17, PAGE, 2)
     first, second = sequence(0, 8), sequence(1, 8)
     manager.admit(first)
-    manager.release(first)
+    release(manager, first)
     assert manager.pages_used == manager.prefix_pages == 0
     assert len(admit(manager, second).compute_pages) == 2
     assert second.cached_tokens == 0
@@ -158,13 +337,119 @@ def test_a_forgotten_prefix_lasts_as_long_as_its_holders() -> None:
     first, second, third = sequence(0, 8), sequence(1, 8), sequence(2, 8)
     admit(manager, first)
     admit(manager, second)
-    manager.forget_prefix(first)
-    manager.release(first)
+    manager.forget(first)
+    release(manager, first)
     assert manager.pages_used == 3
-    assert not manager.can_admit(third)
-    manager.release(second)
-    assert manager.pages_used == manager.prefix_pages == 0
     assert len(admit(manager, third).compute_pages) == 2
+    release(manager, second)
+    assert (manager.pages_used, manager.prefix_pages) == (3, 0)
+
+
+def test_a_forgotten_answer_leaves_the_prompt() -> None:
+    """Behind the length that is named nothing is found, before it all is."""
+    manager = KVCacheManager(17, PAGE, 2)
+    first = sequence(0, 8, prompt=4, max_tokens=9)
+    admit(manager, first)
+    decode(manager, first, 5, 6, 7, 8, 9)
+    manager.forget(first, first.prompt_length)
+    decode(manager, first, 10)
+    release(manager, first)
+    second = sequence(1, 8, prompt=4)
+    second.tokens += first.tokens[4:]
+    admit(manager, second)
+    assert second.cached_tokens == 12
+
+
+# ---------------------------------------------------------------- drafts
+
+
+def test_draft_pages_are_taken_whole_or_not_at_all() -> None:
+    """A proposal gets pages for all of its positions, or nothing changes."""
+    manager = KVCacheManager(5, PAGE, 1)
+    one = sequence(0, 1, None, max_tokens=14)
+    admit(manager, one)
+    assert not manager.reserve_draft(sequence_of(one, 17), 17)
+    assert (len(one.page_ids), manager.report().draft) == (1, 0)
+    assert manager.reserve_draft(one, 12)
+    assert (len(one.page_ids), one.capacity, manager.report().draft) == (3, 4, 2)
+    assert manager.reserve_draft(one, 12)
+    manager.check()
+    release(manager, one)
+    assert manager.pages_used == 0
+
+
+def sequence_of(one: Sequence, positions: int) -> Sequence:
+    """The same sequence, allowed to become that long."""
+    one.task.max_tokens = positions
+    return one
+
+
+def test_rejected_draft_pages_are_free_at_once() -> None:
+    """Pages with a position that stands are committed, all others are given back."""
+    manager = KVCacheManager(9, PAGE, 1)
+    one = sequence(0, 1, None, max_tokens=30)
+    admit(manager, one)
+    assert manager.reserve_draft(one, 16)
+    drafted = one.page_ids
+    manager.commit_to(one, 5)
+    manager.check()
+    assert (one.page_ids, one.capacity) == (drafted[:2], 8)
+    report = manager.report()
+    assert (report.free, report.draft) == (6, 0)
+    assert report.fragmentation_ratio == pytest.approx(2 / 3)
+    assert manager.grow(one)
+    assert one.capacity == 12
+
+
+def test_growth_takes_the_first_draft_page() -> None:
+    """A position that is decoded instead of verified stands in the page drafted for it."""
+    manager = KVCacheManager(9, PAGE, 1)
+    one = sequence(0, 1, None, max_tokens=30)
+    admit(manager, one)
+    assert manager.reserve_draft(one, 12)
+    drafted = one.page_ids
+    assert manager.grow(one)
+    manager.check()
+    assert (one.page_ids, one.capacity, manager.report().draft) == (drafted, 8, 1)
+
+
+def test_a_proposal_takes_what_is_kept_and_nothing_else() -> None:
+    """Kept pages give way to a draft; the pages of those who run do not."""
+    manager = KVCacheManager(6, PAGE, 2)
+    kept = sequence(0, 1, "", prompt=3, max_tokens=1)
+    admit(manager, kept)
+    release(manager, kept)
+    other, one = sequence(1, 1, None, max_tokens=1), sequence(2, 1, None, max_tokens=30)
+    admit(manager, other)
+    admit(manager, one)
+    one.task.max_tokens = 14
+    assert manager.reserve_draft(one, 16)
+    assert manager.prefix_pages == 0
+    one.task.max_tokens = 18
+    assert not manager.reserve_draft(one, 20)
+    manager.check()
+
+
+# ---------------------------------------------------------------- limits and figures
+
+
+def test_the_report_says_what_was_found() -> None:
+    """Found positions against all prompt positions; a preemption counts apart."""
+    manager = KVCacheManager(33, PAGE, 2)
+    first, second = sequence(0, 8, prompt=4), sequence(1, 8, prompt=4)
+    admit(manager, first)
+    admit(manager, second)
+    assert manager.report().hit_rate == pytest.approx((8 + 3) / 24)
+    assert manager.report().shared == 3
+    decode(manager, second, 6)
+    manager.preempt(second)
+    manager.check()
+    admit(manager, second)
+    report = manager.report()
+    assert report.hit_rate == pytest.approx((8 + 3) / 24)
+    assert (report.preemptions, report.recomputed_tokens, second.num_preemptions) == (1, 1, 1)
+    assert second.cached_tokens == 11
+    assert second.num_cached == 12
 
 
 def test_a_partial_prefix_page_counts_for_fits_ever() -> None:

@@ -6,6 +6,7 @@ from legato_engine.scheduler.decode import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan, Row
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
+from legato_engine.scheduler.running import Running
 from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence
 
@@ -28,12 +29,22 @@ def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -
     sequence.num_launched = launched
     sequence.last_position = sequence.prompt_length + launched - 1
     sequence.inflight_refs = refs
+    sequence.capacity = sequence.max_length
     return sequence
 
 
+def those(*sequences: Sequence) -> Running:
+    """They hold a row, and pages enough for all their tokens."""
+    queue = WaitingQueue(max_overtakes=0, priority_seconds=1.0)
+    members = Running(KVCacheManager(17, PAGE, 1), queue)
+    for sequence in sequences:
+        members.add(sequence)
+    return members
+
+
 def sized(seq_id: int, positions: int) -> Sequence:
-    """A text-only sequence of that many positions."""
-    return make_sequence(seq_id, FakeTask(num_prompt=1, max_tokens=positions - 1))
+    """A text-only sequence of that many positions, all of which it needs at once."""
+    return make_sequence(seq_id, FakeTask(num_prompt=positions - 1, max_tokens=1))
 
 
 def planned(plan: Plan | None) -> list[int]:
@@ -44,20 +55,22 @@ def planned(plan: Plan | None) -> list[int]:
 def test_decode_feeds_the_last_launched_token() -> None:
     """The first decode is at the prompt's end, each next one position on."""
     first, later = running(0, launched=1), running(1, launched=3, refs=1)
-    assert DecodePlanner().plan([first, later]) == Plan(
+    assert DecodePlanner(those(first, later)).plan() == Plan(
         LaunchKind.DECODE, (Row(first, position=4), Row(later, position=6))
     )
 
 
 def test_decode_leaves_out_who_cannot_go_on() -> None:
-    """Ended sequences, those with all tokens launched and those two launches ahead stay out."""
-    ended = running(0, launched=1)
-    ended.finalized = True
+    """Those being preempted, with all tokens launched, two launches ahead or not prefilled."""
+    leaving = running(0, launched=1)
+    leaving.preempted = True
+    encoding = running(4, launched=2)
+    encoding.last_position = -1
     full = running(1, launched=8)
     ahead = running(2, launched=3, refs=2)
     last = running(3, launched=7)
-    assert planned(DecodePlanner().plan([ended, full, ahead, last])) == [3]
-    assert DecodePlanner().plan([ended, full, ahead]) is None
+    assert planned(DecodePlanner(those(leaving, full, ahead, encoding, last)).plan()) == [3]
+    assert DecodePlanner(those(leaving, full, ahead, encoding)).plan() is None
 
 
 def test_a_prefill_row_says_where_the_prompt_starts() -> None:
@@ -90,7 +103,8 @@ def test_a_prefill_batch_has_bounded_rows() -> None:
     for sequence in sequences:
         planner.add(sequence)
     assert planned(planner.plan()) == [0, 2]
-    manager.prefill_launched(sequences[0])
+    sequences[0].last_position = sequences[0].prompt_length
+    manager.launched(sequences[0])
     plan = planner.plan()
     assert planned(plan) == [1]
     assert sequences[1].cached_tokens == 4
@@ -180,10 +194,15 @@ def test_a_sequence_given_up_between_its_parts_is_planned_no_more() -> None:
 def test_both_sides_take_turns() -> None:
     """So many prefills, then a decode; either side alone goes on as long as it has work."""
     prefill = make_planner(KVCacheManager(65, PAGE, 8))
-    planner = Planner(prefill, prefills_per_decode=2, crops_per_launch=0)
+    one = running(9, launched=1)
+    members = those()
+    planner = Planner(prefill, members, prefills_per_decode=2, crops_per_launch=0)
     for seq_id in range(5):
         prefill.add(sized(seq_id, 4))
-    decoding = [running(9, launched=1)]
-    plans = [planner.plan(who) for who in (decoding, decoding, decoding, [], [], [], decoding, [])]
+    plans = []
+    for decodes in (True, True, True, False, False, False, True, False):
+        one.preempted = not decodes
+        members.add(one)
+        plans.append(planner.plan())
     kinds = [None if plan is None else plan.kind.value for plan in plans]
     assert kinds == [*["prefill"] * 2, "decode", *["prefill"] * 3, "decode", None]

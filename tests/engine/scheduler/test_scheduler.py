@@ -443,14 +443,14 @@ def test_the_wait_is_estimated_from_completions() -> None:
 
 
 def test_a_request_starts_when_its_prefill_is_launched() -> None:
-    """Status, time and pixels change with the launch, the first token comes with its commit."""
+    """Status and time change with the launch, the first token comes with its commit."""
     world = World()
     sequence = world.submit(long_task())
     statuses = [sequence.status]
     steps(world, 1)
     assert world.sink.started_ids == ["r0"]
     statuses.append(sequence.status)
-    assert (sequence.prefill_start, sequence.pixels) == (100.0, None)
+    assert sequence.prefill_start == 100.0
     world.clock.advance(2.0)
     steps(world, 1)
     statuses.append(sequence.status)
@@ -460,16 +460,16 @@ def test_a_request_starts_when_its_prefill_is_launched() -> None:
 
 
 def test_load_counts_what_is_held() -> None:
-    """Running, waiting, in flight, rows and pages, and idle prefixes apart."""
+    """Running, waiting, in flight, rows and pages, and what is kept apart."""
     world = World(num_rows=1, num_pages=17)
     world.submit(long_task(), prefix_key="a", prefix_length=9)
     world.submit(long_task())
     steps(world, 1)
     load = world.scheduler.load()
     assert (load.running, load.waiting, load.inflight, load.rows_used) == (1, 1, 1, 1)
-    assert (load.pages_used, load.prefix_pages, load.pages_total) == (6 + 1, 0, 16)
+    assert (load.pages_used, load.prefix_pages, load.pages_total) == (3 + 1, 0, 16)
     world.scheduler.drain()
-    assert world.scheduler.load().prefix_pages == 3
+    assert world.scheduler.load().prefix_pages == 3 + 4  # behind the prefix: 14 positions
     world.check_rest()
 
 

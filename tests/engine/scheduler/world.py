@@ -103,8 +103,9 @@ class World:
         decoding = [
             s
             for s in self.sequences
-            if 0 < s.num_launched < s.task.max_tokens
-            and not s.finalized
+            if s.last_position >= 0
+            and s.num_launched < s.task.max_tokens
+            and not (s.finalized or s.preempted)
             and (s.request.deadline or math.inf) > now
         ]
         streaming = any(s.request.deltas for s in decoding)
@@ -149,8 +150,9 @@ class World:
         assert load.rows_used == len(holders) == load.running + len(zombies)
         assert load.inflight <= self.pipeline.depth
         assert load.adapters_used == len({s.adapter_key for s in holders} - {""})
-        assert load.pages_used == self._pages_of(holders)
+        assert load.pages_used >= len({page for s in holders for page in s.page_ids})
         assert load.pages_used + load.prefix_pages <= load.pages_total
+        self.manager.check()
         for sequence in self.sequences:
             assert 0 <= sequence.num_launched - sequence.num_committed <= 2
             assert 0 <= sequence.inflight_refs <= load.inflight
@@ -160,7 +162,7 @@ class World:
         """What must hold when nothing is left to do."""
         load = self.scheduler.load()
         assert self.scheduler.idle
-        rest = Load(prefix_pages=load.prefix_pages, pages_total=load.pages_total)
+        rest = Load(prefix_pages=load.prefix_pages, pages_total=load.pages_total, kv=load.kv)
         assert load == rest, "something is still held"
         ended = set(self.sink.ended)
         assert not ended & self.aborted, "an aborted request was mentioned again"
@@ -172,12 +174,3 @@ class World:
         commits = [launch for call, launch in self.runner.calls if call == "collect"]
         assert commits == sorted(commits) == [r.launch.launch_id for r in self.records]
         assert self.scheduler.steps_committed == len(commits)
-
-    def _pages_of(self, holders: list[Sequence]) -> int:
-        pages = {page for sequence in holders for page in sequence.page_ids}
-        tails = {
-            s.prefix_key
-            for s in holders
-            if s.prefix_key is not None and s.prefix_length % self.page_size
-        }
-        return len(pages) + len(tails)
