@@ -25,7 +25,7 @@ DEMO ?= demo.png
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow test-gpu go \
+.PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow soak test-gpu go \
 	bench demo robot wheel wheel-check ci clean size
 
 help: ## list the targets
@@ -99,6 +99,9 @@ test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narr
 
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 	@$(PY) -m pytest -m "slow and not gpu" --timeout 900 $(ARGS)
+
+soak: | $(STAMP) ## a million random schedules of the scheduler (ARGS="--schedules 50000" for fewer)
+	@$(PY) -m tests.engine.scheduler.soak $(ARGS)
 
 test-gpu: | $(STAMP) ## the tests that need a CUDA device
 	@$(PY) -m pytest -m gpu $(ARGS)

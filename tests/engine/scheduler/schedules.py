@@ -1,0 +1,339 @@
+"""Random lives of a few requests in a tiny pool, on a device whose tokens depend on what it reads.
+
+A page that is lost, shared wrongly or overwritten changes a token of whoever reads it, so every
+request is compared with a run of it alone, that knows neither pages nor scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+from legato_engine.core import FinishReason, PromptToken
+from legato_engine.errors import InternalError, PromptTooLong
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.messages import KVReport
+from legato_engine.scheduler.launch import Launch, LaunchKind, Row
+from legato_engine.scheduler.pipeline import Pipeline
+from legato_engine.scheduler.runner import LaunchTimes
+from legato_engine.scheduler.scheduler import NOT_FINITE, Scheduler
+from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.sequence import TokenKey
+from legato_engine.tasks import SampledToken
+
+from tests.fakes import VOCABULARY, FakeClock, FakeSink, FakeTask, make_sequence
+
+PAGE = 4
+PREFIXES = {None: 1, "": 1, "inside": 3, "border": 8, "behind": 9}  # positions, by key
+BROKEN = -1  # KV that is not finite; whatever is computed from it is not finite either
+MOST_TICKS = 3000  # many times what any of these schedules takes; more means that it is stuck
+
+
+def sampled(seed: int, constraint: int, contents: Sequence[int], payload: bool) -> SampledToken:
+    """What the device samples behind these positions: any wrong input shows."""
+    if BROKEN in contents:
+        return SampledToken(NOT_FINITE, (0.0, 0.0))
+    token = hash((seed, constraint, *contents)) % VOCABULARY
+    return SampledToken(token, (token / VOCABULARY if payload else len(contents), 0.25))
+
+
+def prefix_contents(sequence: EngineSequence) -> list[int]:
+    """KV of BOS and the picture: everything that decides it, and nothing else."""
+    key = sequence.prefix_key or ""
+    return [hash((*sequence.adapter.encode(), *key.encode(), n)) for n in range(PREFIXES[key])]
+
+
+def content(before: int, token: TokenKey) -> int:
+    """KV of a token: of itself, its payload if it has one, and all before it."""
+    token_id, payload = token
+    return BROKEN if before == BROKEN else hash((before, token_id, payload[0] % 1.0))
+
+
+class ReadingRunner:
+    """A device that runs at once and reads every position of every table.
+
+    Where `breaks` says so, what it computes is not finite.
+    """
+
+    def __init__(self, breaks: Callable[[], bool]) -> None:
+        self._breaks = breaks
+        self._kv: dict[int, list[int]] = {}  # page: its slots
+        self._read: dict[int, list[list[int]]] = {}  # slot: what each row of its launch has read
+        self._tokens: dict[int, list[SampledToken]] = {}  # slot: what was sampled
+        self._last: dict[int, SampledToken] = {}  # row: its newest token
+
+    def forward(self, launch: Launch) -> None:
+        """Write and read."""
+        assert launch.slot not in self._read, "a slot is reused before its commit"
+        kind = launch.plan.kind
+        if kind is LaunchKind.PREFILL:
+            self._read[launch.slot] = [self._prefill(row) for row in launch.plan.rows]
+        elif kind is LaunchKind.DECODE:
+            rows = launch.plan.rows
+            self._read[launch.slot] = [
+                self._feed(row, [self._last[row.sequence.row]]) for row in rows
+            ]
+        else:
+            self._read[launch.slot] = []
+
+    def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
+        """A token for every row, from what it has read."""
+        self._tokens[launch.slot] = tokens = []
+        read = self._read[launch.slot]
+        for row, constraint, contents in zip(
+            launch.plan.sampled_rows, constraints, read, strict=True
+        ):
+            task = row.sequence.task
+            token = sampled(task.sampling.seed or 0, constraint, contents, task.has_payload)
+            self._last[row.sequence.row] = token
+            tokens.append(token)
+
+    def collect(self, launch: Launch) -> list[SampledToken]:
+        """Hand out the tokens."""
+        del self._read[launch.slot]
+        return self._tokens.pop(launch.slot)
+
+    def times(self, launch: Launch) -> LaunchTimes:
+        """No time passes on this device."""
+        return LaunchTimes(0, 0, 0, 0, 0)
+
+    def _prefill(self, row: Row) -> list[int]:
+        sequence, work = row.sequence, row.prefix
+        if work.compute_pages:
+            assert sequence.pixels is not None, "its picture is gone"
+            broken = self._breaks()
+            for position, written in enumerate(prefix_contents(sequence)):
+                page = self._slots(work.compute_pages[position // PAGE])
+                page[position % PAGE] = BROKEN if broken else written
+        if work.copy_tail is not None:
+            source, destination = work.copy_tail
+            self._kv[destination] = list(self._slots(source))
+        assert row.num_tokens > 0, "feeds nothing to sample from"
+        first = row.position - sequence.prefix_length
+        return self._feed(row, sequence.tokens[first : first + row.num_tokens])
+
+    def _feed(self, row: Row, tokens: Iterable[TokenKey]) -> list[int]:
+        """What is read of all positions up to the last one fed."""
+        pages, position = row.sequence.page_ids, row.position
+        before = self._slots(pages[(position - 1) // PAGE])[(position - 1) % PAGE]
+        for token in tokens:
+            before = BROKEN if self._breaks() else content(before, token)
+            self._slots(pages[position // PAGE])[position % PAGE] = before
+            position += 1
+        read = [slot for page in pages[: -(-position // PAGE)] for slot in self._slots(page)]
+        return read[:position]
+
+    def _slots(self, page: int) -> list[int]:
+        assert page != 0, "the scratch page is nobody's"
+        return self._kv.setdefault(page, [0] * PAGE)
+
+
+def alone(sequence: EngineSequence) -> list[int]:
+    """What the request reads when nothing else exists."""
+    task = sequence.task
+    assert isinstance(task, FakeTask)
+    single = FakeTask(
+        seed=task.sampling.seed or 0, max_tokens=task.max_tokens, constrained=task.constrained
+    )
+    contents = prefix_contents(sequence)
+    for asked in sequence.prompt:
+        contents.append(content(contents[-1], (asked.token_id, asked.payload)))
+    while single.finish_reason is None and len(single.tokens) < single.max_tokens:
+        seed = single.sampling.seed or 0
+        token = sampled(seed, single.constraint(), contents, single.has_payload)
+        single.consume(token)
+        contents.append(content(contents[-1], token))
+    return single.tokens
+
+
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """What happened in some schedules, to see that they are about something."""
+
+    requests: int = 0
+    whole: int = 0
+    tokens: int = 0
+    cached: int = 0
+    preemptions: int = 0
+    drafts: int = 0
+
+    def add(self, world: Schedule, report: KVReport) -> None:
+        """One schedule more."""
+        ended = world.sink.ended
+        self.requests += len(world.sequences)
+        self.whole += sum(
+            isinstance(end, FinishReason) and end is not FinishReason.CANCELLED
+            for end in ended.values()
+        )
+        self.tokens += sum(s.num_committed for s in world.sequences)
+        self.cached += sum(s.cached_tokens for s in world.sequences)
+        self.preemptions += report.preemptions
+        self.drafts += world.num_drafts
+
+
+class Schedule:
+    """One random schedule; `run` carries it out and checks it."""
+
+    def __init__(self, seed: int) -> None:
+        draw = self.draw = random.Random(seed)
+        self.break_rate = draw.choice((0.0, 0.0, 0.0, 0.01))
+        self.sink = FakeSink()
+        self.clock = FakeClock()
+        self.manager = KVCacheManager(draw.randint(7, 14), PAGE, draw.randint(1, 6))
+        self.scheduler = Scheduler(
+            ReadingRunner(lambda: draw.random() < self.break_rate),
+            self.manager,
+            Pipeline(draw.choice((1, 2, 2))),
+            self.clock,
+            self.sink,
+            max_prefill_rows=draw.choice((1, 1, 2)),
+            max_overtakes=draw.randint(0, 3),
+            crops_per_launch=draw.randint(0, 3),
+        )
+        self.sequences: list[EngineSequence] = []
+        self.aborted: set[str] = set()
+        self.num_drafts = 0
+        # Few words, so that prompts often begin alike.
+        self._systems = [self._words(draw.randint(1, 10)) for _ in range(2)]
+
+    def run(self) -> None:
+        """Requests come and go between ticks; then all that live run out.
+
+        What is kept in the end is whole: whoever asks the same again gets its answer. Only where a
+        request was given up before its bad logits were read, one more has to find them.
+        """
+        draw = self.draw
+        for _ in range(draw.randint(1, 10)):
+            self._submit()
+            for _ in range(draw.choice((0, 0, 1, 2, 5))):
+                self._disturb()
+                self._step()
+        self._drain()
+        self._check_end()
+        if self.break_rate:
+            self.break_rate = 0.0
+            again = list(self.sequences)
+            for _ in range(2):
+                for sequence in again:
+                    self._submit_again(sequence)
+                    self._drain()
+            self._check_end()
+            for sequence in self.sequences[-len(again) :]:
+                end = self.sink.ended[sequence.request.request_id]
+                assert isinstance(end, FinishReason), "bad logits again"
+
+    def _drain(self) -> None:
+        for _ in range(MOST_TICKS):
+            if self.scheduler.idle:
+                return
+            self._step()
+        raise AssertionError("it never ends")
+
+    def _words(self, count: int) -> list[PromptToken]:
+        return [PromptToken(self.draw.randrange(3)) for _ in range(count)]
+
+    def _submit(self) -> None:
+        draw = self.draw
+        prompt = [*draw.choice(self._systems), *self._words(draw.randint(0, 3))]
+        key = draw.choice(list(PREFIXES))
+        adapter = draw.choice(("", "", "tuned"))
+        if self.sequences and draw.random() < 0.3:  # the next turn of a conversation
+            before = draw.choice(self.sequences)
+            key, adapter = before.prefix_key, before.adapter
+            said = before.keys(before.prefix_length, before.length)
+            prompt = [PromptToken(*token) for token in said] + self._words(2)
+        task = FakeTask(
+            seed=draw.randrange(3),
+            max_tokens=draw.choice((draw.randint(1, 9), draw.randint(12, 30))),
+            constrained=draw.random() < 0.4,
+        )
+        task.prompt = tuple(prompt)
+        sequence = make_sequence(
+            len(self.sequences),
+            task,
+            prefix_key=key,
+            prefix_length=PREFIXES[key],
+            num_crops=draw.randint(0, 7) if PREFIXES[key] > 1 else 0,
+            arrival=self.clock.now(),
+            priority=draw.choice((0, 0, 1, 5)),
+        )
+        sequence.adapter = adapter
+        with contextlib.suppress(PromptTooLong):
+            self.scheduler.submit(sequence)
+            self.sequences.append(sequence)
+
+    def _submit_again(self, sequence: EngineSequence) -> None:
+        before = sequence.task
+        task = FakeTask(
+            seed=before.sampling.seed or 0,
+            max_tokens=before.max_tokens,
+            constrained=before.constrained,
+        )
+        task.prompt = before.prompt
+        again = make_sequence(
+            len(self.sequences),
+            task,
+            prefix_key=sequence.prefix_key,
+            prefix_length=sequence.prefix_length,
+            arrival=self.clock.now(),
+        )
+        again.adapter = sequence.adapter
+        self.scheduler.submit(again)
+        self.sequences.append(again)
+
+    def _disturb(self) -> None:
+        """Now and then one is aborted, stopped or given draft pages, or time passes."""
+        draw = self.draw
+        what = draw.random()
+        if what > 0.2 or not self.sequences:
+            return
+        sequence = draw.choice(self.sequences)
+        if what < 0.03:
+            if sequence.request.request_id not in self.sink.ended:
+                self.aborted.add(sequence.request.request_id)
+            self.scheduler.abort(sequence.request.request_id)
+        elif what < 0.06:
+            self.scheduler.stop(sequence.request.request_id)
+        elif what < 0.1:
+            self.clock.advance(1.0)
+        elif sequence.row >= 0 and not sequence.finalized:
+            length = min(sequence.capacity + draw.randint(1, 9), sequence.max_length)
+            if self.manager.reserve_draft(sequence, length):
+                self.num_drafts += 1
+                if draw.random() < 0.7:
+                    self.manager.commit_to(sequence, draw.randint(0, length))
+
+    def _step(self) -> None:
+        progressed = self.scheduler.step()
+        assert progressed or self.scheduler.idle, "something lives and nothing runs"
+        self.manager.check()
+
+    def _check_end(self) -> None:
+        load = self.scheduler.load()
+        assert load.pages_used == load.rows_used == load.running == load.waiting == 0
+        ended = self.sink.ended
+        assert ended.keys() | self.aborted == {s.request.request_id for s in self.sequences}
+        assert not ended.keys() & self.aborted
+        for sequence in self.sequences:
+            assert isinstance(sequence.task, FakeTask)
+            tokens, end = sequence.task.tokens, ended.get(sequence.request.request_id)
+            expected = alone(sequence)
+            whole = isinstance(end, FinishReason) and end is not FinishReason.CANCELLED
+            assert tokens == (expected if whole else expected[: len(tokens)]), "another answer"
+            if isinstance(end, InternalError):
+                assert end.metadata == {"reason": "NUMERIC"}
+
+
+def run_all(seeds: Iterable[int]) -> Tally:
+    """Schedules by their seeds; a failure names its seed."""
+    tally = Tally()
+    for seed in seeds:
+        schedule = Schedule(seed)
+        try:
+            schedule.run()
+        except AssertionError as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+        tally.add(schedule, schedule.manager.report())
+    return tally

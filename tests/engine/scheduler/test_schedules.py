@@ -1,0 +1,19 @@
+"""Ten thousand random schedules in tiny pools."""
+
+import pytest
+
+from tests.engine.scheduler.schedules import run_all
+
+PARTS = 4
+PART = 2_500
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_schedule_changes_an_answer(part: int) -> None:
+    """Preempted, aborted, stopped, sharing or short of pages: every request reads what it reads
+    alone, all end, and every page has one owner all along.
+    """
+    tally = run_all(range(part * PART, (part + 1) * PART))
+    assert tally.whole > 3 * PART
+    assert tally.cached > tally.tokens / 10
+    assert min(tally.preemptions, tally.drafts) > PART / 10
