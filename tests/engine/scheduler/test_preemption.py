@@ -1,0 +1,155 @@
+"""Who gives way when pages run out, and that nobody notices but by waiting."""
+
+import pytest
+from legato_engine.core import FinishReason
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.scheduler.running import Running, standing
+from legato_engine.scheduler.waiting import WaitingQueue
+from legato_engine.sequence import Sequence, SequenceStatus
+
+from tests.engine.scheduler.world import World
+from tests.fakes import FakeTask, make_sequence
+
+LONG_SEED = 1  # both kinds of task read at least 14 tokens with it, prefix 1 and prompt 1
+
+
+def talker(world: World, *, priority: int = 0, constrained: bool = False) -> Sequence:
+    """A sequence that grows to 15 positions, four pages."""
+    task = FakeTask(seed=LONG_SEED, max_tokens=14, constrained=constrained)
+    return world.submit(task, priority=priority)
+
+
+def drain(world: World) -> None:
+    """Checked ticks until nothing is left."""
+    while not world.scheduler.idle:
+        world.step()
+    world.check_rest()
+
+
+def preempted(world: World) -> list[Sequence]:
+    """Those who gave way at least once."""
+    return [sequence for sequence in world.sequences if sequence.num_preemptions]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("constrained", [False, True])
+def test_the_newest_gives_way_and_loses_nothing(depth: int, constrained: bool) -> None:
+    """It starts once, reads every token once and in order, and ends as it would have alone."""
+    world = World(depth=depth, num_pages=7)
+    both = [talker(world, constrained=constrained) for _ in range(2)]
+    drain(world)
+    assert preempted(world) == [both[1]]
+    assert world.sink.started_ids == ["r0", "r1"]
+    for sequence in both:
+        assert isinstance(sequence.task, FakeTask)
+        assert world.tokens(sequence) == sequence.task.expected_tokens(sequence.prompt_length)
+        assert world.sink.ended[sequence.request.request_id] is FinishReason.LENGTH
+
+
+def test_priority_goes_before_age() -> None:
+    """The older one gives way to a newer one of a higher priority."""
+    world = World(num_pages=7)
+    old, important = talker(world), talker(world, priority=3)
+    drain(world)
+    assert preempted(world) == [old]
+    assert list(world.sink.ended) == [important.request.request_id, old.request.request_id]
+
+
+def test_the_highest_is_never_preempted() -> None:
+    """However many compete for however little, whoever stands highest runs through."""
+    world = World(num_pages=7, num_rows=4)
+    first, *others = [talker(world) for _ in range(6)]
+    drain(world)
+    assert not first.num_preemptions
+    assert preempted(world)
+    assert next(iter(world.sink.ended)) == first.request.request_id
+    assert all(sequence.finalized for sequence in others)
+
+
+def test_a_victim_in_flight_waits_for_its_commits() -> None:
+    """While a launch names it it keeps row and pages and commits its token; then it waits."""
+    world = World(num_pages=7)
+    first, second = talker(world), talker(world)
+    seen: list[tuple[int, int, int]] = []
+
+    def on_delta(sequence: Sequence) -> None:
+        if second.preempted and sequence is first:
+            seen.append((second.row, second.inflight_refs, second.num_launched))
+
+    world.sink.on_delta = on_delta
+    while not second.num_preemptions:
+        world.step()
+    ((row, refs, launched),) = seen
+    assert row >= 0
+    assert refs == 1
+    assert (second.status, second.preempted, second.row) == (SequenceStatus.WAITING, False, -1)
+    assert second.num_committed == second.num_launched == launched
+    assert not first.finalized
+    drain(world)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_whoever_gave_way_may_be_given_up(stops: bool, waits: bool) -> None:
+    """While its last launch is in flight, and while it waits: it ends once, with what it has."""
+    world = World(num_pages=7)
+    first, second = talker(world), talker(world)
+    give_up = world.scheduler.stop if stops else world.scheduler.abort
+    committed: list[int] = []
+
+    def on_delta(sequence: Sequence) -> None:
+        if not second.finalized and (second.num_preemptions if waits else second.preempted):
+            committed.extend(world.tokens(second))
+            if not stops:
+                world.aborted.add(second.request.request_id)
+            give_up(second.request.request_id)
+
+    world.sink.on_delta = on_delta
+    drain(world)
+    assert second.finalized
+    assert world.tokens(second) == committed != []
+    assert world.tokens(first) == FakeTask(seed=LONG_SEED, max_tokens=14).expected_tokens(2)
+    assert world.sink.started_ids == ["r0", "r1"]
+    expected = FinishReason.CANCELLED if stops else None
+    assert world.sink.ended.get(second.request.request_id) is expected
+
+
+def test_a_picture_is_computed_again_for_whoever_gave_way() -> None:
+    """Its prefix may be evicted while it waits; it is encoded anew from what is kept of it."""
+    world = World(num_pages=12, crops_per_launch=2)
+    first = world.submit(FakeTask(seed=LONG_SEED, max_tokens=14), priority=1)
+    picture = world.submit(
+        FakeTask(seed=LONG_SEED, max_tokens=14), prefix_key="p", prefix_length=9, num_crops=5
+    )
+    big = world.submit(FakeTask(seed=LONG_SEED, num_prompt=8, max_tokens=14), priority=2)
+    drain(world)
+    assert picture.num_preemptions
+    assert not big.num_preemptions
+    computed = [
+        plan
+        for plan in world.runner.plans
+        for row in plan.rows
+        if row.sequence is picture and row.prefix.compute_pages and row.num_tokens
+    ]
+    assert len(computed) == 2
+    assert first.finalized
+    assert world.tokens(picture) == FakeTask(seed=LONG_SEED, max_tokens=14).expected_tokens(10)
+
+
+def test_without_anybody_below_it_a_sequence_goes_without_a_token() -> None:
+    """Whoever stands lowest keeps what it has until somebody ends."""
+    queue = WaitingQueue(max_overtakes=0, priority_seconds=1.0)
+    manager = KVCacheManager(3, 4, 2)
+    members = Running(manager, queue)
+    both = [make_sequence(n, FakeTask(num_prompt=2)) for n in range(2)]
+    for sequence in both:
+        manager.admit(sequence)
+        sequence.last_position = sequence.length
+        manager.launched(sequence)
+        members.add(sequence)
+    assert standing(both[1]) < standing(both[0])
+    members.grow([both[1]])
+    assert (both[1].capacity, list(members), len(queue)) == (4, both, 0)
+    members.grow([both[0]])
+    assert (both[0].capacity, list(members), len(queue)) == (8, both[:1], 1)
+    manager.check()
