@@ -42,8 +42,8 @@ class Sequence:
     "" without one, and None for a sequence that shares nothing. What is shared is shared among
     sequences of one adapter: `adapter_key` names its content, empty for none; rows of a batch that
     have one pay for the largest `adapter_rank` of them. Behind the prefix stand `tokens`: the
-    prompt and every token committed. The picture may be encoded in parts of its `num_crops` crops; 0 or 1
-    leaves nothing to split. `num_launched` counts the tokens whose sampling was planned,
+    prompt and every token committed. The picture may be encoded in parts of its `num_crops` crops;
+    0 or 1 leaves nothing to split. `num_launched` counts the tokens whose sampling was planned,
     `num_committed` those read back; the difference is at most 2.
 
     `page_ids` holds the positions before `capacity`, and behind them what is only proposed. Of the

@@ -213,7 +213,7 @@ def test_the_last_token_of_a_prompt_is_always_fed() -> None:
 @pytest.mark.parametrize("different", ["adapter", "image", "payload"])
 def test_what_decides_a_positions_kv_decides_who_shares_it(different: str) -> None:
     """Adapters, pictures and the values that tokens carry are told apart."""
-    manager = KVCacheManager(33, PAGE, 2)
+    manager = KVCacheManager(33, PAGE, 2, num_adapter_slots=1)
     first, second = sequence(0, 8, prompt=9), sequence(1, 8, prompt=9)
     if different == "adapter":
         second.adapter_key = "tuned"

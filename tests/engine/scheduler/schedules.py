@@ -47,7 +47,7 @@ def prefix_contents(sequence: EngineSequence) -> list[int]:
 
 def content(before: int, token: TokenKey) -> int:
     """KV of a token: of itself, its payload if it has one, and all before it."""
-    token_id, payload = token
+    token_id, payload = token[:2]
     return BROKEN if before == BROKEN else hash((before, token_id, payload[0] % 1.0))
 
 
