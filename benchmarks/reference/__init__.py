@@ -70,6 +70,7 @@ class Run:
         self._threads: int = arguments.threads
         self._layers = _LAYERS[self._shape]
         self._max_tokens: int = arguments.max_tokens
+        self._families = [each for each in FAMILIES if each.name in arguments.families]
         few = arguments.full_sizes if self._shape == "full" else len(SIZES)
         self._sizes = SIZES[: min(few, arguments.sizes)]
         photographer = Photographer(self._seed, max(max(size) for size in self._sizes))
@@ -90,7 +91,7 @@ class Run:
     def figures(self) -> dict[str, Any]:
         """Everything compared."""
         asked: list[Case] = []
-        for family in FAMILIES:
+        for family in self._families:
             asked += self._family(family, questions(self._shape, family, self._sizes))
             print(f"{self._shape}/{self._dtype} {family.name}: done", flush=True)
         return {
@@ -112,7 +113,7 @@ class Run:
             self._reference.load(checkpoint, family.num_answers)
             engine = Engine(checkpoint, self._dtype, self._threads)
         try:
-            if family is FAMILIES[0]:
+            if not self._num_crops:
                 self._compare_crops(engine)
             images = {size: engine.prepare(image, size) for size, image in self._pictures.items()}
             answers = engine.answers(asked, images, self._budget)
@@ -183,6 +184,8 @@ def _parse(options: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks reference", description=__doc__)
     parser.add_argument("--checkout", required=True, help="folder of the reference's repository")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+    names = [family.name for family in FAMILIES]
+    parser.add_argument("--families", nargs="+", choices=names, default=names, help="of skills")
     parser.add_argument("--sizes", type=int, default=len(SIZES), help="of pictures, at most")
     parser.add_argument("--full-sizes", type=int, default=3, help="of these, in full width")
     parser.add_argument("--max-tokens", type=int, default=24, help="of a text")

@@ -40,7 +40,7 @@ class Family:
 
 
 EOS, ANSWER, COORD, SIZE, GROUND_START, GROUND_END = 0, 3, 5, 6, 7, 9
-_THINKING = {EOS: 2.6, ANSWER: 2.6, COORD: 2.8, SIZE: 2.0, GROUND_START: 2.4, GROUND_END: 2.4}
+_THINKING = {EOS: 3.0, ANSWER: 3.4, COORD: 2.8, SIZE: 2.0, GROUND_START: 2.4, GROUND_END: 2.4}
 FAMILIES = (
     Family("text", {EOS: 3.0, ANSWER: 2.0}),
     Family("reasoning", _THINKING),
