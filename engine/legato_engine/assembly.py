@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from legato_engine.adapter_store import AdapterStore
-from legato_engine.config import EngineConfig
+from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig
 from legato_engine.core import (
     CachedImage,
     CaptionTask,
@@ -54,7 +54,6 @@ _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _VISION_DTYPES = ("auto", "fp8")
 _WARM_UP_TOKENS = 4
 _WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the start, by its progress
-_HIGHEST_RANK = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -230,8 +229,8 @@ def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, .
         raise InvalidField(f"{given} is not a folder", field="adapters")
     if config.adapter_slots < 1:
         raise InvalidField("at least one adapter must fit", field="adapter_slots")
-    if not 1 <= config.max_adapter_rank <= _HIGHEST_RANK:
-        raise InvalidField(f"1 to {_HIGHEST_RANK}", field="max_adapter_rank")
+    if not 1 <= config.max_adapter_rank <= HIGHEST_ADAPTER_RANK:
+        raise InvalidField(f"1 to {HIGHEST_ADAPTER_RANK}", field="max_adapter_rank")
     return tuple(folder for folder in (given, bundle.adapters) if folder is not None)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+HIGHEST_ADAPTER_RANK = 512
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine process is told at its start (as JSON on its command line).
@@ -32,7 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int = 0  # 0: as the model has it; of those that read text alone at most 8192
     adapters: str = ""
     adapter_slots: int = 8
-    max_adapter_rank: int = 64  # of 512 at most
+    max_adapter_rank: int = 64  # at most `HIGHEST_ADAPTER_RANK`
     adapter_cache_bytes: int = 256 * 1024 * 1024
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto, f32, bf16

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 
-from legato_engine.config import EngineConfig
+from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig
 
 from legato_service.config import ServiceConfig, check
 
@@ -90,7 +90,7 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         "--max-adapter-rank",
         type=_positive,
         default=engine.max_adapter_rank,
-        help="that a slot has room for, at most 512",
+        help=f"that a slot has room for, at most {HIGHEST_ADAPTER_RANK}",
     )
     add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
     add("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")

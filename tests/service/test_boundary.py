@@ -199,6 +199,8 @@ async def test_a_client_may_ping_as_often_as_allowed():
         (["--priority-seconds", "-1"], "negative"),
         (["--priority-seconds", "inf"], "not negative"),
         (["--pipeline-depth", "3"], "invalid choice"),
+        (["--adapter-slots", "0"], "at least 1"),
+        (["--max-adapter-rank", "513"], "at most 512"),
     ],
 )
 def test_senseless_arguments_are_refused(arguments, message, capsys):
@@ -220,4 +222,8 @@ def test_arguments_reach_the_configuration():
     assert engine.pipeline_depth == 1
     shares = parse(["--max-waiting-per-tenant", "4", "--priority-seconds", "0.5"]).engine
     assert (shares.max_waiting_per_tenant, shares.priority_seconds) == (4, 0.5)
+    adapters = parse(
+        ["--adapters", "a", "--adapter-slots", "3", "--max-adapter-rank", "512"]
+    ).engine
+    assert (adapters.adapters, adapters.adapter_slots, adapters.max_adapter_rank) == ("a", 3, 512)
     assert parse(["--listen", "0.0.0.0:1", "--insecure"]).insecure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import Adapter, KVCache, Model, PrefillSpan
@@ -16,10 +16,6 @@ def fed_tokens(row: Row) -> list[TokenKey]:
     """What a prefill feeds behind the prefix: of the prompt, and of an answer that is resumed."""
     first = row.position - row.sequence.prefix_length
     return row.sequence.tokens[first : first + row.num_tokens]
-
-
-if TYPE_CHECKING:
-    import torch  # for annotations
 
 
 def stage_prefill(slot: DecodeSlot, row: Row, scratch_row: int) -> None:
