@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
 import functools
 import itertools
 import math
@@ -29,38 +28,11 @@ from legato_engine.messages import DropImage, HoldImage, Load
 from legato_engine.models.model import Adapter, ModelFrontend, PreparedImage
 from legato_engine.preprocess import Picture, Preprocessor
 from legato_engine.report_sink import ReportSink, Ticket
+from legato_engine.request_job import Preparation, RequestJob
 from legato_engine.scheduler.scheduler import Scheduler, deadline_of
 from legato_engine.sequence import Sequence, SequenceStatus
 
 _log = structlog.get_logger()
-_Future = concurrent.futures.Future[Picture] | concurrent.futures.Future[Adapter]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Job:
-    """A request whose picture is being prepared, or its adapter."""
-
-    request: Request
-    arrival: float
-    picture: Picture | concurrent.futures.Future[Picture] | None
-    adapter: concurrent.futures.Future[Adapter] | None
-
-    @property
-    def futures(self) -> list[_Future]:
-        """What is waited for."""
-        parts = (self.picture, self.adapter)
-        return [part for part in parts if isinstance(part, concurrent.futures.Future)]
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What already failed of it."""
-        failures = (future.exception() for future in self.futures if future.done())
-        return next((failure for failure in failures if failure is not None), None)
-
-    def cancel(self) -> None:
-        """Prepare the picture no longer; the adapter may be others' too."""
-        if isinstance(self.picture, concurrent.futures.Future):
-            self.picture.cancel()
 
 
 class EngineCore:
@@ -88,8 +60,8 @@ class EngineCore:
         self._adapters = adapters
         self._sink = sink
         self._wake = wake
-        self._jobs: dict[str, _Job] = {}
-        self._prepared: collections.deque[tuple[str, _Future]] = collections.deque()
+        self._jobs: dict[str, RequestJob] = {}
+        self._prepared: collections.deque[tuple[str, Preparation]] = collections.deque()
         self._fresh: list[Sequence] = []
         self._seq_ids = itertools.count()
 
@@ -205,15 +177,14 @@ class EngineCore:
 
     def _prepare(self, request: Request, arrival: float) -> None:
         """Enqueue a request that has all it needs; else as soon as threads have prepared it."""
-        job = _Job(
+        job = RequestJob(
             request,
             arrival,
             self._picture(request),
             self._adapters.start(request.adapter) if self._adapters and request.adapter else None,
         )
         if not job.futures:
-            assert not isinstance(job.picture, concurrent.futures.Future), "nothing is waited for"
-            self._enqueue(request, arrival, job.picture, None)
+            self._enqueue(request, arrival, job.prepared_picture, None)
             return
         self._jobs[request.request_id] = job
         for future in job.futures:
@@ -235,28 +206,25 @@ class EngineCore:
         assert not isinstance(source, CachedImage), "a picture that is named is found or missing"
         return self._preprocessor.start(source, found, keep=request.cache_image)
 
-    def _on_prepared(self, request_id: str, future: _Future) -> None:
+    def _on_prepared(self, request_id: str, future: Preparation) -> None:
         """Runs on a thread that prepares, or on this one when the job was cancelled."""
         self._prepared.append((request_id, future))
         self._wake()
 
-    def _admit(self, request_id: str, future: _Future) -> None:
+    def _admit(self, request_id: str, future: Preparation) -> None:
         job = self._jobs.get(request_id)
         if job is None or future not in job.futures:
             return  # aborted or expired meanwhile, or already admitted
         failure = job.failure
-        if failure is None and not all(each.done() for each in job.futures):
+        if failure is None and not job.done:
             return
         del self._jobs[request_id]
+        if failure is not None:  # not raised: its traceback would hold the job's picture
+            job.cancel()
+            self._fail(job.request, failure)
+            return
         try:
-            if failure is not None:
-                job.cancel()
-                raise failure
-            picture = job.picture
-            if isinstance(picture, concurrent.futures.Future):
-                picture = picture.result()
-            adapter = job.adapter.result() if job.adapter is not None else None
-            self._enqueue(job.request, job.arrival, picture, adapter)
+            self._enqueue(job.request, job.arrival, job.prepared_picture, job.prepared_adapter)
         except Exception as error:  # noqa: BLE001 - one request's failure is its own
             self._fail(job.request, error)
 
@@ -272,7 +240,7 @@ class EngineCore:
         self._sink.expect(request.request_id, ticket)
         self._fresh.append(sequence)
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: Request, error: BaseException) -> None:
         if not isinstance(error, LegatoError):
             _log.error("request failed", request_id=request.request_id, exc_info=error)
             error = InternalError("the request could not be prepared")
