@@ -9,6 +9,7 @@ from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import FinishReason, PromptToken, QueryTask, Request, SamplingParams
 from legato_engine.engine import make_sequence
+from legato_engine.models.model import PrefillSpan
 from legato_engine.models.registry import resolve
 
 from tests.engine.models.paged_session import PagedSession
@@ -46,6 +47,19 @@ def check_prefill_and_decode(model, theirs, *, length, steps=20, seed=0):
             session.feed(0, ids[at], (0.0, 0.0))
             hidden_1D = session.step()[2:3]
         assert relative_error(model.logits(hidden_1D)[0], expected_TV[-1]) < TOLERANCE
+
+
+def check_two_spans(model, theirs, *, length, cut):
+    """The logits behind both spans of a prompt are transformers' own, all of the second's."""
+    ids_T = torch.randint(model.vocab_size, (length,), generator=torch.Generator().manual_seed(cut))
+    with torch.inference_mode():
+        expected_TV = theirs(ids_T[None]).logits[0]
+        kv = PagedSession(model).kv
+        pages_M = torch.tensor([5, 2, 9])
+        x_TD = model.embed(ids_T, torch.zeros(length, 2))
+        model.prefill(x_TD[:cut], PrefillSpan(0, pages_M, bidirectional=False), kv)
+        hidden_TD = model.prefill(x_TD[cut:], PrefillSpan(cut, pages_M, bidirectional=False), kv)
+        assert relative_error(model.logits(hidden_TD), expected_TV[cut:]) < TOLERANCE
 
 
 def check_chosen(theirs, prompt, chosen, eos=None):

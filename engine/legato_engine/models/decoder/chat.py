@@ -35,7 +35,10 @@ class ChatTemplate:
         """Raises `InvalidField` for a template that does not run."""
         self._render = _compiled(template, variables)
         self._tokenizer = tokenizer
-        self.encode("?")
+        try:
+            self._render("?")
+        except InvalidField as error:
+            raise InvalidField(error.message, field="weights") from None
 
     def encode(self, question: str) -> tuple[int, ...]:
         """Ids of the prompt; raises `InvalidField` when the template refuses the question.

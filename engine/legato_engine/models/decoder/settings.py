@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from legato_engine.errors import InvalidField
 from legato_engine.models.budget import SamplingDefaults
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 
 _TOKENIZER, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _TEMPLATE = "chat_template.jinja"
+_SAMPLING = ("temperature", "top_p", "top_k")
 _SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -48,14 +51,10 @@ def read_settings(
 def _sampling(generation: dict[str, Any]) -> SamplingDefaults:
     if not generation.get("do_sample"):
         return SamplingDefaults()
+    said = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
     try:
-        top_k = generation.get("top_k")
-        return SamplingDefaults(
-            temperature=float(generation.get("temperature") or 1.0),
-            top_p=float(generation.get("top_p") or 1.0),
-            top_k=None if top_k is None else int(top_k),
-        )
-    except (TypeError, ValueError) as error:
+        return msgspec.convert({"temperature": 1.0, **said}, SamplingDefaults)
+    except msgspec.ValidationError as error:
         raise InvalidField(f"{_GENERATION}: {error}", field="weights") from None
 
 

@@ -174,6 +174,9 @@ def test_sampling_is_what_the_authors_say(folder):
     hub_folder.change(path, do_sample=True, temperature=0.7, top_p=0.8, top_k=20)
     sampling = task_of(folder, QueryTask(question="why?")).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.8, 20)
+    hub_folder.change(path, temperature=None, top_k=None)
+    sampling = task_of(folder, QueryTask(question="why?")).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 0.8, None)
     asked = SamplingParams(temperature=0.1, top_k=3, max_tokens=9)
     task = task_of(folder, QueryTask(question="why?"), sampling=asked)
     assert (task.sampling.temperature, task.sampling.top_p, task.sampling.top_k) == (0.1, 0.8, 3)
@@ -185,7 +188,11 @@ def test_sampling_is_what_the_authors_say(folder):
     [
         ("generation_config.json", {"eos_token_id": "end"}, "eos_token_id is 'end'"),
         ("generation_config.json", {"eos_token_id": [400]}, "the id 400"),
-        ("generation_config.json", {"do_sample": True, "top_p": "much"}, "could not convert"),
+        (
+            "generation_config.json",
+            {"do_sample": True, "top_p": "much"},
+            r"Expected `float`, got `str` - at `\$.top_p`",
+        ),
         ("tokenizer_config.json", {"chat_template": 3}, "chat_template is no text"),
         ("tokenizer_config.json", [], "is no JSON object"),
     ],

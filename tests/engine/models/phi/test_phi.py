@@ -41,6 +41,13 @@ def test_far_positions_are_those_of_transformers(tmp_path):
     same.check_prefill_and_decode(same.load("phi", tmp_path), theirs, length=2020)
 
 
+def test_a_prompt_in_two_spans_is_the_same_prompt(tmp_path):
+    """The second sees the first through its pages, wherever the prompt is cut."""
+    theirs = hub_folder.write(tmp_path, hub_folder.phi(num_key_value_heads=2))
+    for cut in (1, 16, 37):
+        same.check_two_spans(same.load("phi", tmp_path), theirs, length=45, cut=cut)
+
+
 def test_greedy_answers_are_those_of_transformers(tmp_path):
     """Two hundred prompts, decoded sixteen at a time."""
     theirs = hub_folder.write(tmp_path, hub_folder.phi(num_key_value_heads=2))
