@@ -89,6 +89,8 @@ def serve(config: EngineConfig, namespace: str, links: Links, wake_fd: int, vita
     _log.info("engine ready", model=model.name, device=model.device)
     _freeze()
     _loop(Serving(core, stats, links, vitals))
+    if (kv := core.load().kv) is not None:
+        _log.info("kv cache", **msgspec.structs.asdict(kv))
 
 
 def _open(

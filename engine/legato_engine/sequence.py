@@ -48,6 +48,7 @@ class Sequence:
 
     `page_ids` holds the positions before `capacity`, and behind them what is only proposed. Of the
     positions fed by its prefill `num_cached` were found, and of a first prefill's `cached_tokens`.
+    `refused_at` is how many pages there were when it last did not fit.
     """
 
     seq_id: int
@@ -74,6 +75,7 @@ class Sequence:
     row: int = -1  # index into the device's per-row state while resources are held
     page_ids: tuple[int, ...] = ()  # page of position p is page_ids[p // page_size]
     capacity: int = 0
+    refused_at: int = 0
     num_cached: int = 0
     cached_tokens: int = 0
     arrival: float = 0.0  # time.monotonic() when the request was accepted

@@ -240,6 +240,19 @@ def test_picture_is_cached_by_content_and_by_id(world):
     assert world.core.load().images_cached == 1
 
 
+def test_the_load_says_what_was_found_and_what_is_kept(world):
+    """Of two equal questions the second finds all of its prompt but the end; both leave pages."""
+    world.submit("a", QueryTask(question="what is to be seen in this picture?"))
+    world.run("a")
+    world.submit("b", QueryTask(question="what is to be seen in this picture?"))
+    (done,) = world.run("b")
+    usage, load = done.usage, world.core.load()
+    assert usage.input_tokens - 2 <= usage.cached_tokens < usage.input_tokens
+    assert load.kv.hit_rate == pytest.approx(usage.cached_tokens / usage.input_tokens / 2)
+    assert (load.kv.idle, load.kv.draft, load.kv.preemptions) == (load.prefix_pages, 0, 0)
+    assert load.kv.free + load.kv.idle + load.pages_used == load.pages_total
+
+
 @pytest.mark.parametrize("by", ["bytes", "id"])
 def test_a_known_picture_needs_no_thread(world, by):
     """With nothing to run, a request on a known picture is ready when it has been submitted."""

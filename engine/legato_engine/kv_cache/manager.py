@@ -6,28 +6,13 @@ import dataclasses
 
 from legato_engine.kv_cache.adapter_slots import NO_ADAPTER, AdapterSlots
 from legato_engine.kv_cache.block_pool import BlockPool
+from legato_engine.kv_cache.holding import Holding, check_owners
 from legato_engine.kv_cache.prefix_work import PrefixWork
-from legato_engine.kv_cache.radix_tree import Match, Namespace, Node, RadixTree
+from legato_engine.kv_cache.radix_tree import Match, RadixTree
+from legato_engine.kv_cache.sharing import Sharing
 from legato_engine.kv_cache.slot_pool import SlotPool
 from legato_engine.messages import KVReport
 from legato_engine.sequence import Sequence
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Holding:
-    """What a sequence holds beside its row.
-
-    Its table is pages of the tree, `private` ones, and at the end `draft` ones. `node` is the
-    deepest of the tree that has the sequence's own content, None for one that shares nothing; its
-    pages need not be the sequence's, who may have computed the same content at the same time.
-    `source` is the node that it starts from a copy of, held until the copy is enqueued.
-    """
-
-    node: Node | None = None
-    private: set[int] = dataclasses.field(default_factory=set)
-    source: Node | None = None
-    draft: list[int] = dataclasses.field(default_factory=list)
-    forgotten: bool = False  # what it has behind its node must not be found
 
 
 class KVCacheManager:
@@ -50,10 +35,11 @@ class KVCacheManager:
         """`num_pages` counts the scratch page; `max_context` is the model's, in positions."""
         self._pool = BlockPool(num_pages)
         self._tree = RadixTree(self._pool, page_size)
+        self._sharing = Sharing(self._tree, self._pool, page_size)
         self._rows = SlotPool(num_rows)
         self._adapters = AdapterSlots(num_adapter_slots)
         self._page_size = page_size
-        self._held: dict[Sequence, _Holding] = {}
+        self._held: dict[Sequence, Holding] = {}
         self._num_found = self._num_computed = self._num_recomputed = 0  # positions
         self._num_drafted = self._num_discarded = 0  # pages
         self._num_preemptions = 0
@@ -124,19 +110,23 @@ class KVCacheManager:
     def can_admit(self, sequence: Sequence) -> bool:
         """Whether `admit` would succeed now, and leave a page for everybody who still grows.
 
-        A sequence whose picture another one is about to compute waits: next time it is a hit.
+        A sequence whose picture another one is about to compute waits: next time it is a hit. One
+        that did not fit is looked at again when there is more room: to look takes long.
         """
         if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
         available = self._pool.num_free + self._tree.idle_pages - self._num_growing()
-        if available <= 0:
+        if available <= sequence.refused_at:
             return False
-        match = self._match(sequence)
+        match = self._sharing.match(sequence)
         if match is not None and not match.node.ready:
             return False
-        return self._fits(sequence, match, available) or (
-            match is not None and self._fits(sequence, self._uncopied(match), available)
+        fits = self._fits(sequence, match, available) or (
+            match is not None and self._fits(sequence, self._sharing.uncopied(match), available)
         )
+        if not fits:
+            sequence.refused_at = available
+        return fits
 
     def lacks_adapter_slot(self, sequence: Sequence) -> bool:
         """Whether its adapter has no slot now and can have none until a holder goes."""
@@ -156,20 +146,21 @@ class KVCacheManager:
         return work if adapter.ready else dataclasses.replace(work, write_adapter=True)
 
     def _admit_pages(self, sequence: Sequence) -> PrefixWork:
-        match, holding = self._match(sequence), _Holding()
+        match, holding = self._sharing.match(sequence), Holding()
         if match is not None:
             available = self._pool.num_free + self._tree.idle_pages
             fits = self._fits(sequence, match, available)
-            match = match if fits else self._uncopied(match)
-            self._hold(holding, match)
+            match = match if fits else self._sharing.uncopied(match)
+            self._sharing.hold(holding, match)
         self._tree.make_room(self._num_missing(sequence, match))
         if match is None and sequence.prefix_key is not None:
-            self._hold(holding, self._open(sequence))
-        shared = () if holding.node is None else self._full_pages(holding.node)
+            self._sharing.hold(holding, self._sharing.open(sequence))
+        shared = () if holding.node is None else self._sharing.full_pages(holding.node)
         private = self._pool.allocate(self._num_first_pages(sequence) - len(shared))
         holding.private.update(private)
         self._held[sequence] = holding
         sequence.row = self._rows.allocate()
+        sequence.refused_at = 0
         sequence.page_ids = shared + private
         sequence.capacity = len(sequence.page_ids) * self._page_size
         self._count_found(sequence, 0 if match is None else match.length)
@@ -185,16 +176,9 @@ class KVCacheManager:
 
         So they may its adapter, which the same launch has written where it had to be.
         """
-        holding = self._held[sequence]
-        if holding.source is not None:
-            self._tree.drop(holding.source, sequence.request.priority)
-            holding.source = None
-        if holding.node is not None:
-            for node in holding.node.path:
-                node.ready = True
+        self._sharing.launched(sequence, self._held[sequence])
         if sequence.adapter_key:
             self._adapters.launched(sequence.adapter_key)
-        self._publish(sequence, holding)
 
     # ------------------------------------------------------------ growth
 
@@ -203,14 +187,14 @@ class KVCacheManager:
         holding = self._held[sequence]
         if holding.draft:
             page = holding.draft.pop(0)
-        elif self._has_room(1) or self._merge(sequence, holding):
+        elif self._has_room(1) or self._sharing.merge(sequence, holding):
             (page,) = self._take(1)
             sequence.page_ids += (page,)
         else:
             return False
         holding.private.add(page)
         sequence.capacity += self._page_size
-        self._publish(sequence, holding)
+        self._sharing.publish(sequence, holding)
         return True
 
     def reserve_draft(self, sequence: Sequence, length: int) -> bool:
@@ -257,11 +241,7 @@ class KVCacheManager:
 
     def forget(self, sequence: Sequence, length: int = 0) -> None:
         """Let nobody find what it has behind `length` positions; that goes with its last holder."""
-        holding = self._held[sequence]
-        holding.forgotten, node = True, holding.node
-        behind = [] if node is None else [each for each in node.path if each.length > length]
-        if behind:
-            self._tree.forget(behind[-1])
+        self._sharing.forget(self._held[sequence], length)
 
     def release(self, sequence: Sequence) -> None:
         """Take back the row, all pages and the share of the adapter.
@@ -271,10 +251,7 @@ class KVCacheManager:
         assert sequence.row >= 0, f"sequence {sequence.seq_id} holds nothing to release"
         self.commit_to(sequence, 0)
         holding = self._held.pop(sequence)
-        self._publish(sequence, holding, partial=True)
-        for node in (holding.source, holding.node):
-            if node is not None:
-                self._tree.drop(node, sequence.request.priority)
+        self._sharing.release(sequence, holding)
         self._pool.free(holding.private)
         if sequence.adapter_key:
             self._adapters.release(sequence.adapter_key)
@@ -290,86 +267,11 @@ class KVCacheManager:
         self._num_preemptions += 1
         sequence.num_preemptions += 1
 
-    # ------------------------------------------------------------ inside
-
     def check(self) -> None:
         """Assert that every page has one owner and every table is made of what is held."""
-        nodes = set(self._tree.nodes())
-        owners = [*self._pool.free_pages(), *(page for node in nodes for page in node.pages)]
-        idle = sum(len(node.pages) for node in nodes if node.holders == 0)
-        assert idle == self._tree.idle_pages, "idle pages are miscounted"
-        forgotten: set[Node] = set()
-        for sequence, holding in self._held.items():
-            owners += [*holding.private, *holding.draft]
-            held = [node for node in (holding.node, holding.source) if node is not None]
-            forgotten.update(each for node in held for each in node.path if each not in nodes)
-            table, num_draft = sequence.page_ids, len(holding.draft)
-            assert len(set(table)) == len(table), "a page is listed twice"
-            assert table[len(table) - num_draft :] == tuple(holding.draft), "drafts are not last"
-            assert holding.private <= set(table), "holds a page that it does not list"
-            assert sequence.capacity == (len(table) - num_draft) * self._page_size
-        owners += [page for node in forgotten for page in node.pages]
-        assert sorted(owners) == list(range(1, self.pages_total + 1)), "a page has not one owner"
+        check_owners(self._pool, self._tree, self._held, self._page_size)
 
-    def _publish(self, sequence: Sequence, holding: _Holding, *, partial: bool = False) -> None:
-        """Put pages whose content is known and enqueued into the tree.
-
-        Where the tree has the same content already, and others hold that, both keep their page.
-        """
-        node, size = holding.node, self._page_size
-        if node is None or not node.attached or holding.forgotten:
-            return
-        known = min(sequence.length, sequence.last_position)
-        while node.length < known:
-            stop = (node.length // size + 1) * size
-            if stop > known and not partial:
-                break
-            stop = min(stop, known)
-            page = sequence.page_ids[node.length // size]
-            child = self._tree.extend(node, sequence.keys(node.length, stop), page)
-            self._tree.hold(child, above=node)
-            holding.node = node = child
-            if child.pages == (page,):
-                holding.private.discard(page)
-            elif child.holders == 1:
-                self._swap(holding, child, page)
-
-    def _merge(self, sequence: Sequence, holding: _Holding) -> bool:
-        """Free the pages that it computed although the tree had them; whether there was one.
-
-        So whoever is alone needs no more pages than its positions fill, see `fits_ever`.
-        """
-        path = [] if holding.node is None else list(holding.node.path)[:-1]
-        doubles = [
-            (node, page)
-            for node in path
-            if node.holders == 1
-            and (page := sequence.page_ids[(node.length - 1) // self._page_size]) not in node.pages
-        ]
-        for node, page in doubles:
-            self._swap(holding, node, page)
-        return bool(doubles)
-
-    def _swap(self, holding: _Holding, node: Node, page: int) -> None:
-        """Give the tree the holder's own page in place of one with the same content."""
-        holding.private.remove(page)
-        self._pool.free(node.pages)
-        node.pages = (page,)
-
-    def _match(self, sequence: Sequence) -> Match | None:
-        """What the tree has of it, all but the last position, which must be fed to sample."""
-        if sequence.prefix_key is None:
-            return None
-        root = self._tree.root(_namespace(sequence))
-        if root is None:
-            return None
-        assert root.length == sequence.unit_length, f"{root.namespace} has two lengths"
-        return self._tree.match(root, sequence, sequence.length - 1)
-
-    def _uncopied(self, match: Match) -> Match:
-        """The same without the page to copy, which needs room beside the copy."""
-        tail = match.node.length % self._page_size > 0
-        return Match(match.node, match.node.length, match.node if tail else None)
+    # ------------------------------------------------------------ how many
 
     def _fits(self, sequence: Sequence, match: Match | None, available: int) -> bool:
         """Whether so many pages, of which some are idle and to be held, are enough."""
@@ -377,24 +279,6 @@ class KVCacheManager:
             needed = {*match.node.path, match.source or match.node}
             available -= sum(len(node.pages) for node in needed if node.holders == 0)
         return self._num_missing(sequence, match) <= available
-
-    def _open(self, sequence: Sequence) -> Match:
-        """A root where there is none yet; the sequence will compute its unit."""
-        length = sequence.unit_length
-        root = self._tree.open_root(_namespace(sequence), length, self._pages(length))
-        return Match(root, length, root if length % self._page_size else None)
-
-    def _hold(self, holding: _Holding, match: Match) -> None:
-        holding.node, holding.source = match.node, match.source
-        for node in (match.node, match.source):
-            if node is not None:
-                self._tree.hold(node)
-
-    def _full_pages(self, node: Node) -> tuple[int, ...]:
-        """The pages of a path, without one that a unit fills in part."""
-        *below, root = node.path
-        full = root.pages[: root.length // self._page_size]
-        return full + tuple(page for each in reversed(below) for page in each.pages)
 
     def _take(self, count: int) -> tuple[int, ...]:
         self._tree.make_room(count)
@@ -430,8 +314,3 @@ class KVCacheManager:
 
     def _pages(self, length: int) -> int:
         return -(-length // self._page_size)
-
-
-def _namespace(sequence: Sequence) -> Namespace:
-    assert sequence.prefix_key is not None, "what shares nothing has no namespace"
-    return Namespace(sequence.adapter_key, sequence.prefix_key)
