@@ -42,7 +42,7 @@ def sampled(seed: int, constraint: int, contents: Sequence[int], payload: bool) 
 def prefix_contents(sequence: EngineSequence) -> list[int]:
     """KV of BOS and the picture: everything that decides it, and nothing else."""
     key = sequence.prefix_key or ""
-    return [hash((*sequence.adapter.encode(), *key.encode(), n)) for n in range(PREFIXES[key])]
+    return [hash((*sequence.adapter_key.encode(), *key.encode(), n)) for n in range(PREFIXES[key])]
 
 
 def content(before: int, token: TokenKey) -> int:
@@ -181,7 +181,9 @@ class Schedule:
         self.break_rate = draw.choice((0.0, 0.0, 0.0, 0.01))
         self.sink = FakeSink()
         self.clock = FakeClock()
-        self.manager = KVCacheManager(draw.randint(7, 14), PAGE, draw.randint(1, 6))
+        self.manager = KVCacheManager(
+            draw.randint(7, 14), PAGE, draw.randint(1, 6), num_adapter_slots=1
+        )
         self.scheduler = Scheduler(
             ReadingRunner(lambda: draw.random() < self.break_rate),
             self.manager,
@@ -238,10 +240,10 @@ class Schedule:
         draw = self.draw
         prompt = [*draw.choice(self._systems), *self._words(draw.randint(0, 3))]
         key = draw.choice(list(PREFIXES))
-        adapter = draw.choice(("", "", "tuned"))
+        adapter = draw.choice(("", "", "tuned", "other"))
         if self.sequences and draw.random() < 0.3:  # the next turn of a conversation
             before = draw.choice(self.sequences)
-            key, adapter = before.prefix_key, before.adapter
+            key, adapter = before.prefix_key, before.adapter_key
             said = before.keys(before.prefix_length, before.length)
             prompt = [PromptToken(*token) for token in said] + self._words(2)
         task = FakeTask(
@@ -259,7 +261,7 @@ class Schedule:
             arrival=self.clock.now(),
             priority=draw.choice((0, 0, 1, 5)),
         )
-        sequence.adapter = adapter
+        sequence.adapter_key = adapter
         with contextlib.suppress(PromptTooLong):
             self.scheduler.submit(sequence)
             self.sequences.append(sequence)
@@ -279,7 +281,7 @@ class Schedule:
             prefix_length=sequence.prefix_length,
             arrival=self.clock.now(),
         )
-        again.adapter = sequence.adapter
+        again.adapter_key = sequence.adapter_key
         self.scheduler.submit(again)
         self.sequences.append(again)
 
