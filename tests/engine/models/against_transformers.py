@@ -11,6 +11,7 @@ from legato_engine.core import FinishReason, PromptToken, QueryTask, Request, Sa
 from legato_engine.engine import make_sequence
 from legato_engine.models.model import PrefillSpan
 from legato_engine.models.registry import resolve
+from legato_engine.token_events import tokens_of
 
 from tests.engine.models.paged_session import PagedSession
 
@@ -62,15 +63,14 @@ def check_two_spans(model, theirs, *, length, cut):
         assert relative_error(model.logits(hidden_TD), expected_TV[cut:]) < TOLERANCE
 
 
-def check_chosen(theirs, prompt, chosen, eos=None):
+def check_chosen(theirs, prompt, chosen):
     """Every token is the one that transformers would choose behind the prompt and those before it.
 
-    That is its greedy loop, in one pass. `eos`: what it would choose behind the last of them.
+    That is its greedy loop, in one pass.
     """
-    expected = [*chosen, *([] if eos is None else [eos])]
     with torch.inference_mode():
-        logits_TV = theirs(torch.tensor([[*prompt, *chosen]])).logits[0]
-    assert logits_TV[len(prompt) - 1 :].argmax(-1)[: len(expected)].tolist() == expected
+        logits_TV = theirs(torch.tensor([[*prompt, *chosen[:-1]]])).logits[0]
+    assert logits_TV[len(prompt) - 1 :].argmax(-1).tolist() == chosen
 
 
 class Answers:
@@ -85,7 +85,7 @@ class Answers:
 
     def delta(self, sequence, events):
         """Ids of the tokens that the events name."""
-        named = [token.token_id for event in events for token in event.tokens]
+        named = [token.token_id for token in tokens_of(events)]
         self.tokens[sequence.request.request_id] += named
 
     def done(self, sequence, finish_reason):
@@ -137,7 +137,7 @@ class Engine:
                 scheduler.drain()
         scheduler.drain()
         load = scheduler.load()
-        assert (load.rows_used, load.pages_used, load.prefix_pages) == (0, 0, 0)
+        assert (load.rows_used, load.pages_used) == (0, 0)
         return answers
 
 
@@ -158,9 +158,9 @@ def check_greedy(name, folder, theirs, *, count, tokens=8, eos=0):
         answers = engine.ask(asked, max_tokens=tokens, temperature=0.0)
         for index, question in enumerate(asked):
             chosen, reason = answers.tokens[str(index)], answers.reasons[str(index)]
+            assert (chosen[-1] == eos) == (reason is FinishReason.STOP)
             assert len(chosen) == tokens or reason is FinishReason.STOP
-            end = eos if reason is FinishReason.STOP else None
-            check_chosen(theirs, engine.prompt(question), chosen, end)
+            check_chosen(theirs, engine.prompt(question), chosen)
 
 
 def _fields(config):

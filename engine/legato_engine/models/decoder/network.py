@@ -81,10 +81,8 @@ class DecoderNetwork(nn.Module):
         where = ops.Span(span.start, span.pages_M, self.rope.cos_PR, self.rope.sin_PR)
 
         def attend(
-            q_THE: Heads, k_THE: Heads, v_THE: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
+            q_THE: Heads, _k: Heads, _v: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
         ) -> Heads:
-            if span.start == 0:
-                return ops.suffix_attention(q_THE, k_THE, v_THE)
             k_LHE = ops.gather_pages(k_NHSE, span.pages_M, end)
             v_LHE = ops.gather_pages(v_NHSE, span.pages_M, end)
             return ops.suffix_attention(q_THE, k_LHE, v_LHE)

@@ -12,6 +12,7 @@ from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.model import DecodeBatch, KVCache
 from legato_engine.models.registry import resolve
 from legato_engine.tasks import SampledToken
+from legato_engine.token_events import tokens_of
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from tests.engine.models import against_transformers as same
@@ -52,18 +53,21 @@ def test_every_eos_ends_an_answer(engine, eos):
     """Each of the folder's two, and it is no part of the text."""
     request = Request(request_id="r", task=QueryTask(question="why?"), return_tokens=True)
     task = engine.assembly.frontend.make_task(request)
-    (shown,) = task.consume(SampledToken(100, (0.0, 0.0)))
-    assert [token.token_id for token in shown.tokens] == [100]
+    (told,) = tokens_of(task.consume(SampledToken(100, (0.0, 0.0))))
+    assert told.token_id == 100
     assert task.finish_reason is None
-    assert not any(event.tokens for event in task.consume(SampledToken(eos, (0.0, 0.0))))
+    (told,) = tokens_of(task.consume(SampledToken(eos, (0.0, 0.0))))
+    assert (told.token_id, told.text) == (eos, "")
     assert task.finish_reason is FinishReason.STOP
 
 
 def test_sampled_answers_end_at_an_eos(engine):
-    """An engine that samples wildly meets one before the budget ends, and shows none."""
+    """An engine that samples wildly meets one before the budget ends, and nothing behind it."""
     answers = engine.ask(same.questions(30), max_tokens=200, temperature=3.0)
     assert FinishReason.STOP in answers.reasons.values()
-    assert not any({0, 2} & set(tokens) for tokens in answers.tokens.values())
+    for name, tokens in answers.tokens.items():
+        assert not {0, 2} & set(tokens[:-1])
+        assert (tokens[-1] in (0, 2)) == (answers.reasons[name] is FinishReason.STOP)
 
 
 def test_a_stop_string_ends_an_answer(engine):
