@@ -38,8 +38,8 @@ _SKILLS = {
 class Prompter(Protocol):
     """How a question becomes a prompt."""
 
-    def encode(self, question: str) -> tuple[int, ...]:
-        """Ids of the whole prompt."""
+    def encode(self, task: QueryTask) -> tuple[int, ...]:
+        """Ids of the whole prompt, what was said before the question included."""
         ...
 
 
@@ -89,11 +89,11 @@ class TextFrontend:
         skill = _SKILLS[type(task)]
         if not isinstance(task, QueryTask):
             raise TaskUnsupported(f"this model has no {skill} skill", task=skill)
-        if request.image is not None or task.spatial_refs:
+        if request.image is not None or task.spatial_refs or task.shows_image:
             raise _no_pictures(skill)
         if task.reasoning:
             raise TaskUnsupported("this model has no query with reasoning", task=skill)
-        prompt = setup.prompter.encode(task.question)
+        prompt = setup.prompter.encode(task)
         if not prompt:
             raise InvalidField("the question is empty", field="question")
         sampling = budget.resolve_sampling(request, setup.sampling)
