@@ -108,7 +108,8 @@ def detect(max_tokens: int) -> Task:
         bos=0, eos=0, answer=3, thinking=4, coord=5, size=6, ground_start=8, ground_end=9
     )
     sampling = SamplingParams(temperature=0.0, seed=0)
-    return DetectSkill(TaskSetup(PROMPT, sampling, max_tokens, tokens), "thing", max_tokens)
+    setup = TaskSetup(PROMPT, sampling, max_tokens, tokens, values_in_text=False, log=None)
+    return DetectSkill(setup, "thing", max_tokens)
 
 
 TASKS: dict[str, Callable[[int], Task]] = {
