@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from legato_engine.kernels import ops
 from legato_engine.layers.gated_mlp import GatedMLP
 from legato_engine.layers.grouped_attention import GroupedAttention, HeadPlan
 from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
 
 DIM, HEAD_DIM, COUNT, PAGE = 24, 8, 5, 4
 
@@ -21,7 +24,7 @@ def _inference():
         yield
 
 
-def randomised(module: nn.Module) -> nn.Module:
+def randomised(module: M) -> M:
     """Weights of no special value, norms included."""
     for parameter in module.parameters():
         parameter.copy_(torch.randn(parameter.shape) * 0.4 + 0.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from tokenizers import (
@@ -28,7 +29,7 @@ _TEXTS = ["the cat sat on the mat", "why is the sky blue", "what is it? 0 1 2 3"
 
 def phi(**fields):
     """A Phi of two layers and four heads of 16, half of each turns."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 160,

@@ -311,7 +311,7 @@ def test_progress_grows_to_one(tensors, tmp_path):
     path = write_single(tensors | many, tmp_path)
     network = empty()
     network.more = nn.ParameterList(torch.empty(100, device="meta") for _ in many)
-    seen = []
+    seen: list[float] = []
     checkpoint.load(network, headers(path), lambda name: name, CPU, progress=seen.append)
     assert seen == sorted(set(seen))
     assert seen[-1] == 1.0

@@ -127,10 +127,13 @@ def test_a_shorter_context_is_kept_to():
 
 def test_moondream2_has_the_published_tensors():
     """Moondream 2 has 592 tensors and 1.93 billion parameters, under the published names."""
+    from legato_engine.models.moondream.family import MoondreamBundle
     from legato_engine.models.moondream.model import Network
 
+    bundle = resolve("moondream2", random_weights=True)
+    assert isinstance(bundle, MoondreamBundle)
     with torch.device("meta"):
-        state = Network(resolve("moondream2", random_weights=True).config).state_dict()
+        state = Network(bundle.config).state_dict()
     assert len(state) == 592
     assert sum(tensor.numel() for tensor in state.values()) == pytest.approx(1.93e9, rel=0.01)
     shapes = {

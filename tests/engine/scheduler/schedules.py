@@ -45,7 +45,7 @@ def prefix_contents(sequence: EngineSequence) -> list[int]:
     return [hash((*sequence.adapter_key.encode(), *key.encode(), n)) for n in range(PREFIXES[key])]
 
 
-def content(before: int, token: TokenKey) -> int:
+def content(before: int, token: TokenKey | SampledToken) -> int:
     """KV of a token: of itself, its payload if it has one, and all before it."""
     token_id, payload = token[:2]
     return BROKEN if before == BROKEN else hash((before, token_id, payload[0] % 1.0))
@@ -114,7 +114,7 @@ class ReadingRunner:
         first = row.position - sequence.prefix_length
         return self._feed(row, sequence.tokens[first : first + row.num_tokens])
 
-    def _feed(self, row: Row, tokens: Iterable[TokenKey]) -> list[int]:
+    def _feed(self, row: Row, tokens: Iterable[TokenKey | SampledToken]) -> list[int]:
         """What is read of all positions up to the last one fed."""
         pages, position = row.sequence.page_ids, row.position
         before = self._slots(pages[(position - 1) // PAGE])[(position - 1) % PAGE]

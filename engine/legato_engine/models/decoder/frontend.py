@@ -23,7 +23,7 @@ from legato_engine.models.text_stream import Pieces
 from legato_engine.models.token_log import TokenLog
 from legato_engine.tasks import Constraint
 
-FREE = (Constraint(),)
+FREE: tuple[Constraint, ...] = (Constraint(),)
 """Text has no constraint but none."""
 
 _SKILLS = {
@@ -59,7 +59,7 @@ class TextFrontend:
     """A `models.model.ModelFrontend` without pictures; safe to use from many threads."""
 
     takes_images = False
-    tasks = ("query",)
+    tasks: tuple[str, ...] = ("query",)
     constraints = FREE
 
     def __init__(self, setup: TextSetup) -> None:

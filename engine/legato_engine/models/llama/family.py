@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legato_engine.models.bundle import ModelSource
+from legato_engine.models.bundle import ModelBundle, ModelSource
 from legato_engine.models.decoder import bundle
 from legato_engine.models.decoder.config import (
     DecoderConfig,
@@ -14,7 +14,7 @@ from legato_engine.models.decoder.config import (
 from legato_engine.models.decoder.network import DecoderNetwork
 
 
-def find(source: ModelSource) -> bundle.DecoderBundle:
+def find(source: ModelSource) -> ModelBundle:
     """Find a Llama; see `bundle.find`."""
     return bundle.find(source, bundle.Family({"llama": _config}, DecoderNetwork))
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from legato_engine.errors import InvalidField, ModelNotFound
-from legato_engine.models.bundle import ModelSource
+from legato_engine.models.bundle import ModelBundle, ModelSource
 from legato_engine.models.moondream import presets
 from legato_engine.models.moondream.config import MoondreamConfig, parse_config
 from legato_engine.models.moondream.frontend import MoondreamFrontend
@@ -73,7 +73,7 @@ class MoondreamBundle:
         return MoondreamModel(self.config, network)
 
 
-def find(source: ModelSource) -> MoondreamBundle:
+def find(source: ModelSource) -> ModelBundle:
     """Find a Moondream.
 
     `legato-tiny`: `weights` is a folder of config.json, model.safetensors, tokenizer.json and, if

@@ -8,7 +8,7 @@ from torch import nn
 from legato_engine.kernels import ops
 from legato_engine.layers.grouped_attention import Attend, GroupedAttention
 from legato_engine.layers.mlp import MLP
-from legato_engine.models.bundle import ModelSource
+from legato_engine.models.bundle import ModelBundle, ModelSource
 from legato_engine.models.decoder import bundle
 from legato_engine.models.decoder.config import (
     DecoderConfig,
@@ -60,7 +60,7 @@ class PhiNetwork(DecoderNetwork):
         return DecoderNetwork.checkpoint_name(name.replace(".o_proj.", ".dense."))
 
 
-def find(source: ModelSource) -> bundle.DecoderBundle:
+def find(source: ModelSource) -> ModelBundle:
     """Find a Phi; see `bundle.find`."""
     return bundle.find(source, bundle.Family({"phi": _config}, PhiNetwork))
 

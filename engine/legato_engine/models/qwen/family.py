@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legato_engine.models.bundle import ModelSource
+from legato_engine.models.bundle import ModelBundle, ModelSource
 from legato_engine.models.decoder import bundle
 from legato_engine.models.decoder.config import (
     DecoderConfig,
@@ -16,7 +16,7 @@ from legato_engine.models.decoder.network import DecoderNetwork
 _IMPLEMENTED = {"hidden_act": "silu", "use_sliding_window": False}
 
 
-def find(source: ModelSource) -> bundle.DecoderBundle:
+def find(source: ModelSource) -> ModelBundle:
     """Find a Qwen; see `bundle.find`."""
     configs = {"qwen2": _second, "qwen3": _third}
     return bundle.find(source, bundle.Family(configs, DecoderNetwork))

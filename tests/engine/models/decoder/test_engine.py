@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from legato_engine.core import FinishReason, QueryTask, Request
+from legato_engine.core import FinishReason, PromptToken, QueryTask, Request
 from legato_engine.models.decoder.bundle import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.model import DecodeBatch, KVCache
@@ -16,6 +16,7 @@ from legato_engine.token_events import tokens_of
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from tests.engine.models import against_transformers as same
+from tests.engine.models.paged_session import PagedSession
 
 QUESTIONS = same.questions(9, seed=3)
 
@@ -85,8 +86,8 @@ def test_bfloat16_answers(phi_folder):
     assert half.dtype is torch.bfloat16
     logits = []
     for model in (exact, half):
-        session = same.PagedSession(model)
-        hidden_1D = session.prefill(0, None, list(map(same.PromptToken, range(3, 40))))
+        session = PagedSession(model)
+        hidden_1D = session.prefill(0, None, list(map(PromptToken, range(3, 40))))
         session.feed(0, 50, (0.0, 0.0))
         logits.append(torch.cat([model.logits(hidden_1D), model.logits(session.step()[:1])]))
     assert same.relative_error(logits[1], logits[0]) < 0.1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from legato_engine.core import PromptToken
 from legato_engine.errors import InvalidField
 from legato_engine.models.registry import resolve
 from safetensors.torch import load_file, save_file
@@ -11,6 +14,7 @@ from transformers import LlamaConfig
 
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
+from tests.engine.models.paged_session import PagedSession
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -24,7 +28,7 @@ LLAMA3 = {
 
 def config(**fields):
     """Two layers, four heads of queries and two of keys, 16 wide."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": hub_folder.VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 176,
@@ -38,7 +42,7 @@ def config(**fields):
     return LlamaConfig(**(sizes | fields))
 
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "as Llama 2": {"num_key_value_heads": 4},
     "as Llama 3.1": {"rope_parameters": LLAMA3},
     "as Llama 3.2": {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
@@ -105,8 +109,8 @@ def test_bfloat16_follows_float32(tmp_path):
     logits = []
     for dtype in (torch.float32, torch.bfloat16):
         model = same.load("llama", tmp_path, dtype)
-        prompt = list(map(same.PromptToken, range(3, 40)))
-        logits.append(model.logits(same.PagedSession(model).prefill(0, None, prompt)))
+        prompt = list(map(PromptToken, range(3, 40)))
+        logits.append(model.logits(PagedSession(model).prefill(0, None, prompt)))
     assert same.relative_error(logits[1], logits[0]) < 0.1
 
 

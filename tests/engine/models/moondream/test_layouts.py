@@ -122,7 +122,8 @@ def test_e4m3_experts_answer_as_their_numbers(tiny3_config, state, tmp_path):
         )
         MoondreamModel(tiny3_config, network)
         x_TD = torch.randn(9, tiny3_config.text.dim, generator=torch.Generator().manual_seed(0))
-        hidden.append(network.text.blocks[1].mlp(x_TD, capturable=False))
+        experts = network.text.get_submodule("blocks.1.mlp")
+        hidden.append(experts(x_TD, capturable=False))
     torch.testing.assert_close(hidden[0], hidden[1], rtol=1e-4, atol=1e-5)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from legato_engine.errors import InvalidField
 from legato_engine.models.registry import resolve
@@ -9,7 +11,7 @@ from legato_engine.models.registry import resolve
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "as Phi 1.5": {},
     "as Phi 2": {
         "hidden_size": 80,

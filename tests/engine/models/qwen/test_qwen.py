@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from legato_engine.errors import InvalidField
 from legato_engine.models.registry import resolve
@@ -15,7 +17,7 @@ CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 def config(kind, **fields):
     """Two layers, six heads of queries and two of keys."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": hub_folder.VOCABULARY,
         "hidden_size": 96,
         "intermediate_size": 144,
@@ -31,7 +33,7 @@ def config(kind, **fields):
     return CONFIGS[kind](**(sizes | fields))
 
 
-KINDS = {
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "as Qwen 2.5": ("qwen2", {}),
     "as Qwen 2.5 0.5B": ("qwen2", {"tie_word_embeddings": True, "num_attention_heads": 12}),
     "as Qwen 3": ("qwen3", {}),
