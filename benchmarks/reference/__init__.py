@@ -123,7 +123,7 @@ class Run:
                 score = self.scores.setdefault(case.skill, Score())
                 score.add(case, trace, answer, self._max_tokens)
                 self._answers.add(tuple(trace.tokens))
-                self._replay(engine, images.get(case.size), trace, answer)
+                self._replay(engine, case.size and images[case.size], trace, answer)
         finally:
             engine.close()
         return asked

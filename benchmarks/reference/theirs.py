@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,8 @@ class Reference:
         self._checkout.watch("encode_coordinate", "region", self._saw_coord)
         self._checkout.watch("encode_size", "region", self._saw_size)
         self._model = self._checkout.build(config)
+        self._its: dict[str, Callable[..., Any]] = {n: getattr(self._model, n) for n in _SEAMS}
         for name in _SEAMS:
-            setattr(self, f"_its{name}", getattr(self._model, name))
             setattr(self._model, name, getattr(self, name))
         self._encoded: dict[Size, Any] = {}
         self.picture_TD = torch.empty(0)  # embeddings of the picture encoded last
@@ -181,24 +181,24 @@ class Reference:
     # ------------------------------------------------------------ its methods, held to the rules
 
     def _run_vision_encoder(self, image: Image.Image) -> torch.Tensor:
-        self.picture_TD = self._its_run_vision_encoder(image)
+        self.picture_TD = self._its["_run_vision_encoder"](image)
         return self.picture_TD
 
     def _prefill(self, *args: Any) -> torch.Tensor:
-        hidden_1TD: torch.Tensor = self._its_prefill(*args)
+        hidden_1TD: torch.Tensor = self._its["_prefill"](*args)
         if self._fed is None:
             self.prefix_TD = hidden_1TD[0]
         return hidden_1TD
 
     def _prefill_prompt(self, prompt: torch.Tensor, *args: Any, **options: Any) -> Any:
-        logits, hidden, _, pos = self._its_prefill_prompt(prompt, *args, **options)
+        logits, hidden, _, pos = self._its["_prefill_prompt"](prompt, *args, **options)
         self._seen(hidden, logits)
         rule = "boundary" if self._phase.allowed else "first token"
         logits = self._ruled(logits, own=(), rule=rule)
         return logits, hidden[:, -1:], logits.argmax(-1, keepdim=True), pos
 
     def _decode_one_tok(self, *args: Any, **options: Any) -> Any:
-        logits, hidden = self._its_decode_one_tok(*args, **options)
+        logits, hidden = self._its["_decode_one_tok"](*args, **options)
         self._seen(hidden, logits)
         rule = "boundary" if self._phase.allowed else "answer"
         return self._ruled(logits, own=self._phase.own, rule=rule), hidden
@@ -222,7 +222,7 @@ class Reference:
 
     def _generate_reasoning(self, *args: Any, **options: Any) -> Any:
         self._phase, self._thought = _THINKING, True
-        return self._its_generate_reasoning(*args, **options)
+        return self._its["_generate_reasoning"](*args, **options)
 
     def _generate_answer(
         self, prompt: torch.Tensor, pos: int, settings: Any, refs: Any = None, **options: Any
@@ -234,7 +234,7 @@ class Reference:
             if self._num_answers != 1:
                 self._trace.changed["answer ids"] += 1
             prompt, refs = torch.full((1, self._num_answers), ANSWER), None
-        return self._its_generate_answer(prompt, pos, settings, refs, **options)
+        return self._its["_generate_answer"](prompt, pos, settings, refs, **options)
 
 
 def _plain(ref: SpatialRef) -> tuple[float, ...]:
