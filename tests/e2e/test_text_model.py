@@ -1,15 +1,25 @@
-"""A text model from a Hugging Face folder, served: questions and streams, and what it refuses."""
+"""A text model from a Hugging Face folder, served: questions, conversations, what it refuses."""
 
 from __future__ import annotations
 
 import grpc
 import pytest
 from legato.v1 import inference_pb2, server_pb2, server_pb2_grpc, task_pb2
-from legato_client import Client, FailedPrecondition, InvalidArgument, Options, Sampling
+from legato_client import (
+    Client,
+    FailedPrecondition,
+    InvalidArgument,
+    Message,
+    NotFound,
+    Options,
+    QueryTask,
+    Sampling,
+)
 
 from tests.e2e.scenes import two_shapes
 from tests.e2e.server import Server
 from tests.engine.models import hub_folder
+from tests.engine.models.decoder.asking import theirs
 from tests.grammar import check
 
 SCENE = two_shapes()
@@ -80,6 +90,48 @@ def test_streams_of_many_are_those_of_one(server):
     for request, answer in zip(asked, together, strict=True):
         (alone,) = check(server.inference.Generate(request), ok=True).of("finished")
         assert alone.finished.result.query == answer
+
+
+def test_a_conversation_is_answered(folder, client):
+    """All that was said is in the prompt, and a call says what a stream says."""
+    talk = (
+        Message("system", "be brief"),
+        Message("user", "why?"),
+        Message("assistant", "air"),
+        Message("user", "and at night?"),
+    )
+    result = client.chat(talk, sampling=GREEDY)
+    expected = theirs(folder).apply_chat_template(
+        [{"role": said.role, "content": said.content} for said in talk],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    assert result.info.usage.input_tokens == len(expected)
+    (*_, finished) = client.generate(None, QueryTask(sampling=GREEDY, messages=talk))
+    assert finished.result.answer == result.answer != ""
+
+
+def test_tokens_are_told_with_their_probabilities(client):
+    """Their texts are the answer, and nothing of it is told to who did not ask."""
+    options = Options(return_tokens=True, top_logprobs=0)
+    result = client.query(None, "why is the sky blue?", sampling=GREEDY, options=options)
+    tokens = result.info.tokens
+    assert len(tokens) == result.info.usage.output_tokens
+    assert "".join(token.text for token in tokens).lstrip() == result.answer
+    assert all(token.logprob <= 0.0 for token in tokens)
+    assert client.query(None, "why is the sky blue?", sampling=GREEDY).info.tokens == ()
+
+
+def test_there_are_no_adapters(client):
+    """Whatever name is asked for, in a call and in a stream."""
+    asked = QueryTask("why?", sampling=GREEDY)
+    for ask in (
+        lambda: client.query(None, "why?", options=Options(adapter="cups")),
+        lambda: list(client.generate(None, asked, options=Options(adapter="cups"))),
+    ):
+        with pytest.raises(NotFound) as caught:
+            ask()
+        assert caught.value.reason == "ADAPTER_NOT_FOUND"
 
 
 def test_skills_that_need_pictures_are_unsupported(client):

@@ -77,16 +77,20 @@ class Answers:
     """A `scheduler.Sink` that keeps what became of every request."""
 
     def __init__(self):
-        self.tokens, self.results, self.reasons = {}, {}, {}
+        self.told, self.results, self.reasons = {}, {}, {}
+
+    @property
+    def tokens(self):
+        """Ids of the tokens of every request."""
+        return {name: [token.token_id for token in told] for name, told in self.told.items()}
 
     def started(self, sequence):
         """Nothing yet."""
-        self.tokens[sequence.request.request_id] = []
+        self.told[sequence.request.request_id] = []
 
     def delta(self, sequence, events):
-        """Ids of the tokens that the events name."""
-        named = [token.token_id for token in tokens_of(events)]
-        self.tokens[sequence.request.request_id] += named
+        """The tokens that the events tell."""
+        self.told[sequence.request.request_id] += tokens_of(events)
 
     def done(self, sequence, finish_reason):
         """The whole answer."""
@@ -121,7 +125,7 @@ class Engine:
         )
         return [token.token_id for token in task.prompt]
 
-    def ask(self, questions, depth=2, together=True, **sampling):
+    def ask(self, questions, depth=2, together=True, logprobs=False, **sampling):
         """Ask all; whatever was asked before is forgotten."""
         answers = Answers()
         scheduler = self.assembly.scheduler(answers, pipeline_depth=depth)
@@ -131,6 +135,7 @@ class Engine:
                 task=QueryTask(question=question),
                 sampling=SamplingParams(**sampling),
                 return_tokens=True,
+                logprobs=logprobs,
             )
             scheduler.submit(make_sequence(self.assembly.frontend, request, None))
             if not together:

@@ -1,4 +1,4 @@
-"""Chat templates: a question as the model was taught to read one."""
+"""Chat templates: a question, and what was said before it, as the model was taught to read it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _STAND_IN = "\ue000{}\ue000"  # letters of private use, in no template
 _STOOD_IN = re.compile("\ue000(\\d+)\ue000")
 
 Message = dict[str, str]
-Render = Callable[[Sequence[Message]], str]
+Render = Callable[[Sequence[Message], str], str]
+"""Messages and the field to name when the template refuses them."""
 
 
 class Plain:
@@ -26,7 +27,10 @@ class Plain:
     def encode(self, task: QueryTask) -> tuple[int, ...]:
         """Ids of the prompt; raises `TaskUnsupported` for a conversation."""
         if task.system or task.history:
-            raise TaskUnsupported("without a chat template there is but one question", task="query")
+            raise TaskUnsupported(
+                "this model has no chat template: it takes one question, and no conversation",
+                task="query",
+            )
         return self._tokenizer.encode(task.question, opened=True)
 
 
@@ -43,35 +47,47 @@ class ChatTemplate:
         """Raises `InvalidField` for a template that does not run."""
         self._render = _compiled(template, variables)
         self._tokenizer = tokenizer
-        try:
-            self._render(_messages(QueryTask(question="?")))
-        except InvalidField as error:
-            raise InvalidField(error.message, field="weights") from None
+        self._render(_messages(QueryTask(question="?")), "weights")
 
     def encode(self, task: QueryTask) -> tuple[int, ...]:
-        """Ids of the prompt; raises `InvalidField` when the template refuses what is said.
+        """Ids of the prompt.
 
         What looks like a special token in a text is text. Then the template's own is encoded apart
         from it; else all of it together, as the model's authors do.
+
+        Raises `InvalidField` when the template refuses what is said, such as a role, or would leave
+        out a message: of a conversation it names `messages`.
         """
         messages = _messages(task)
-        texts = [message["content"] for message in messages]
-        if not any(map(self._tokenizer.has_special, texts)):
-            return self._tokenizer.encode_marked(self._render(messages))
+        talk = len(messages) > 1
+        field = "messages" if talk else "question"
+        forged = any(self._tokenizer.has_special(message["content"]) for message in messages)
+        parts = self._parts(messages, field) if talk or forged else []
+        if not forged:
+            return self._tokenizer.encode_marked(self._render(messages, field))
+        ids = list(self._tokenizer.encode_marked(parts[0]))
+        for index, behind in zip(parts[1::2], parts[2::2], strict=True):
+            ids += self._tokenizer.encode(messages[int(index)]["content"])
+            ids += self._tokenizer.encode_marked(behind)
+        return tuple(ids)
+
+    def _parts(self, messages: Sequence[Message], field: str) -> list[str]:
+        """The template's own text, by turns with the index of the message that stands there.
+
+        In whatever order: some templates put the system before the last question.
+        """
         stand_ins = [
             {"role": message["role"], "content": _STAND_IN.format(index)}
             for index, message in enumerate(messages)
         ]
-        before, *rest = _STOOD_IN.split(self._render(stand_ins))
-        if rest[::2] != [str(index) for index in range(len(texts))]:
-            raise InvalidField(
-                "there are special tokens, which this chat template cannot take as text",
-                field="question",
-            )
-        ids = [self._tokenizer.encode_marked(before)]
-        for text, behind in zip(texts, rest[1::2], strict=True):
-            ids += [self._tokenizer.encode(text), self._tokenizer.encode_marked(behind)]
-        return tuple(token_id for part in ids for token_id in part)
+        parts = _STOOD_IN.split(self._render(stand_ins, field))
+        for index, message in enumerate(messages):
+            if str(index) not in parts[1::2]:
+                raise InvalidField(
+                    f"the chat template leaves out message {index}, of the role {message['role']}",
+                    field=field,
+                )
+        return parts
 
 
 def _messages(task: QueryTask) -> list[Message]:
@@ -88,7 +104,7 @@ def _compiled(template: str, variables: Mapping[str, str]) -> Render:
 
     names: Mapping[str, Any] = variables
 
-    def render(messages: Sequence[Message]) -> str:
+    def render(messages: Sequence[Message], field: str) -> str:
         try:
             rendered: Any = render_jinja_template(
                 [list(messages)],
@@ -98,7 +114,7 @@ def _compiled(template: str, variables: Mapping[str, str]) -> Render:
                 **names,
             )
         except jinja2.TemplateError as error:
-            raise InvalidField(f"the chat template: {error}", field="question") from None
+            raise InvalidField(f"the chat template: {error}", field=field) from None
         text: str = rendered[0][0]  # one text for each conversation, then what is of no use here
         return text
 

@@ -1,6 +1,8 @@
-"""One tiny Phi for all tests that only read it."""
+"""One tiny Phi for all tests that only read it, and copies for those that change it."""
 
 from __future__ import annotations
+
+import shutil
 
 import pytest
 
@@ -16,3 +18,9 @@ def phi_folder(tmp_path_factory):
         folder, hub_folder.phi(num_key_value_heads=2), chat=hub_folder.CHAT, generation=generation
     )
     return folder
+
+
+@pytest.fixture
+def folder(phi_folder, tmp_path):
+    """A copy to change."""
+    return shutil.copytree(phi_folder, tmp_path / "phi")

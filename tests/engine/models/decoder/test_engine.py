@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from legato_engine.core import FinishReason, PromptToken, QueryTask, Request
+from legato_engine.errors import InvalidField
 from legato_engine.models.decoder.bundle import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.model import DecodeBatch, KVCache
@@ -14,6 +15,7 @@ from legato_engine.models.registry import resolve
 from legato_engine.tasks import SampledToken
 from legato_engine.token_events import tokens_of
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import AutoModelForCausalLM
 
 from tests.engine.models import against_transformers as same
 from tests.engine.models.paged_session import PagedSession
@@ -47,6 +49,24 @@ def test_deltas_spell_the_answer(engine):
     for name, tokens in answers.tokens.items():
         spelled = b"".join(map(pieces.piece, tokens)).decode(errors="ignore")
         assert answers.results[name] == spelled.lstrip()
+
+
+def test_log_probabilities_are_those_of_transformers(engine, phi_folder):
+    """Of each token, an EOS's too, at temperature 1 whatever it was sampled at."""
+    theirs = AutoModelForCausalLM.from_pretrained(phi_folder, dtype=torch.float32)
+    answers = engine.ask(QUESTIONS, logprobs=True, max_tokens=40, temperature=2.5)
+    assert FinishReason.STOP in answers.reasons.values()
+    for name, question in enumerate(QUESTIONS):
+        prompt, told = engine.prompt(question), answers.told[str(name)]
+        chosen = [token.token_id for token in told]
+        with torch.inference_mode():
+            logits_TV = theirs(torch.tensor([[*prompt, *chosen]])).logits[0]
+        expected_TV = logits_TV[len(prompt) - 1 : -1].log_softmax(-1)
+        expected = expected_TV[range(len(chosen)), chosen].tolist()
+        assert [token.logprob for token in told] == pytest.approx(expected, abs=1e-4)
+    silent = engine.ask(QUESTIONS, max_tokens=40, temperature=2.5)
+    assert silent.tokens == answers.tokens
+    assert {token.logprob for told in silent.told.values() for token in told} == {None}
 
 
 @pytest.mark.parametrize("eos", [0, 2])
@@ -101,6 +121,13 @@ def test_the_engine_is_told_what_it_serves(engine):
     info = engine.assembly.info
     assert (info.name, info.tasks, info.max_context_tokens) == ("phi", ("query",), 256)
     assert info.max_output_tokens == 255
+
+
+def test_a_folder_of_adapters_is_refused(phi_folder, tmp_path):
+    """At start, not with every request that names one."""
+    with pytest.raises(InvalidField, match="phi takes no adapters") as caught:
+        same.Engine("phi", phi_folder, adapters=str(tmp_path))
+    assert caught.value.metadata["field"] == "adapters"
 
 
 def test_a_decode_step_reads_nothing_on_the_host(phi_folder):

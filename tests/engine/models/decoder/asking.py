@@ -1,0 +1,30 @@
+"""What a question is to a text model, for tests: the task that its frontend makes of it."""
+
+from __future__ import annotations
+
+from legato_engine.core import QueryTask, Request
+from legato_engine.models.registry import resolve
+from transformers import PreTrainedTokenizerFast
+
+from tests.engine.models import hub_folder
+
+
+def task_of(folder, spec, **fields):
+    """What the frontend makes of a request."""
+    frontend = resolve("phi", weights=str(folder)).frontend
+    return frontend.make_task(Request(request_id="r", task=spec, **fields))
+
+
+def prompt_of(folder, question):
+    """Ids of a prompt."""
+    return [token.token_id for token in task_of(folder, QueryTask(question=question)).prompt]
+
+
+def theirs(folder):
+    """The tokenizer as transformers uses it."""
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token=hub_folder.BOS,
+        eos_token=hub_folder.EOS,
+        chat_template=hub_folder.CHAT,
+    )
