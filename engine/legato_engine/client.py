@@ -17,7 +17,7 @@ from legato_engine.config import EngineConfig
 from legato_engine.connection import EngineConnection, EngineState
 from legato_engine.errors import EngineLost
 from legato_engine.messages import Heartbeat, Loading, Ready, Shutdown
-from legato_engine.supervisor import Backoff, ChildProcess
+from legato_engine.supervisor import EXIT_UNSERVABLE, Backoff, ChildProcess
 from legato_engine.transport import Doors
 
 __all__ = ["EngineClient", "EngineLimits", "EngineState"]
@@ -71,6 +71,7 @@ class EngineClient(EngineConnection):
         self._step_moved = 0.0
         self._ready_at = 0.0
         self.restarts = 0
+        self.unservable = False  # no engine of this configuration will ever be ready
 
     @property
     def endpoint(self) -> str:
@@ -118,6 +119,9 @@ class EngineClient(EngineConnection):
             uptime = time.monotonic() - self._ready_at if self._ready_at else 0.0
             self._ready_at = 0.0
             self._lose(EngineLost("the engine process died", exit_code=code))
+            if code == EXIT_UNSERVABLE:
+                self.unservable = True
+                return
             if self.state is EngineState.LOST:
                 delay = self._backoff.delay_after(uptime)
                 _log.error("engine lost", exit_code=code, uptime=round(uptime, 3), restart_in=delay)

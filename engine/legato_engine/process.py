@@ -18,6 +18,7 @@ import structlog
 
 from legato_engine import null_engine
 from legato_engine.config import EngineConfig
+from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
 from legato_engine.heartbeat import HeartbeatThread, Vitals
 from legato_engine.links import Links
 from legato_engine.messages import (
@@ -36,7 +37,7 @@ from legato_engine.messages import (
     Submit,
 )
 from legato_engine.step_stats import StepStats
-from legato_engine.supervisor import bind_to_parent
+from legato_engine.supervisor import EXIT_UNSERVABLE, bind_to_parent
 from legato_engine.timeline import StepFeed, StepListener, Timeline
 
 if TYPE_CHECKING:
@@ -53,7 +54,10 @@ _log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, serve until told to stop; the exit code is 0 only for an ordered stop."""
+    """Load, serve until told to stop; the exit code is 0 only for an ordered stop.
+
+    `EXIT_UNSERVABLE` says that the configuration is at fault, which one line in the log explains.
+    """
     arguments = _parse(argv)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     configure_logging()
@@ -71,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         serve(config, arguments.namespace, links, wake_fd, vitals)
+    except Unservable as error:
+        _log.error("cannot serve", reason=str(error), **error.why.metadata)
+        return EXIT_UNSERVABLE
     except Exception:  # noqa: BLE001 - any fault may have left the device in an unknown state
         _log.exception("engine fails")
         return 1
@@ -80,10 +87,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+class Unservable(Exception):
+    """`why` the configuration cannot be served."""
+
+    def __init__(self, why: LegatoError) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
 def serve(config: EngineConfig, namespace: str, links: Links, wake_fd: int, vitals: Vitals) -> None:
-    """Load the model and run requests until `Shutdown`; raises what the device or a tick raises."""
+    """Load the model and run requests until `Shutdown`.
+
+    Raises `Unservable`, and what the device or a tick raises.
+    """
     stats = StepStats()
-    core, model = _open(config, namespace, links, wake_fd, stats)
+    try:
+        core, model = _open(config, namespace, links, wake_fd, stats)
+    except (InvalidField, ModelNotFound) as error:
+        raise Unservable(error) from None
     _publish(core, stats, vitals)
     links.broadcast(Ready(model=model, pid=os.getpid()))
     _log.info("engine ready", model=model.name, device=model.device)

@@ -12,6 +12,9 @@ import sys
 from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
+EXIT_UNSERVABLE = os.EX_CONFIG
+"""Of an engine whose configuration cannot be served: another one would end like it."""
+
 _ABORT_GRACE = 2.0  # seconds to dump stacks after SIGABRT
 
 

@@ -96,6 +96,8 @@ async def _come_up(
 ) -> bool:
     """Announce the start, then never return; False when the engine or a process is given up."""
     while not (engine.state is EngineState.READY and followers.ready):
+        if engine.unservable:  # the engine has said why
+            return False
         if engine.restarts >= START_ATTEMPTS:
             log.error("engine_never_ready", attempts=START_ATTEMPTS)
             return False
