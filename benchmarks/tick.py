@@ -27,7 +27,7 @@ from legato_engine.report_sink import ReportSink, Ticket
 from legato_engine.scheduler.clock import SystemClock
 from legato_engine.scheduler.launch import Launch
 from legato_engine.scheduler.pipeline import Pipeline
-from legato_engine.scheduler.runner import LaunchTimes
+from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence as EngineSequence
@@ -45,7 +45,7 @@ class NullRunner:
     """A device that is done at once; every row's token is prepared."""
 
     def __init__(self, max_rows: int) -> None:
-        tokens = [SampledToken(7, (0.5, 0.25))] * max_rows
+        tokens = [RowTokens((SampledToken(7, (0.5, 0.25)),))] * max_rows
         self._tokens = [tokens[:count] for count in range(max_rows + 1)]
         self._times = LaunchTimes(0, 0, 0, 0, 0)
 
@@ -55,7 +55,7 @@ class NullRunner:
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Nothing."""
 
-    def collect(self, launch: Launch) -> Sequence[SampledToken]:
+    def collect(self, launch: Launch) -> list[RowTokens]:
         """One prepared token per row."""
         return self._tokens[len(launch.plan.rows)]
 

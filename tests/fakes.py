@@ -7,8 +7,10 @@ that it is never fed after its end, the listener that a request's news comes in 
 from __future__ import annotations
 
 import dataclasses
+import random
 import zlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from legato_engine.core import (
     Event,
@@ -22,7 +24,7 @@ from legato_engine.core import (
 )
 from legato_engine.errors import LegatoError
 from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, Row
-from legato_engine.scheduler.runner import LaunchTimes
+from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken, Task
 
@@ -148,6 +150,14 @@ def make_sequence(
     return sequence
 
 
+class _Fed(NamedTuple):
+    """What a row fed: `num_lanes` positions from `first` on, of which `num_right` stand."""
+
+    first: int
+    num_lanes: int
+    num_right: int
+
+
 @dataclasses.dataclass(slots=True)
 class _SlotUse:
     """What a launch holds from `forward` to `collect`."""
@@ -155,20 +165,26 @@ class _SlotUse:
     launch: Launch
     held: dict[tuple[str, int], object]  # ("page" or "row", id): who reads or writes it
     resources: list[tuple[int, tuple[int, ...]]]  # per row: its batch row and its pages
-    tokens: list[SampledToken] | None = None
+    fed: list[_Fed]  # per row
+    outputs: list[RowTokens] | None = None
 
 
 class FakeRunner:
     """A device that remembers what was written to which KV slot and which launch holds what.
 
-    `not_finite` names (sequence id, sampled position) pairs whose logits are not finite.
+    `not_finite` names (sequence id, sampled position) pairs whose logits are not finite. How much
+    of what a row may draft is proposed, and how much of that accepted, is drawn from `seed`.
     """
 
     def __init__(
-        self, page_size: int, not_finite: frozenset[tuple[int, int]] = frozenset()
+        self,
+        page_size: int,
+        not_finite: frozenset[tuple[int, int]] = frozenset(),
+        seed: int = 0,
     ) -> None:
         self._page_size = page_size
         self._not_finite = not_finite
+        self._random = random.Random(seed)
         self._slots: dict[int, _SlotUse] = {}
         self._kv: dict[int, list[int]] = {}  # page: what was written to each of its slots
         self._expected: dict[int, list[int]] = {}  # row: what its sequence must read, by position
@@ -184,17 +200,23 @@ class FakeRunner:
         self.calls.append(("forward", launch.launch_id))
         self.plans.append(launch.plan)
         assert launch.slot not in self._slots, "a slot is reused before its commit"
-        assert all(use.tokens is not None for use in self._slots.values()), "two unsampled forwards"
-        use = _SlotUse(launch, {}, [])
+        assert all(use.outputs is not None for use in self._slots.values()), (
+            "two unsampled forwards"
+        )
+        use = _SlotUse(launch, {}, [], [])
         for row in launch.plan.rows:
-            self._hold(use, row)
+            fed = _Fed(row.position, row.num_tokens, row.num_tokens)
+            if launch.plan.kind is LaunchKind.DECODE:
+                fed = self._decide(row)
+            self._hold(use, row, fed)
+            use.fed.append(fed)
             if launch.plan.kind is LaunchKind.ENCODE:
                 assert len(launch.plan.rows) == 1, "an encode is about one picture"
                 self._encode(row)
             elif launch.plan.kind is LaunchKind.PREFILL:
                 self._prefill(row)
             else:
-                self._decode(row)
+                self._decode(row, fed)
         self._slots[launch.slot] = use
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
@@ -202,25 +224,35 @@ class FakeRunner:
         self.calls.append(("sample", launch.launch_id))
         use = self._slots[launch.slot]
         assert use.launch is launch, "sampled in another launch's slot"
-        assert use.tokens is None, "sampled twice"
+        assert use.outputs is None, "sampled twice"
         self.constraints[launch.launch_id] = list(constraints)
-        use.tokens = []
-        for row, constraint in zip(launch.plan.sampled_rows, constraints, strict=True):
-            sequence = row.sequence
-            assert (constraint == 0) == sequence.finalized, "only a zombie's constraint is 0"
-            position = row.position + row.num_tokens
+        use.outputs = []
+        rows = launch.plan.sampled_rows
+        for row, fed, constraint in zip(rows, use.fed if rows else (), constraints, strict=True):
+            is_zombie = row.sequence.finalized
+            assert (constraint == 0) == is_zombie, "only a zombie's constraint is 0"
+            newest = fed
+            if launch.plan.kind is LaunchKind.PREFILL:  # only its last position is sampled from
+                newest = _Fed(fed.first + fed.num_lanes - 1, 1, 1)
+            use.outputs.append(self._sample(row.sequence, newest, constraint))
+
+    def _sample(self, sequence: EngineSequence, fed: _Fed, constraint: int) -> RowTokens:
+        """A token behind every lane that stands."""
+        tokens: list[SampledToken] = []
+        for position in range(fed.first + 1, fed.first + 1 + fed.num_right):
             token = sample_token(sequence.task.sampling.seed or 0, position, constraint)
             self._last_token[sequence.row] = (sequence.seq_id, position, token)
             if (sequence.seq_id, position) in self._not_finite:
                 token = -1
-            use.tokens.append(SampledToken(token, (0.0, 0.0)))
+            tokens.append(SampledToken(token, (0.0, 0.0)))
+        return RowTokens(tuple(tokens), max(0, fed.num_lanes - 1))
 
-    def collect(self, launch: Launch) -> list[SampledToken]:
+    def collect(self, launch: Launch) -> list[RowTokens]:
         """Hand out the tokens and give the slot back."""
         self.calls.append(("collect", launch.launch_id))
         use = self._slots.pop(launch.slot)
         assert use.launch is launch, "collected from another launch's slot"
-        assert use.tokens is not None, "collected before it was sampled"
+        assert use.outputs is not None, "collected before it was sampled"
         older = [
             u.launch.launch_id
             for u in self._slots.values()
@@ -231,13 +263,13 @@ class FakeRunner:
             sequence = row.sequence
             assert sequence.row == batch_row, "released in flight"
             assert sequence.page_ids[: len(pages)] == pages, "lost a page in flight"
-        return use.tokens
+        return use.outputs
 
     def times(self, launch: Launch) -> LaunchTimes:
         """No time passes on this device."""
         return LaunchTimes(0, 0, 0, 0, 0)
 
-    def _hold(self, use: _SlotUse, row: Row) -> None:
+    def _hold(self, use: _SlotUse, row: Row, fed: _Fed) -> None:
         sequence = row.sequence
         assert sequence.row >= 0, "runs without a row"
         assert 0 not in sequence.page_ids, "writes to the scratch page"
@@ -245,7 +277,7 @@ class FakeRunner:
         claims: dict[tuple[str, int], object] = {("row", sequence.row): sequence.seq_id}
         if sequence.adapter_slot:
             claims["adapter slot", sequence.adapter_slot] = sequence.adapter_key
-        written = range(row.position, row.position + row.num_tokens)
+        written = range(fed.first, fed.first + fed.num_lanes)
         pages = {sequence.page_ids[position // self._page_size] for position in written}
         pages.update(row.prefix.compute_pages)
         claims.update({("page", page): sequence.seq_id for page in pages})
@@ -254,7 +286,10 @@ class FakeRunner:
                 assert other.held.get(what, owner) == owner, f"{what} has two owners in flight"
         assert ("row", sequence.row) not in use.held, "a sequence is twice in one batch"
         use.held.update(claims)
-        use.resources.append((sequence.row, sequence.page_ids))
+        num_pages = len(sequence.page_ids)
+        if use.launch.plan.kind is LaunchKind.DECODE:  # none behind is lost with a rejected draft
+            num_pages = -(-written.stop // self._page_size)
+        use.resources.append((sequence.row, sequence.page_ids[:num_pages]))
 
     def _encode(self, row: Row) -> None:
         sequence, work = row.sequence, row.prefix
@@ -297,14 +332,39 @@ class FakeRunner:
             self._write(sequence, position)
         self._check_kv(sequence, row.position + row.num_tokens)
 
-    def _decode(self, row: Row) -> None:
+    def _decide(self, row: Row) -> _Fed:
+        """Where the row stands, how much it proposes, and how much of that luck accepts."""
         sequence = row.sequence
-        seq_id, position, token = self._last_token[sequence.row]
-        assert (seq_id, position) == (sequence.seq_id, row.position), "decodes not its last token"
+        seq_id, first, _ = self._last_token[sequence.row]
+        assert seq_id == sequence.seq_id, "decodes another sequence's token"
+        assert 0 <= first - row.position <= row.slack, "decodes a token that is not its last"
+        assert sequence.may_draft or (row.num_drafts, row.slack) == (0, 0), "must not draft"
+        assert row.end <= len(sequence.page_ids) * self._page_size, "no pages for its lanes"
+        end = min(first + 1 + self._random.randint(0, row.num_drafts), sequence.max_length)
+        assert end <= row.end, "writes behind what was foreseen"
+        num_lanes = max(0, end - first)
+        num_right = self._random.randint(1, num_lanes) if num_lanes else 0
+        for lane in range(1, num_right):
+            if (sequence.seq_id, first + lane) in self._not_finite:
+                num_right = lane  # what is no token is never what was proposed
+                break
+        return _Fed(first, num_lanes, num_right)
+
+    def _decode(self, row: Row, fed: _Fed) -> None:
+        """Feed the newest token, right proposals and then wrong ones."""
+        sequence = row.sequence
         expected = self._expected[sequence.row]
-        expected.append(hash((expected[-1], token)))
-        self._write(sequence, row.position)
-        self._check_kv(sequence, row.position + 1)
+        _, _, token = self._last_token[sequence.row]
+        for position in range(fed.first, fed.first + fed.num_right):
+            if position > fed.first:
+                constraint = sequence.task.constraint()
+                token = sample_token(sequence.task.sampling.seed or 0, position, constraint)
+            expected.append(hash((expected[-1], token)))
+            self._write(sequence, position)
+        for position in range(fed.first + fed.num_right, fed.first + fed.num_lanes):
+            page = sequence.page_ids[position // self._page_size]
+            self._slots_of(page)[position % self._page_size] = hash(("rejected", position))
+        self._check_kv(sequence, fed.first + fed.num_right)
 
     def _slots_of(self, page: int) -> list[int]:
         return self._kv.setdefault(page, [0] * self._page_size)

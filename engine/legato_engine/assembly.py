@@ -7,12 +7,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
 
 from legato_engine.adapter_store import AdapterStore
-from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig
+from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig, largest_block
 from legato_engine.core import (
     CachedImage,
     CaptionTask,
@@ -33,6 +34,7 @@ from legato_engine.image_holds import ImageHolds
 from legato_engine.image_jobs import ImageJobs
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.layers.lora import AdapterBank
+from legato_engine.megakernel.costs import CostTable
 from legato_engine.messages import ModelInfo, RequestReport
 from legato_engine.models import registry
 from legato_engine.models.bundle import ModelBundle
@@ -48,6 +50,9 @@ from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import Observer
 from legato_engine.sequence import Sequence
+from legato_engine.speculative.block_sizes import block_sizes
+from legato_engine.speculative.lookup import LookupProposer
+from legato_engine.speculative.proposer import Proposer
 
 Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -68,6 +73,7 @@ class Assembly:
     num_pages: int
     adapter_folders: tuple[Path, ...]
     bank: AdapterBank | None  # None where no folder has adapters, or the model takes none
+    costs: CostTable | None  # of a decode step, where proposals are weighed against them
 
     @property
     def info(self) -> ModelInfo:
@@ -113,6 +119,7 @@ class Assembly:
             priority_seconds=self.config.priority_seconds,
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=self.config.crops_per_launch,
+            block_sizes=block_sizes(self.config.speculation, self.costs),
             observer=observer,
         )
 
@@ -190,6 +197,19 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
     return assembly
 
 
+def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = None) -> Assembly:
+    """The same model with another `speculation`, on a runner and a KV cache of its own.
+
+    Without a `proposer` it is the engine's. Raises `InvalidField` for an unknown setting.
+    """
+    config = msgspec.structs.replace(assembly.config, speculation=setting)
+    runner = _runner(
+        config, assembly.model, assembly.device, assembly.num_pages, assembly.bank, proposer
+    )
+    costs = _costs(config, runner)
+    return dataclasses.replace(assembly, config=config, runner=runner, costs=costs)
+
+
 def _with_runner(
     config: EngineConfig,
     bundle: ModelBundle,
@@ -204,22 +224,46 @@ def _with_runner(
     num_pages = config.num_pages or num_pages_for(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
+    runner = _runner(config, model, device, num_pages, bank, None)
+    frontend = bundle.frontend
+    if runner.encodes_pictures:
+        frontend = frontend.resizing_on_device()
+    costs = _costs(config, runner)
+    assembly = Assembly(config, frontend, model, device, runner, num_pages, folders, bank, costs)
+    _warm_up_requests(assembly)
+    return assembly
+
+
+def _runner(
+    config: EngineConfig,
+    model: Model,
+    device: Device,
+    num_pages: int,
+    bank: AdapterBank | None,
+    proposer: Proposer | None,
+) -> ModelRunner:
+    """A warm runner, with a proposer if the configuration has tokens proposed."""
+    block = largest_block(config.speculation)
     runner = ModelRunner(
         model,
         device,
         allocate(model, device, num_pages, config.page_size),
         max_running=config.max_running,
-        buckets=decode_buckets(device, config.max_running),
+        buckets=decode_buckets(device, config.max_running * (1 + block)),
         cuda_graphs=config.cuda_graphs,
         adapters=bank,
+        proposer=(proposer or LookupProposer()) if block else None,
+        max_block=block,
     )
-    frontend = bundle.frontend
-    if runner.encodes_pictures:
-        frontend = frontend.resizing_on_device()
-    assembly = Assembly(config, frontend, model, device, runner, num_pages, folders, bank)
     runner.warm_up()
-    _warm_up_requests(assembly)
-    return assembly
+    return runner
+
+
+def _costs(config: EngineConfig, runner: ModelRunner) -> CostTable | None:
+    """What steps cost here, measured where it is asked for."""
+    if config.speculation != "budget":
+        return None
+    return CostTable(steps=runner.step_seconds(), prefill=0.0)
 
 
 def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:

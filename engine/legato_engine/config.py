@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from legato_engine.errors import InvalidField
+
 HIGHEST_ADAPTER_RANK = 512
+SPECULATION_OFF = "off"
+LARGEST_BLOCK = 16
+"""Most tokens that a row may propose, whatever is asked for."""
+
+_ADAPTIVE_BLOCK = 8
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +25,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `image_cache_bytes` is for pictures that requests brought. Those that callers have it hold come
     besides: `image_quota_bytes` for each caller, `image_hold_bytes` for all of them.
     `pipeline_depth` 1 is the blocking loop, 2 the pipelined one.
+    `speculation` says how many tokens a row proposes for one forward to verify: `off`, `fixed:K`,
+    `seed` (the rule of adaptive block sizes) or `budget` (by what they are worth on this device).
     `max_context` bounds the positions of a sequence, prompt and answer, and with them the KV pool.
     `adapters` is a folder of adapter files by name, beside those that the model brings; they are
     read when first asked for, and `adapter_cache_bytes` bounds how much of them the host keeps.
@@ -40,6 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"  # auto, f32, bf16
     threads: int = 0  # intra-op threads on CPU; 0: all cores
     pipeline_depth: int = 2
+    speculation: str = SPECULATION_OFF
     max_running: int = 16
     max_waiting: int = 256
     max_waiting_per_tenant: int = 0  # 0: no bound of its own
@@ -59,3 +69,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     trace_steps: int = 4096  # launches the timeline ring remembers
     null_step_ms: float = 0.0
     null_objects: int = 3
+
+
+def largest_block(setting: str) -> int:
+    """Most tokens that a row proposes: 0 with `off`, 8 with `seed` and `budget`, K with `fixed:K`.
+
+    Raises `InvalidField` for any other setting.
+    """
+    if setting in ("seed", "budget"):
+        return _ADAPTIVE_BLOCK
+    name, _, size = setting.partition(":")
+    if name == "fixed" and size.isascii() and size.isdigit() and 0 < int(size) <= LARGEST_BLOCK:
+        return int(size)
+    if setting != SPECULATION_OFF:
+        raise InvalidField(
+            f"unknown speculation {setting!r}; use off, seed, budget, or fixed:K with K from 1 to "
+            f"{LARGEST_BLOCK}",
+            field="speculation",
+        )
+    return 0

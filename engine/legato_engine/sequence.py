@@ -29,6 +29,24 @@ class SequenceStatus(enum.StrEnum):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class Drafting:
+    """How the proposals of a sequence have fared; a policy's state, written at commits.
+
+    Without pressure on the KV cache and with `num_left` tokens still to launch, the policy chose
+    `current_block_size` tokens to propose next; `block_size_history` says how many really were,
+    commit by commit.
+    """
+
+    ema_acceptance_rate: float
+    accepted_weight: float = 0.0  # tokens accepted and tried, older ones counting less
+    tried_weight: float = 0.0
+    current_block_size: int = 0
+    block_size_history: list[int] = dataclasses.field(default_factory=list)
+    num_left: int = 0
+    under_pressure: bool = False
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """A request's life on the device.
 
@@ -43,8 +61,10 @@ class Sequence:
     sequences of one adapter: `adapter_key` names its content, empty for none; rows of a batch that
     have one pay for the largest `adapter_rank` of them. Behind the prefix stand `tokens`: the
     prompt and every token committed. The picture may be encoded in parts of its `num_crops` crops;
-    0 or 1 leaves nothing to split. `num_launched` counts the tokens whose sampling was planned,
-    `num_committed` those read back; the difference is at most 2.
+    0 or 1 leaves nothing to split. `num_launched` counts the tokens that are sure to be sampled:
+    one a launch, and those that a commit found accepted beyond it. `num_committed` counts those
+    read back; the difference is at most 2. `num_drafted` tokens are proposed by the launches in
+    flight, and may be sampled besides.
 
     `page_ids` holds the positions before `capacity`, and behind them what is only proposed. Of the
     positions fed by its prefill `num_cached` were found, and of a first prefill's `cached_tokens`.
@@ -70,7 +90,9 @@ class Sequence:
     num_preemptions: int = 0
     inflight_refs: int = 0
     num_launched: int = 0
-    last_position: int = -1  # of the newest launched token: the next decode feeds it; -1 until then
+    last_position: int = -1  # of the newest of these: the next decode feeds it, or one behind it
+    num_drafted: int = 0
+    drafting: Drafting | None = None  # None until it has been planned to propose
     num_committed: int = 0
     row: int = -1  # index into the device's per-row state while resources are held
     page_ids: tuple[int, ...] = ()  # page of position p is page_ids[p // page_size]
@@ -123,6 +145,20 @@ class Sequence:
             kept = max(num_prompt - first, 0)
             keys[kept:] = [(token_id, NO_PAYLOAD) for token_id, _ in keys[kept:]]
         return tuple(keys) if start >= self.prefix_length else (BOS_KEY, *keys)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether tokens can be proposed: none depends on the host, none carries a value."""
+        return not (self.task.constrained or self.task.has_payload)
+
+    def settle(self, num_drafts: int, accepted: int) -> None:
+        """Of a launch's `num_drafts` proposals, so many were accepted.
+
+        Where they end the sequence, the launch behind it feeds and samples nothing.
+        """
+        self.num_drafted -= num_drafts
+        self.num_launched = min(self.num_launched + accepted, self.task.max_tokens)
+        self.last_position = min(self.last_position + accepted, self.max_length)
 
     @property
     def is_zombie(self) -> bool:

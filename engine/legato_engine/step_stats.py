@@ -83,7 +83,7 @@ class StepStats:
         """Count a step; prefills only by their tokens."""
         record = step.record
         rows = record.launch.plan.rows
-        self._num_tokens += len(rows) - record.zombies
+        self._num_tokens += record.tokens
         previous, self._previous = self._previous, step
         if previous is None or not (_is_decode(previous) and _is_decode(step)):
             return

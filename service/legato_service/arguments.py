@@ -6,7 +6,8 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 
-from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig
+from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig, largest_block
+from legato_engine.errors import InvalidField
 
 from legato_service.config import ServiceConfig, check
 
@@ -103,6 +104,13 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
     )
     add("--threads", type=_whole, default=engine.threads, help="CPU threads, 0: all cores")
     add("--pipeline-depth", type=int, choices=(1, 2), default=engine.pipeline_depth)
+    add(
+        "--speculation",
+        type=_speculation,
+        default=engine.speculation,
+        metavar="off|seed|budget|fixed:K",
+        help="tokens of text that a task proposes for one step to verify; answers stay the same",
+    )
 
 
 def _add_queue(add: _Add, engine: EngineConfig) -> None:
@@ -209,6 +217,14 @@ def _add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
         default=engine.null_objects,
         help="objects found, as far as max_objects allows",
     )
+
+
+def _speculation(text: str) -> str:
+    try:
+        largest_block(text)
+    except InvalidField as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _fraction(text: str) -> float:

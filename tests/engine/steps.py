@@ -25,6 +25,7 @@ def make_step(index, *, rows=2, kind=LaunchKind.DECODE, zombies=0):
         wait_end=at + 9 * MS,
         commit_end=at + 9 * MS + MS // 8,
         zombies=zombies,
+        tokens=rows - zombies,
     )
     times = LaunchTimes(
         forward_start=at,

@@ -200,14 +200,14 @@ class KVCacheManager:
     def reserve_draft(self, sequence: Sequence, length: int) -> bool:
         """Hold pages for `length` positions, those behind `capacity` as drafts; all or nothing.
 
-        What is kept gives way to a proposal, what runs does not. `length` is at most
-        `sequence.max_length`.
+        What is kept gives way to a proposal, what runs does not, nor the next page of anybody else
+        who still grows. `length` is at most `sequence.max_length`.
         """
         assert length <= sequence.max_length, f"{length} positions are more than it may ever have"
         missing = self._pages(length) - len(sequence.page_ids)
         if missing <= 0:
             return True
-        if not self._has_room(missing):
+        if not self._has_room(missing + self._num_growing(besides=sequence)):
             return False
         pages = self._take(missing)
         self._held[sequence].draft.extend(pages)
@@ -215,11 +215,12 @@ class KVCacheManager:
         self._num_drafted += missing
         return True
 
-    def commit_to(self, sequence: Sequence, length: int) -> None:
-        """Positions before `length` stand; draft pages with any of them stay, the others go back.
+    def commit_to(self, sequence: Sequence, length: int, *, reserved: int = 0) -> None:
+        """Positions before `length` stand; draft pages with any of them are the sequence's own.
 
-        Whatever is enqueued already may still write to these; whatever takes them is enqueued
-        later. The caller plans nothing behind `capacity` until it reserves again.
+        Of the others those with positions before `reserved` stay drafts, the rest go back. Whatever
+        is enqueued already may still write to these; whatever takes them is enqueued later. The
+        caller plans nothing behind what is left until it reserves again.
         """
         draft = self._held[sequence].draft
         num_committed = len(sequence.page_ids) - len(draft)
@@ -227,10 +228,12 @@ class KVCacheManager:
         assert kept <= len(draft), f"{length} positions stand without a page"
         for _ in range(kept):
             self.grow(sequence)
-        self._num_discarded += len(draft)
-        sequence.page_ids = sequence.page_ids[: num_committed + kept]
-        self._pool.free(draft)
-        draft.clear()
+        held = max(num_committed + kept, self._pages(reserved))
+        rejected = sequence.page_ids[held:]
+        self._num_discarded += len(rejected)
+        sequence.page_ids = sequence.page_ids[:held]
+        self._pool.free(rejected)
+        del draft[len(draft) - len(rejected) :]
 
     # ------------------------------------------------------------ the end
 
@@ -287,8 +290,12 @@ class KVCacheManager:
     def _has_room(self, count: int) -> bool:
         return count <= self._pool.num_free + self._tree.idle_pages
 
-    def _num_growing(self) -> int:
-        return sum(each.capacity < each.max_length for each in self._held if not each.finalized)
+    def _num_growing(self, besides: Sequence | None = None) -> int:
+        return sum(
+            each.capacity < each.max_length
+            for each in self._held
+            if not each.finalized and each is not besides
+        )
 
     def _num_first_pages(self, sequence: Sequence) -> int:
         return self._pages(min(sequence.length + 1, sequence.max_length))

@@ -73,7 +73,8 @@ class Sharing:
         node, size = holding.node, self._page_size
         if node is None or not node.attached or holding.forgotten:
             return
-        known = min(sequence.length, sequence.last_position)
+        # What is launched stands up to `last_position` at least, and its drafts are not its own.
+        known = min(sequence.length, sequence.last_position, sequence.capacity)
         while node.length < known:
             stop = (node.length // size + 1) * size
             if stop > known and not partial:

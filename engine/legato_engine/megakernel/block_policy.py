@@ -6,22 +6,41 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from legato_engine.megakernel.descriptor import RequestDescriptor
 from legato_engine.megakernel.float32 import f32
+
+
+class Drafter(Protocol):
+    """What a policy knows and decides of a request, in the kernel's descriptor or in the engine."""
+
+    ema_acceptance_rate: float  # float32, as on the device
+    accepted_weight: float
+    tried_weight: float
+    current_block_size: int
+    block_size_history: list[int]
+
+    @property
+    def num_left(self) -> int:
+        """Tokens it may still generate."""
+        ...
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether the pool was nearly full when it was last looked at."""
+        ...
 
 
 class BlockPolicy(Protocol):
     """Decides `current_block_size` of each request, from what its verifies gave."""
 
-    def begin(self, request: RequestDescriptor) -> None:
+    def begin(self, request: Drafter) -> None:
         """It is about to propose for the first time, or again after a preemption."""
         ...
 
-    def update(self, request: RequestDescriptor, accepted: int, proposed: int) -> None:
+    def update(self, request: Drafter, accepted: int, proposed: int) -> None:
         """It proposed `proposed` tokens, of which the first `accepted` were right."""
         ...
 
-    def allot(self, requests: Sequence[RequestDescriptor]) -> None:
+    def allot(self, requests: Sequence[Drafter]) -> None:
         """These are about to propose; a policy may weigh them against each other."""
         ...
 
@@ -32,14 +51,14 @@ class FixedBlockPolicy:
 
     block_size: int
 
-    def begin(self, request: RequestDescriptor) -> None:
+    def begin(self, request: Drafter) -> None:
         """Propose `block_size`."""
         request.current_block_size = self.block_size
 
-    def update(self, request: RequestDescriptor, accepted: int, proposed: int) -> None:
+    def update(self, request: Drafter, accepted: int, proposed: int) -> None:
         """Nothing is learnt."""
 
-    def allot(self, requests: Sequence[RequestDescriptor]) -> None:
+    def allot(self, requests: Sequence[Drafter]) -> None:
         """Nothing is weighed."""
 
 
@@ -60,19 +79,19 @@ class AdaptiveBlockPolicy:
     high: float = 0.80
     low: float = 0.50
 
-    def begin(self, request: RequestDescriptor) -> None:
+    def begin(self, request: Drafter) -> None:
         """What the launch says, under the cap; a request that comes back keeps what it learnt."""
         block = self.size(request) if request.block_size_history else self.first_block
         request.current_block_size = self.capped(block, request)
 
-    def update(self, request: RequestDescriptor, accepted: int, proposed: int) -> None:
+    def update(self, request: Drafter, accepted: int, proposed: int) -> None:
         """As `update_block_size`."""
         update_block_size(self, request, accepted, proposed)
 
-    def allot(self, requests: Sequence[RequestDescriptor]) -> None:
+    def allot(self, requests: Sequence[Drafter]) -> None:
         """Each request decides for itself."""
 
-    def size(self, request: RequestDescriptor) -> int:
+    def size(self, request: Drafter) -> int:
         """The block for the request's average and flags as they are."""
         average = request.ema_acceptance_rate
         if average >= f32(self.high):
@@ -83,13 +102,13 @@ class AdaptiveBlockPolicy:
             block = self.min_block
         return self.capped(block, request)
 
-    def capped(self, block: int, request: RequestDescriptor) -> int:
+    def capped(self, block: int, request: Drafter) -> int:
         """`block`, or less under pressure."""
         return min(block, self.pressure_block) if request.under_pressure else block
 
 
 def update_block_size(
-    policy: AdaptiveBlockPolicy, request: RequestDescriptor, accepted: int, proposed: int
+    policy: AdaptiveBlockPolicy, request: Drafter, accepted: int, proposed: int
 ) -> None:
     """Learn from one verify and choose the next block; touches nothing but the request.
 

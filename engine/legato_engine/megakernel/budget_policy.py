@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from legato_engine.megakernel.block_policy import Drafter
 from legato_engine.megakernel.costs import CostTable
-from legato_engine.megakernel.descriptor import RequestDescriptor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class TokenBudgetPolicy:
     prior_weight: float = 8.0  # tokens
     probe_every: int = 32  # steps
 
-    def begin(self, request: RequestDescriptor) -> None:
+    def begin(self, request: Drafter) -> None:
         """Believe the prior, unless it has been here before."""
         if request.tried_weight == 0.0:
             request.tried_weight = self.prior_weight
             request.accepted_weight = self.prior_rate * self.prior_weight
 
-    def update(self, request: RequestDescriptor, accepted: int, proposed: int) -> None:
+    def update(self, request: Drafter, accepted: int, proposed: int) -> None:
         """Learn from the tokens that were tried: those accepted, and the first wrong one."""
         if proposed == 0:
             return
@@ -45,7 +45,7 @@ class TokenBudgetPolicy:
         request.tried_weight = self.decay * request.tried_weight + tried
         request.ema_acceptance_rate = request.accepted_weight / request.tried_weight
 
-    def allot(self, requests: Sequence[RequestDescriptor]) -> None:
+    def allot(self, requests: Sequence[Drafter]) -> None:
         """Give every request its block for the coming verify."""
         gains = sorted(
             (-(_rate(request) ** depth), depth, index)
@@ -69,15 +69,15 @@ class TokenBudgetPolicy:
                 best, best_count = committed / seconds, count
         return best_count
 
-    def _limit(self, request: RequestDescriptor) -> int:
+    def _limit(self, request: Drafter) -> int:
         most = self.pressure_block if request.under_pressure else self.max_block
         return max(0, min(most, request.num_left - 1))
 
-    def _probe(self, request: RequestDescriptor) -> int:
+    def _probe(self, request: Drafter) -> int:
         """One token for who has not proposed for long."""
         recent = request.block_size_history[-self.probe_every :]
         return int(len(recent) == self.probe_every and not any(recent))
 
 
-def _rate(request: RequestDescriptor) -> float:
+def _rate(request: Drafter) -> float:
     return request.accepted_weight / request.tried_weight

@@ -6,9 +6,11 @@ the commit that reads `outputs.host`; nobody else may touch it in between.
 `staged` says of each token of a step where it stands: its `row` and `position`, the
 `sample_position` of the token sampled from it, its `source` (the row whose last token it is, or -1:
 the `token` and `payload` beside it), and `fresh`, the first position of its sequence that the step
-writes. `grown` names entries of the page table, row * M + index, that its launch fills first.
+writes. `grown` names entries of the page table, row * M + index, that its launch fills first. With
+speculation `lane` counts the tokens of its row in front of it: a decode stages rows and lanes, and
+the device fills in the rest.
 
-Shape legend: R rows of a full batch, M pages of a full context, D text width, V vocabulary.
+Shape legend: R tokens of a full batch, M pages of a full context, D text width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ STEP_FIELDS = ("row", "source", "position", "fresh", "sample_position")
 
 
 class DecodeSlot:
-    """Buffers for one launch of at most `max_rows` rows, or one prefill of `max_prompt` tokens."""
+    """Buffers for one launch of at most `max_rows` tokens, or one prefill of `max_prompt`.
+
+    `outputs` has a token and a payload for each. What `speculates` has more: of a prefill the row's
+    `history`, its ids by position, and the `limit`, the last position that it may feed; and at the
+    first token of a decode's row the `count` of those that stand and of those `proposed`.
+    """
 
     def __init__(
         self,
@@ -38,11 +45,15 @@ class DecodeSlot:
         width: int,
         vocab_size: int,
         dtype: torch.dtype,
+        speculates: bool = False,
     ) -> None:
         on = device.torch_device
         rows = ((max_rows,), torch.int64)
         pairs = ((max_rows, 2), torch.float32)
-        fields = dict.fromkeys(STEP_FIELDS, rows)
+        fields = dict.fromkeys((*STEP_FIELDS, "lane") if speculates else STEP_FIELDS, rows)
+        drafting = {"history": ((max_prompt + 1,), torch.int64), "limit": ((1,), torch.int64)}
+        counts = dict.fromkeys(("count", "proposed"), rows)
+        self.speculates = speculates
         self.staged = StagingBuffer(
             device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PROMPT_CHUNKS
         )
@@ -61,11 +72,17 @@ class DecodeSlot:
                 "top_k": ((1,), torch.int64),
                 "temperature": ((1,), torch.float32),
                 "top_p": ((1,), torch.float32),
+                **(drafting if speculates else {}),
             },
         )
         self.outputs = StagingBuffer(
             device,
-            {"token": rows, "payload": pairs, "logprob": ((max_rows,), torch.float32)},
+            {
+                "token": rows,
+                "payload": pairs,
+                "logprob": ((max_rows,), torch.float32),
+                **(counts if speculates else {}),
+            },
         )
         self.hidden_RD = torch.zeros(max_rows, width, dtype=dtype, device=on)
         self.logits_RV = torch.zeros(max_rows, vocab_size, device=on)

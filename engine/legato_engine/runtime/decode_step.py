@@ -36,10 +36,16 @@ class DecodeStep:
         self._rank = rank
 
     def forward(self) -> None:
-        """Last sampled tokens in, final residual stream and logits out."""
+        """Last sampled tokens in, and those proposed behind them; residual stream, logits out."""
         model, state, slot, batch = self._model, self._state, self._slot, self._batch
+        if state.drafts is not None:
+            state.drafts.place(slot, batch)
         row_B = slot.staged.device["row"][:batch]
-        x_BD = model.embed(state.token_R[row_B], state.payload_R2[row_B])
+        token_B = state.token_R[row_B]
+        if state.drafts is not None:
+            source_B = slot.staged.device["source"][:batch]
+            token_B = torch.where(source_B < 0, slot.staged.device["token"][:batch], token_B)
+        x_BD = model.embed(token_B, state.payload_R2[row_B])
         bank = self._bank
         where = DecodeBatch(
             slot.staged.device["position"][:batch],
@@ -53,6 +59,7 @@ class DecodeStep:
     def sample(self, constraints_CV: torch.Tensor, sampled: bool, payload: bool) -> None:
         """Constrained choice, its payload, and both remembered for the next forward.
 
+        Of a row's several tokens `Drafts.settle` says which is the newest; none has a payload then.
         A row whose logits are not finite reports token -1 and feeds token 0.
         """
         model, state, slot, batch = self._model, self._state, self._slot, self._batch
@@ -78,3 +85,5 @@ class DecodeStep:
             payload_B2 = model.payload(slot.hidden_RD[:batch], token_B)
             state.payload_R2[row_B] = payload_B2
             slot.payload_R2[:batch].copy_(payload_B2)
+        if state.drafts is not None:
+            state.drafts.settle(slot, batch, state.token_R)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from legato_engine.device.base import Device
+from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.kernels.cuda.sampling import Sampler
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import (
@@ -90,6 +91,9 @@ class FusedProgram:
 
     def decode(self, slot: int, bucket: int, rank: int) -> None:
         """See `program.Program`."""
+        drafts = self._state.drafts
+        if drafts is not None and not rank:  # torch's step places by itself
+            self._submit("place", slot, bucket)
         self._submit("forward", slot, bucket, rank)
 
     def grow(self, slot: int) -> None:
@@ -121,7 +125,7 @@ class FusedProgram:
             else:
                 self._prefix(slot, row, step)
         compute.submit(step.copy_tail)
-        most = self.buckets[-1]
+        most = min(self.buckets[-1], MAX_TOKENS)  # the last of a chunk goes first: one pass
         if len(tokens) > most * MAX_PROMPT_CHUNKS:
             buffers.staged.upload(compute)
             compute.submit(step.run_long_prompt)
@@ -130,7 +134,7 @@ class FusedProgram:
             part = tokens[first : first + most]
             bucket = self._stage_chunk(buffers, chunk, row, part, start + first)
             buffers.staged.upload(compute, chunk)
-            self.decode(slot, bucket, 0)
+            self._submit("forward", slot, bucket, 0)
 
     def encode(self, slot: int, row: Row) -> None:
         """See `program.Program`."""
@@ -182,6 +186,8 @@ class FusedProgram:
         staged["payload"][:count] = [tokens[i][1] for i in order]
         staged["position"][:count] = np.array(order) + start
         staged["row"][:count] = row.sequence.row
+        if slot.speculates:
+            staged["lane"][:bucket] = 0
         staged["fresh"][:count] = start
         staged["source"][:count] = -1
         staged["row"][count:bucket] = self._state.scratch_row
@@ -199,6 +205,7 @@ class FusedProgram:
             make: dict[str, Callable[..., Work]] = {
                 "admit": self._admit_work,
                 "grow": self._grow_work,
+                "place": self._place_work,
                 "forward": self._forward_work,
                 "sample": self._sample_work,
                 "logprobs": self._logprobs_work,
@@ -213,6 +220,12 @@ class FusedProgram:
 
     def _grow_work(self, slot: int) -> Work:
         return lambda: self._state.grow(self._slots[slot])
+
+    def _place_work(self, slot: int, bucket: int) -> Work:
+        drafts = self._state.drafts
+        assert drafts is not None, "only proposed tokens are placed by the device"
+        # Never one graph with the forward: its kernels read places ahead of the one in front.
+        return lambda: drafts.place(self._slots[slot], bucket)
 
     def _forward_work(self, slot: int, bucket: int, rank: int) -> Work:
         buffers, state = self._slots[slot], self._state
@@ -255,6 +268,8 @@ class FusedProgram:
                 self._kernels.payload(
                     state, hidden_BD, tokens_B, row_B, buffers.payload_R2[:bucket]
                 )
+            if state.drafts is not None:
+                state.drafts.settle(buffers, bucket, state.token_R)
 
         return work
 

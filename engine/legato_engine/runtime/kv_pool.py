@@ -57,13 +57,13 @@ def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KV
     )
 
 
-def decode_buckets(device: Device, max_running: int) -> tuple[int, ...]:
-    """Decode batch sizes, doubling up to `max_running`, and on a GPU at least to 32.
+def decode_buckets(device: Device, max_tokens: int) -> tuple[int, ...]:
+    """Decode batch sizes, doubling up to `max_tokens`, and on a GPU at least to 32.
 
     The CPU starts at the row block that `ops.linear` pads to anyway.
     """
     on_cpu = device.torch_device.type == "cpu"
-    most = max_running if on_cpu else max(max_running, _MIN_DECODE_ROWS)
+    most = max_tokens if on_cpu else max(max_tokens, _MIN_DECODE_ROWS)
     sizes = [min(8 if on_cpu else 1, most)]
     while sizes[-1] < most:
         sizes.append(min(sizes[-1] * 2, most))

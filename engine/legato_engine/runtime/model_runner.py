@@ -7,7 +7,10 @@ stream reads only what its slot owns.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, repeat
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +18,18 @@ from legato_engine.device.base import Device, Event
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import KVCache, Model
 from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.drafts import Drafts
 from legato_engine.runtime.program import Program
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.torch_program import TorchProgram
 from legato_engine.scheduler.launch import Launch, LaunchKind, Row
-from legato_engine.scheduler.runner import LaunchTimes
+from legato_engine.scheduler.runner import LaunchTimes, RowTokens
+from legato_engine.speculative.proposer import Proposer
 from legato_engine.tasks import SampledToken
 
 NUM_SLOTS = 2
+_TIMED_STEPS = 5
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,7 +50,8 @@ class Flight:
 class ModelRunner:
     """A `scheduler.runner.Runner` over a `Model`, a `Device` and one KV pool.
 
-    `buckets` are the decode batch sizes that exist, rising: a launch is padded to the next one.
+    `buckets` are the decode batch sizes that exist, in tokens, rising: a launch is padded to the
+    next one. With a `proposer` a row may feed `max_block` proposed tokens behind its own.
     """
 
     def __init__(
@@ -57,13 +64,25 @@ class ModelRunner:
         buckets: Sequence[int],
         cuda_graphs: bool = True,
         adapters: AdapterBank | None = None,
+        proposer: Proposer | None = None,
+        max_block: int = 0,
     ) -> None:
         """`adapters` is where rows find theirs; without it no row has one."""
         max_pages = -(-model.max_context // kv.page_size)
         self._max_pages = max_pages
         self._page_size = kv.page_size
         self._device = device
-        self._state = RowState(max_running, max_pages, device.torch_device)
+        self._drafts = None
+        if proposer is not None:
+            self._drafts = Drafts(
+                proposer,
+                num_rows=max_running,
+                max_context=model.max_context,
+                vocab_size=model.vocab_size,
+                max_block=max_block,
+                device=device.torch_device,
+            )
+        self._state = RowState(max_running, max_pages, device.torch_device, self._drafts)
         self._slots = tuple(
             DecodeSlot(
                 device,
@@ -73,6 +92,7 @@ class ModelRunner:
                 width=model.width,
                 vocab_size=model.vocab_size,
                 dtype=model.dtype,
+                speculates=proposer is not None,
             )
             for _ in range(NUM_SLOTS)
         )
@@ -102,13 +122,20 @@ class ModelRunner:
         self._program.warm_up()
         self._device.compute.record().wait()
 
+    def step_seconds(self) -> tuple[tuple[int, float], ...]:
+        """What a decode of so many tokens takes, in seconds: medians, without any context to read.
+
+        More tokens never take less, whatever the clock said. Nothing may be in flight.
+        """
+        seconds = accumulate(map(self._step_seconds, self._buckets), max)
+        return tuple(zip(self._buckets, seconds, strict=True))
+
     def forward(self, launch: Launch) -> None:
         """Stage the rows and enqueue the forward pass."""
         rows, compute, flight = launch.plan.rows, self._device.compute, self._flights[launch.slot]
         slot = self._slots[launch.slot]
         if launch.plan.kind is LaunchKind.DECODE:
-            bucket = self._bucket(len(rows))
-            self._stage_rows(slot, rows, bucket)
+            bucket = self._stage_rows(slot, rows)
             flight.forward_start = compute.record(flight.forward_start)
             slot.staged.upload(compute)
             self._grow(launch.slot, rows)
@@ -127,14 +154,14 @@ class ModelRunner:
         compute, copy = self._device.compute, self._device.copy
         rows = launch.plan.sampled_rows
         if rows:
-            slot.constraint.host["constraint"][: len(rows)] = constraints
+            num_lanes = self._stage_constraints(slot, rows, constraints)
             slot.constraint.upload(copy)
             flight.copy_end = copy.record(flight.copy_end)
             compute.wait_event(flight.copy_end)
         flight.sample_start = compute.record(flight.sample_start)
         if rows:
             sampled, payload, flight.logprobs = _needs(rows)
-            bucket = self._bucket(len(rows))
+            bucket = self._bucket(num_lanes)
             self._program.sample(launch.slot, bucket, sampled=sampled, payload=payload)
             if flight.logprobs:
                 self._program.logprobs(launch.slot, bucket, payload=payload)
@@ -144,17 +171,21 @@ class ModelRunner:
             slot.outputs.download(copy)
         flight.copy_end = copy.record(flight.copy_end)
 
-    def collect(self, launch: Launch) -> list[SampledToken]:
-        """Wait for the copy back and read one token per sampled row."""
-        flight = self._flights[launch.slot]
+    def collect(self, launch: Launch) -> list[RowTokens]:
+        """Wait for the copy back and read every sampled row's tokens."""
+        flight, rows = self._flights[launch.slot], launch.plan.sampled_rows
         flight.copy_end.wait()
         outputs = self._slots[launch.slot].outputs.host
-        count = len(launch.plan.sampled_rows)
-        tokens = outputs["token"][:count].tolist()
-        payloads = map(tuple, outputs["payload"][:count].tolist())
-        if not flight.logprobs:
-            return list(map(SampledToken, tokens, payloads))
-        return list(map(SampledToken, tokens, payloads, outputs["logprob"][:count].tolist()))
+        count = len(rows) if self._drafts is None else sum(map(_num_lanes, rows))
+        fields: list[Iterable[Any]] = [
+            outputs["token"][:count].tolist(),
+            map(tuple, outputs["payload"][:count].tolist()),
+            outputs["logprob"][:count].tolist() if flight.logprobs else repeat(None),
+        ]
+        tokens = map(SampledToken._make, zip(*fields, strict=False))
+        if self._drafts is None:
+            return list(map(RowTokens._make, zip(zip(tokens, strict=False), repeat(0))))
+        return _by_row(rows, tuple(tokens), outputs["count"].tolist(), outputs["proposed"].tolist())
 
     def times(self, launch: Launch) -> LaunchTimes:
         """Device times of a collected launch."""
@@ -167,8 +198,16 @@ class ModelRunner:
             copy_end=flight.copy_end.time_ns(),
         )
 
-    def _bucket(self, num_rows: int) -> int:
-        return next(bucket for bucket in self._buckets if bucket >= num_rows)
+    def _step_seconds(self, bucket: int) -> float:
+        compute, seconds = self._device.compute, []
+        for _ in range(_TIMED_STEPS):
+            start = compute.record()
+            self._program.decode(0, bucket, 0)
+            self._program.sample(0, bucket, sampled=False, payload=False)
+            stop = compute.record()
+            stop.wait()
+            seconds.append((stop.time_ns() - start.time_ns()) / 1e9)
+        return statistics.median(seconds)
 
     def _rank(self, rows: Sequence[Row]) -> int:
         """The rank to run for all rows, 0 when none has an adapter."""
@@ -179,22 +218,28 @@ class ModelRunner:
     def _grow(self, index: int, rows: Sequence[Row]) -> None:
         """Tell the device of the pages that this decode is the first to name."""
         size = self._page_size
-        grown = [row for row in rows if row.position % size == 0]
+        if self._drafts is None:
+            rows = [row for row in rows if row.position % size == 0]
+        grown = [(row.sequence, page) for row in rows for page in row.new_pages(size)]
         if not grown:
             return
         staged = self._slots[index].grown
         staged.host["entry"].fill(self._state.scratch_row * self._max_pages)
         staged.host["page"].fill(0)
-        for place, (sequence, position, _, _) in enumerate(grown):
-            page = position // size
+        for place, (sequence, page) in enumerate(grown):
             staged.host["entry"][place] = sequence.row * self._max_pages + page
             staged.host["page"][place] = sequence.page_ids[page]
         staged.upload(self._device.compute)
         self._program.grow(index)
 
-    def _stage_rows(self, slot: DecodeSlot, rows: Sequence[Row], bucket: int) -> None:
-        """One token a row, the last that it sampled; the rest of the bucket is padding."""
-        staged = slot.staged.host
+    def _bucket(self, num_tokens: int) -> int:
+        return next(bucket for bucket in self._buckets if bucket >= num_tokens)
+
+    def _stage_rows(self, slot: DecodeSlot, rows: Sequence[Row]) -> int:
+        """What each row feeds, its last token or its lanes, and padding up to the bucket."""
+        if self._drafts is not None:
+            return self._stage_lanes(slot, rows)
+        staged, bucket = slot.staged.host, self._bucket(len(rows))
         padding = bucket - len(rows)
         row_B = [row.sequence.row for row in rows]
         position_B = [row.position for row in rows]
@@ -206,6 +251,53 @@ class ModelRunner:
         staged["position"][:bucket] = position_B
         staged["fresh"][:bucket] = staged["position"][:bucket]
         np.add(staged["position"][:bucket], 1, out=staged["sample_position"][:bucket])
+        return bucket
+
+    def _stage_lanes(self, slot: DecodeSlot, rows: Sequence[Row]) -> int:
+        """Which lanes there are; the device knows where they stand."""
+        staged = slot.staged.host
+        row_B = [row.sequence.row for row in rows for _ in range(_num_lanes(row))]
+        lane_B = [lane for row in rows for lane in range(_num_lanes(row))]
+        assert self._drafts is not None
+        assert max(lane_B) <= self._drafts.max_block, "a row proposes more than there is room for"
+        bucket = self._bucket(len(row_B))
+        staged["row"][:bucket] = self._state.scratch_row
+        staged["row"][: len(row_B)] = row_B
+        staged["lane"][:bucket] = 0
+        staged["lane"][: len(row_B)] = lane_B
+        return bucket
+
+    def _stage_constraints(
+        self, slot: DecodeSlot, rows: Sequence[Row], constraints: Sequence[int]
+    ) -> int:
+        """A row's constraint for each of its tokens; how many there are."""
+        if self._drafts is not None:
+            constraints = [
+                constraint
+                for row, constraint in zip(rows, constraints, strict=True)
+                for _ in range(_num_lanes(row))
+            ]
+        slot.constraint.host["constraint"][: len(constraints)] = constraints
+        return len(constraints)
+
+
+def _num_lanes(row: Row) -> int:
+    """Tokens of a row that are sampled from; of a prefill's only the last is."""
+    return 1 + row.num_drafts
+
+
+def _by_row(
+    rows: Sequence[Row],
+    tokens: tuple[SampledToken, ...],
+    counts: Sequence[int],
+    proposed: Sequence[int],
+) -> list[RowTokens]:
+    """The lanes' tokens that stand; the counts are those at each row's first lane."""
+    outputs, first = [], 0
+    for row in rows:
+        outputs.append(RowTokens(tokens[first : first + counts[first]], proposed[first]))
+        first += _num_lanes(row)
+    return outputs
 
 
 def _needs(rows: Sequence[Row]) -> tuple[bool, bool, bool]:

@@ -9,7 +9,8 @@ from legato_engine.models.model import Adapter, KVCache, Model, PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.row_state import RowState
 from legato_engine.scheduler.launch import Row
-from legato_engine.sequence import TokenKey
+from legato_engine.sequence import Sequence, TokenKey
+from legato_engine.speculative.proposer import UNKNOWN
 
 
 def fed_tokens(row: Row) -> list[TokenKey]:
@@ -42,6 +43,17 @@ def stage_prefill(slot: DecodeSlot, row: Row, scratch_row: int) -> None:
     staged["top_k"][0] = sampling.top_k or 0
     staged["temperature"][0] = sampling.temperature or 0.0
     staged["top_p"][0] = 1.0 if sampling.top_p is None else sampling.top_p
+    if slot.speculates:
+        _stage_history(slot, sequence)
+
+
+def _stage_history(slot: DecodeSlot, sequence: Sequence) -> None:
+    """All tokens known, also those whose KV was found, and where the sequence ends."""
+    slot.staged.host["lane"].fill(0)
+    history = slot.prompt.host["history"]
+    history.fill(UNKNOWN)
+    history[sequence.prefix_length : sequence.length] = [token for token, _ in sequence.tokens]
+    slot.prompt.host["limit"][0] = sequence.max_length - 1
 
 
 class PrefillStep:

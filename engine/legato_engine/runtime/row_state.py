@@ -12,14 +12,18 @@ from __future__ import annotations
 import torch
 
 from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.drafts import Drafts
 
 
 class RowState:
-    """Per-row tensors, indexed by `Sequence.row`."""
+    """Per-row tensors, indexed by `Sequence.row`; with `drafts` those of speculation too."""
 
-    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_pages: int, device: torch.device, drafts: Drafts | None = None
+    ) -> None:
         rows = num_rows + 1
         self.scratch_row = num_rows
+        self.drafts = drafts
         self.token_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.payload_R2 = torch.zeros(rows, 2, device=device)
         self.page_table_RM = torch.zeros(rows, max_pages, dtype=torch.int64, device=device)
@@ -42,6 +46,8 @@ class RowState:
         self.top_k_R.index_copy_(0, row_1, staged["top_k"])
         self.temperature_R.index_copy_(0, row_1, staged["temperature"])
         self.top_p_R.index_copy_(0, row_1, staged["top_p"])
+        if self.drafts is not None:
+            self.drafts.admit(slot)
 
     def grow(self, slot: DecodeSlot) -> None:
         """Add the slot's staged pages to the table; runs on the compute stream.

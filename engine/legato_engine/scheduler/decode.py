@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from itertools import repeat
 
+from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefix_work import NO_PREFIX_WORK
+from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.launch import LaunchKind, Plan, Row
 from legato_engine.scheduler.running import Running
 from legato_engine.sequence import Sequence
@@ -16,10 +20,19 @@ class DecodePlanner:
     A sequence may be planned before its last token is committed: the forward reads that token on
     the device, at the position where its sampling put it. Whoever has no page for that position,
     and gets none now, is left out.
+
+    With `block_sizes` a row feeds proposed tokens behind it, which the same forward verifies; never
+    more than its task could still sample, and none where there are no pages for them. While the
+    host does not know how many of the last stand, the pages are those of the farthest case; without
+    them a row is left out until it does.
     """
 
-    def __init__(self, running: Running) -> None:
+    def __init__(
+        self, manager: KVCacheManager, running: Running, block_sizes: BlockSizes | None
+    ) -> None:
+        self._manager = manager
         self._running = running
+        self._block_sizes = block_sizes
 
     def plan(self) -> Plan | None:
         """The next decode batch, None when no sequence can take one more token."""
@@ -29,10 +42,11 @@ class DecodePlanner:
             batch = self._ready()
         if not batch:
             return None
-        positions = [sequence.last_position for sequence in batch]
-        # Every tick makes all rows anew, and `_make` costs half of a call that fills defaults in.
-        rows = map(Row._make, zip(batch, positions, repeat(1), repeat(NO_PREFIX_WORK)))
-        return Plan(LaunchKind.DECODE, tuple(rows))
+        if self._block_sizes is None:
+            rows = _plain(batch)
+        else:
+            rows = self._drafting(batch, self._block_sizes)
+        return Plan(LaunchKind.DECODE, rows) if rows else None
 
     def _ready(self) -> list[Sequence]:
         """Those prefilled, with a page, whose tokens are not all planned, and not too far ahead."""
@@ -54,3 +68,39 @@ class DecodePlanner:
             and sequence.num_launched < sequence.task.max_tokens
             and not sequence.preempted
         ]
+
+    def _drafting(self, batch: Many[Sequence], block_sizes: BlockSizes) -> tuple[Row, ...]:
+        """Those of the batch that have pages for all they may write."""
+        drafts = self._drafts(batch, block_sizes)
+        rows = (
+            Row(sequence, sequence.last_position, num_drafts=size, slack=sequence.num_drafted)
+            for sequence, size in zip(batch, drafts, strict=False)
+        )
+        return tuple(row for each in rows if (row := self._with_pages(each)) is not None)
+
+    def _drafts(self, batch: Many[Sequence], block_sizes: BlockSizes) -> Iterator[int]:
+        drafting = [sequence for sequence in batch if sequence.may_draft]
+        if not drafting:
+            return repeat(0)
+        kv_use = self._manager.pages_used / self._manager.pages_total
+        blocks = iter(block_sizes.allot(drafting, kv_use=kv_use))
+        return (min(next(blocks), _most(each)) if each.may_draft else 0 for each in batch)
+
+    def _with_pages(self, row: Row) -> Row | None:
+        """The row with pages for its proposals, or for none, or None without pages at all."""
+        for each in (row, row._replace(num_drafts=0)):
+            if self._manager.reserve_draft(each.sequence, each.end):
+                return each
+        return None
+
+
+def _plain(batch: Many[Sequence]) -> tuple[Row, ...]:
+    positions = [sequence.last_position for sequence in batch]
+    # Every tick makes all rows anew, and `_make` costs half of a call that fills defaults in.
+    parts = zip(batch, positions, repeat(1), repeat(NO_PREFIX_WORK), repeat(0), repeat(0))
+    return tuple(map(Row._make, parts))
+
+
+def _most(sequence: Sequence) -> int:
+    """Tokens that its task may still sample beyond the next one."""
+    return sequence.task.max_tokens - sequence.num_launched - 1

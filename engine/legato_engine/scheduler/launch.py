@@ -41,12 +41,31 @@ class Row(NamedTuple):
     after the prefix that was not found. A decode that feeds the first position of a page is the
     first launch to name that page. The token sampled sits at `position + num_tokens`. An encode
     feeds no token: its `num_tokens` is 0, and its `prefix` names the crops.
+
+    A decode may feed `num_drafts` proposed tokens behind its own. While launches in flight have
+    proposed too, only the device knows where it stands: at `position`, or up to `slack` behind it.
     """
 
     sequence: Sequence
     position: int
     num_tokens: int = 1
     prefix: PrefixWork = NO_PREFIX_WORK
+    num_drafts: int = 0
+    slack: int = 0
+
+    @property
+    def end(self) -> int:
+        """One past the last position that this launch may write: those before it need pages."""
+        end = self.position + self.slack + self.num_tokens + self.num_drafts
+        return min(end, self.sequence.max_length)
+
+    def new_pages(self, page_size: int) -> range:
+        """Places in the sequence's table of the pages that this decode is the first to name.
+
+        Launches before it have named those of all positions before its own farthest start.
+        """
+        start = self.position + self.slack
+        return range(-(-start // page_size), -(-self.end // page_size))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

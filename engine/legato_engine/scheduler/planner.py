@@ -5,7 +5,6 @@ from __future__ import annotations
 from legato_engine.scheduler.decode import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.scheduler.prefill import PrefillPlanner
-from legato_engine.scheduler.running import Running
 
 
 class Planner:
@@ -27,14 +26,14 @@ class Planner:
     def __init__(
         self,
         prefill: PrefillPlanner,
-        running: Running,
+        decode: DecodePlanner,
         *,
         prefills_per_decode: int,
         crops_per_launch: int,
     ) -> None:
         assert crops_per_launch >= 0, f"{crops_per_launch} crops per launch"
         self._prefill = prefill
-        self._decode = DecodePlanner(running)
+        self._decode = decode
         self._prefills_per_decode = prefills_per_decode
         self._crops_per_launch = crops_per_launch
         self._streak = 0  # encodes and prefills planned since the last decode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from legato_engine.scheduler.launch import Launch
 from legato_engine.tasks import SampledToken
@@ -19,6 +19,17 @@ class LaunchTimes:
     sample_start: int
     sample_end: int
     copy_end: int
+
+
+class RowTokens(NamedTuple):
+    """What one launch gave one row: the accepted tokens, then the model's own next.
+
+    No token at all where an earlier launch has given the row its last one: a zombie. `num_proposed`
+    is at most the row's `num_drafts`: a proposer may have no guess.
+    """
+
+    tokens: tuple[SampledToken, ...]
+    num_proposed: int = 0
 
 
 class Runner(Protocol):
@@ -40,8 +51,8 @@ class Runner(Protocol):
         """
         ...
 
-    def collect(self, launch: Launch) -> list[SampledToken]:
-        """Wait for the copy and read one token per row, none of an encode's.
+    def collect(self, launch: Launch) -> list[RowTokens]:
+        """Wait for the copy and read every row's tokens, none of an encode's.
 
         After it returns the slot is free.
         """

@@ -17,12 +17,14 @@ from legato_engine.errors import (
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import Load
 from legato_engine.scheduler.admission import Admission
+from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
-from legato_engine.scheduler.launch import Launch, LaunchKind
+from legato_engine.scheduler.decode import DecodePlanner
+from legato_engine.scheduler.launch import Launch, LaunchKind, Row
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
-from legato_engine.scheduler.runner import Runner
+from legato_engine.scheduler.runner import RowTokens, Runner
 from legato_engine.scheduler.running import Running
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import Observer, StepRecord
@@ -61,21 +63,26 @@ class Scheduler:
         max_overtakes: int = 16,
         prefills_per_decode: int = 1,
         crops_per_launch: int = 5,
+        block_sizes: BlockSizes | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`prefills_per_decode` and `crops_per_launch` are the `Planner`'s."""
+        """`prefills_per_decode` and `crops_per_launch` are the `Planner`'s.
+
+        Without `block_sizes` nothing is proposed; with them the runner must know how to.
+        """
         self._runner = runner
         self._manager = manager
         self._pipeline = pipeline
         self._clock = clock
         self._sink = sink
+        self._block_sizes = block_sizes
         self._observer = observer
         self._queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=priority_seconds)
         self._prefill = PrefillPlanner(manager, self._queue, max_prefill_rows=max_prefill_rows)
         self._running = Running(manager, self._queue)
         self._planner = Planner(
             self._prefill,
-            self._running,
+            DecodePlanner(manager, self._running, block_sizes),
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=crops_per_launch,
         )
@@ -90,6 +97,7 @@ class Scheduler:
         self._records: deque[StepRecord] = deque()  # one per launch in flight, same order
         self._next_deadline = math.inf  # no live sequence has an earlier one
         self.steps_committed = 0
+        self._tokens_committed = 0
 
     # ------------------------------------------------------------ requests in
 
@@ -220,9 +228,11 @@ class Scheduler:
         plan_end = self._clock.perf_ns()
         launch = self._pipeline.launch(plan)
         self._runner.forward(launch)
-        for sequence, position, num_tokens, _ in plan.sampled_rows:
+        for sequence, position, num_tokens, _, num_drafts, _ in plan.sampled_rows:
             sequence.num_launched += 1
             sequence.last_position = position + num_tokens
+            if num_drafts:
+                sequence.num_drafted += num_drafts
         if plan.kind is not LaunchKind.DECODE:
             self._advance(launch)
         self._records.append(StepRecord(launch, plan_start, plan_end, self._clock.perf_ns()))
@@ -258,17 +268,22 @@ class Scheduler:
     def _commit(self, launch: Launch) -> None:
         record = self._records.popleft()
         record.wait_start = self._clock.perf_ns()
-        tokens = self._runner.collect(launch)
+        outputs = self._runner.collect(launch)
         record.wait_end = self._clock.perf_ns()
-        prefill = launch.plan.kind is LaunchKind.PREFILL
-        for row, token in zip(launch.plan.sampled_rows, tokens, strict=True):
+        before, kind = self._tokens_committed, launch.plan.kind
+        drafting = self._block_sizes is not None and kind is LaunchKind.DECODE
+        for row, output in zip(launch.plan.sampled_rows, outputs, strict=True):
             sequence = row.sequence
             if sequence.finalized:
                 record.zombies += 1
-                continue
-            if prefill:
-                self._prefilled(sequence, token)
-            self._consume(sequence, token)
+            elif drafting:
+                self._commit_block(record, row, output)
+            else:
+                (token,) = output.tokens
+                if kind is LaunchKind.PREFILL:
+                    self._prefilled(sequence, token)
+                self._consume(sequence, token)
+        record.tokens = self._tokens_committed - before
         for sequence in self._pipeline.commit(launch):
             self._running.settle(sequence)
         self.steps_committed += 1
@@ -284,6 +299,22 @@ class Scheduler:
         elif sequence.num_committed == 0:
             sequence.first_token = self._clock.now()
 
+    def _commit_block(self, record: StepRecord, row: Row, output: RowTokens) -> None:
+        """Commit a live sequence's tokens, none behind the one that ends it, and their pages."""
+        sequence, accepted = row.sequence, len(output.tokens) - 1
+        assert accepted >= 0, f"sequence {sequence.seq_id} lives behind its last token"
+        record.proposed += output.num_proposed
+        record.accepted += accepted
+        sequence.settle(row.num_drafts, accepted)
+        if self._block_sizes is not None and sequence.may_draft:
+            self._block_sizes.learn(sequence, accepted, output.num_proposed)
+        for token in output.tokens:
+            self._consume(sequence, token)
+            if sequence.finalized:
+                break
+        end = sequence.last_position  # the launch behind may write to what it has proposed for
+        self._manager.commit_to(sequence, end, reserved=end + sequence.num_drafted)
+
     def _consume(self, sequence: Sequence, token: SampledToken) -> None:
         """Commit one token of a live sequence, and end it when the token does."""
         task = sequence.task
@@ -298,6 +329,7 @@ class Scheduler:
             self._fail(sequence, InternalError("the task could not read its tokens"))
             return
         sequence.num_committed += 1
+        self._tokens_committed += 1
         sequence.tokens.append((token.token_id, token.payload))
         if events:
             self._sink.delta(sequence, events)

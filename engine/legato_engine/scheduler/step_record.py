@@ -14,6 +14,8 @@ class StepRecord:
 
     The scheduler fills it between the launch and its commit; it is complete when the observer gets
     it. `zombies` counts the rows sampled in vain: their sequence had ended before this commit.
+    Of the others, `tokens` were committed; `proposed` and `accepted` count drafts, `accepted` those
+    behind a sequence's end too.
     """
 
     launch: Launch
@@ -26,6 +28,9 @@ class StepRecord:
     wait_end: int = 0
     commit_end: int = 0
     zombies: int = 0
+    tokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
 
     @property
     def plan_ns(self) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from legato_engine.core import FinishReason, PromptToken
 from legato_engine.errors import InternalError, PromptTooLong
@@ -17,12 +18,13 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import KVReport
 from legato_engine.scheduler.launch import Launch, LaunchKind, Row
 from legato_engine.scheduler.pipeline import Pipeline
-from legato_engine.scheduler.runner import LaunchTimes
+from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.scheduler.scheduler import NOT_FINITE, Scheduler
+from legato_engine.sequence import NO_PAYLOAD, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.sequence import TokenKey
 from legato_engine.tasks import SampledToken
 
+from tests.engine.scheduler.world import RandomBlocks
 from tests.fakes import VOCABULARY, FakeClock, FakeSink, FakeTask, make_sequence
 
 PAGE = 4
@@ -51,56 +53,101 @@ def content(before: int, token: TokenKey | SampledToken) -> int:
     return BROKEN if before == BROKEN else hash((before, token_id, payload[0] % 1.0))
 
 
+class Lane(NamedTuple):
+    """A token that a launch fed, and what was read up to it."""
+
+    fed: TokenKey
+    contents: list[int]
+
+
 class ReadingRunner:
     """A device that runs at once and reads every position of every table.
 
-    Where `breaks` says so, what it computes is not finite.
+    It knows of a page what launches told it, where its rows stand, and what of their proposals is
+    what it samples: right ones and wrong ones, as `draw` has it. Where `breaks` says so, what it
+    computes is not finite.
     """
 
-    def __init__(self, breaks: Callable[[], bool]) -> None:
+    def __init__(self, breaks: Callable[[], bool], draw: random.Random) -> None:
         self._breaks = breaks
+        self._draw = draw
         self._kv: dict[int, list[int]] = {}  # page: its slots
-        self._read: dict[int, list[list[int]]] = {}  # slot: what each row of its launch has read
-        self._tokens: dict[int, list[SampledToken]] = {}  # slot: what was sampled
+        self._tables: dict[int, dict[int, int]] = {}  # row: its pages, by place
+        self._read: dict[int, list[list[Lane]]] = {}  # slot: what each row of its launch has fed
+        self._outputs: dict[int, list[RowTokens]] = {}  # slot: what was sampled
         self._last: dict[int, SampledToken] = {}  # row: its newest token
+        self._newest: dict[int, int] = {}  # row: the position of that
+        self.num_accepted = self.num_rejected = 0
 
     def forward(self, launch: Launch) -> None:
         """Write and read."""
         assert launch.slot not in self._read, "a slot is reused before its commit"
-        kind = launch.plan.kind
+        kind, rows = launch.plan.kind, launch.plan.rows
         if kind is LaunchKind.PREFILL:
-            self._read[launch.slot] = [self._prefill(row) for row in launch.plan.rows]
+            self._read[launch.slot] = [[self._prefill(row)] for row in rows]
         elif kind is LaunchKind.DECODE:
-            rows = launch.plan.rows
-            self._read[launch.slot] = [
-                self._feed(row, [self._last[row.sequence.row]]) for row in rows
-            ]
+            self._read[launch.slot] = [self._decode(row) for row in rows]
         else:
             self._read[launch.slot] = []
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
-        """A token for every row, from what it has read."""
-        self._tokens[launch.slot] = tokens = []
+        """What stands of every row, and a token behind it."""
         read = self._read[launch.slot]
-        for row, constraint, contents in zip(
-            launch.plan.sampled_rows, constraints, read, strict=True
-        ):
-            task = row.sequence.task
-            token = sampled(task.sampling.seed or 0, constraint, contents, task.has_payload)
-            self._last[row.sequence.row] = token
-            tokens.append(token)
+        self._outputs[launch.slot] = [
+            self._settle(row.sequence, lanes, constraint)
+            for row, constraint, lanes in zip(
+                launch.plan.sampled_rows, constraints, read, strict=True
+            )
+        ]
 
-    def collect(self, launch: Launch) -> list[SampledToken]:
+    def collect(self, launch: Launch) -> list[RowTokens]:
         """Hand out the tokens."""
         del self._read[launch.slot]
-        return self._tokens.pop(launch.slot)
+        return self._outputs.pop(launch.slot)
 
     def times(self, launch: Launch) -> LaunchTimes:
         """No time passes on this device."""
         return LaunchTimes(0, 0, 0, 0, 0)
 
-    def _prefill(self, row: Row) -> list[int]:
+    def _decode(self, row: Row) -> list[Lane]:
+        """Feed the newest token and what is proposed behind it, up to the sequence's end."""
+        sequence, lanes = row.sequence, list[Lane]()
+        table, position = self._tables[sequence.row], self._newest[sequence.row]
+        assert 0 <= position - row.position <= row.slack, "stands where it was not foreseen"
+        table.update((place, sequence.page_ids[place]) for place in row.new_pages(PAGE))
+        fed: TokenKey = self._last[sequence.row][:2]
+        most = min(row.num_drafts, sequence.max_length - 1 - position)
+        num_drafts = self._draw.randint(0, most) if most > 0 else most
+        for lane in range(1 + num_drafts):
+            lanes.append(Lane(fed, self._feed(row, position + lane, [fed])))
+            fed = self._proposal(sequence, lanes[-1].contents)
+        return lanes
+
+    def _proposal(self, sequence: EngineSequence, contents: list[int]) -> TokenKey:
+        task = sequence.task
+        if self._draw.random() < 0.3:
+            return self._draw.randrange(VOCABULARY), NO_PAYLOAD
+        right = sampled(task.sampling.seed or 0, task.constraint(), contents, task.has_payload)
+        return max(right.token_id, 0), NO_PAYLOAD
+
+    def _settle(self, sequence: EngineSequence, lanes: list[Lane], constraint: int) -> RowTokens:
+        task = sequence.task
+        tokens: list[SampledToken] = []
+        for lane in lanes:
+            if tokens and lane.fed[0] != tokens[-1].token_id:
+                break
+            seed = task.sampling.seed or 0
+            tokens.append(sampled(seed, constraint, lane.contents, task.has_payload))
+        if tokens:
+            self._last[sequence.row] = tokens[-1]
+            self._newest[sequence.row] = len(lanes[len(tokens) - 1].contents)
+            self.num_accepted += len(tokens) - 1
+            self.num_rejected += len(lanes) - len(tokens)
+        return RowTokens(tuple(tokens), max(0, len(lanes) - 1))
+
+    def _prefill(self, row: Row) -> Lane:
         sequence, work = row.sequence, row.prefix
+        self._tables[sequence.row] = dict(enumerate(sequence.page_ids))
         if work.compute_pages:
             assert sequence.pixels is not None, "its picture is gone"
             broken = self._breaks()
@@ -112,17 +159,19 @@ class ReadingRunner:
             self._kv[destination] = list(self._slots(source))
         assert row.num_tokens > 0, "feeds nothing to sample from"
         first = row.position - sequence.prefix_length
-        return self._feed(row, sequence.tokens[first : first + row.num_tokens])
+        tokens = sequence.tokens[first : first + row.num_tokens]
+        return Lane(tokens[-1], self._feed(row, row.position, tokens))
 
-    def _feed(self, row: Row, tokens: Iterable[TokenKey | SampledToken]) -> list[int]:
+    def _feed(self, row: Row, position: int, tokens: Iterable[TokenKey]) -> list[int]:
         """What is read of all positions up to the last one fed."""
-        pages, position = row.sequence.page_ids, row.position
+        pages = self._tables[row.sequence.row]
         before = self._slots(pages[(position - 1) // PAGE])[(position - 1) % PAGE]
         for token in tokens:
             before = BROKEN if self._breaks() else content(before, token)
             self._slots(pages[position // PAGE])[position % PAGE] = before
             position += 1
-        read = [slot for page in pages[: -(-position // PAGE)] for slot in self._slots(page)]
+        count = -(-position // PAGE)
+        read = [slot for place in range(count) for slot in self._slots(pages[place])]
         return read[:position]
 
     def _slots(self, page: int) -> list[int]:
@@ -158,6 +207,8 @@ class Tally:
     cached: int = 0
     preemptions: int = 0
     drafts: int = 0
+    accepted: int = 0
+    rejected: int = 0
 
     def add(self, world: Schedule, report: KVReport) -> None:
         """One schedule more."""
@@ -171,6 +222,8 @@ class Tally:
         self.cached += sum(s.cached_tokens for s in world.sequences)
         self.preemptions += report.preemptions
         self.drafts += world.num_drafts
+        self.accepted += world.runner.num_accepted
+        self.rejected += world.runner.num_rejected
 
 
 class Schedule:
@@ -184,8 +237,11 @@ class Schedule:
         self.manager = KVCacheManager(
             draw.randint(7, 14), PAGE, draw.randint(1, 6), num_adapter_slots=1
         )
+        self.runner = ReadingRunner(lambda: draw.random() < self.break_rate, draw)
+        largest = draw.choice((0, 0, 1, 3, 9))
+        self.speculates = largest > 0
         self.scheduler = Scheduler(
-            ReadingRunner(lambda: draw.random() < self.break_rate),
+            self.runner,
             self.manager,
             Pipeline(draw.choice((1, 2, 2))),
             self.clock,
@@ -193,6 +249,7 @@ class Schedule:
             max_prefill_rows=draw.choice((1, 1, 2)),
             max_overtakes=draw.randint(0, 3),
             crops_per_launch=draw.randint(0, 3),
+            block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
         )
         self.sequences: list[EngineSequence] = []
         self.aborted: set[str] = set()
@@ -286,7 +343,10 @@ class Schedule:
         self.sequences.append(again)
 
     def _disturb(self) -> None:
-        """Now and then one is aborted, stopped or given draft pages, or time passes."""
+        """Now and then one is aborted or stopped, or time passes.
+
+        Where nobody proposes, draft pages are given and taken back here.
+        """
         draw = self.draw
         what = draw.random()
         if what > 0.2 or not self.sequences:
@@ -300,7 +360,7 @@ class Schedule:
             self.scheduler.stop(sequence.request.request_id)
         elif what < 0.1:
             self.clock.advance(1.0)
-        elif sequence.row >= 0 and not sequence.finalized:
+        elif sequence.row >= 0 and not (sequence.finalized or self.speculates):
             length = min(sequence.capacity + draw.randint(1, 9), sequence.max_length)
             if self.manager.reserve_draft(sequence, length):
                 self.num_drafts += 1

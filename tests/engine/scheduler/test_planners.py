@@ -1,7 +1,10 @@
 """Plans are values: who is in the next batch, and at which position."""
 
+from collections.abc import Sequence as Many
+
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefix_work import PrefixWork
+from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.decode import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan, Row
 from legato_engine.scheduler.planner import Planner
@@ -30,6 +33,7 @@ def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -
     sequence.last_position = sequence.prompt_length + launched - 1
     sequence.inflight_refs = refs
     sequence.capacity = sequence.max_length
+    sequence.page_ids = tuple(range(1, -(-sequence.max_length // PAGE) + 1))
     return sequence
 
 
@@ -52,10 +56,23 @@ def planned(plan: Plan | None) -> list[int]:
     return [] if plan is None else [row.sequence.seq_id for row in plan.rows]
 
 
+def plain(*sequences: Sequence) -> DecodePlanner:
+    """A planner that never speculates."""
+    return DecodePlanner(KVCacheManager(17, PAGE, 2), those(*sequences), None)
+
+
+def speculating(
+    blocks: BlockSizes, *sequences: Sequence, manager: KVCacheManager | None = None
+) -> DecodePlanner:
+    """A planner that has them propose."""
+    manager = manager or KVCacheManager(17, PAGE, 8)
+    return DecodePlanner(manager, those(*sequences), blocks)
+
+
 def test_decode_feeds_the_last_launched_token() -> None:
     """The first decode is at the prompt's end, each next one position on."""
     first, later = running(0, launched=1), running(1, launched=3, refs=1)
-    assert DecodePlanner(those(first, later)).plan() == Plan(
+    assert plain(first, later).plan() == Plan(
         LaunchKind.DECODE, (Row(first, position=4), Row(later, position=6))
     )
 
@@ -69,8 +86,106 @@ def test_decode_leaves_out_who_cannot_go_on() -> None:
     full = running(1, launched=8)
     ahead = running(2, launched=3, refs=2)
     last = running(3, launched=7)
-    assert planned(DecodePlanner(those(leaving, full, ahead, encoding, last)).plan()) == [3]
-    assert DecodePlanner(those(leaving, full, ahead, encoding)).plan() is None
+    assert planned(plain(leaving, full, ahead, encoding, last).plan()) == [3]
+    assert plain(leaving, full, ahead, encoding).plan() is None
+
+
+class Blocks:
+    """Always the same block; remembers whom it was asked about."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.asked: list[tuple[list[int], float]] = []
+
+    def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:
+        """The size for everybody."""
+        self.asked.append(([sequence.seq_id for sequence in sequences], kv_use))
+        return [self._size] * len(sequences)
+
+    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
+        """Nothing."""
+
+
+def test_a_decode_drafts_no_more_than_its_task_may_sample() -> None:
+    """Who is near its end drafts less; who is constrained or carries values not at all."""
+    long, near = running(0, launched=1, max_tokens=20), running(1, launched=3, max_tokens=6)
+    last, boxes = running(2, launched=7), running(3, launched=2)
+    outline = running(4, launched=2)
+    boxes.task.constrained = outline.task.has_payload = True
+    blocks = Blocks(4)
+    plan = speculating(blocks, long, boxes, near, outline, last).plan()
+    assert plan is not None
+    assert [row.num_drafts for row in plan.rows] == [4, 0, 2, 0, 0]
+    assert blocks.asked == [([0, 1, 2], 0.0)]
+
+
+def test_a_row_foresees_the_last_position_it_may_write() -> None:
+    """Behind launches that drafted it may start later, and never goes past its sequence's end."""
+    sequence = running(0, launched=2, max_tokens=30, refs=1)
+    sequence.num_drafted = 3
+    plan = speculating(Blocks(4), sequence).plan()
+    assert plan is not None
+    (row,) = plan.rows
+    assert (row.position, row.slack, row.num_drafts) == (5, 3, 4)
+    assert row.end == 5 + 3 + 5
+    sequence.num_launched = 28
+    sequence.last_position = sequence.prompt_length + 27
+    plan = speculating(Blocks(4), sequence).plan()
+    assert plan is not None
+    assert plan.rows[0].num_drafts == 1
+    assert plan.rows[0].end == sequence.max_length
+
+
+def test_a_launch_names_the_pages_that_none_before_it_could_reach() -> None:
+    """Those that begin between its own farthest start and its end, several at a time."""
+    sequence = running(0, launched=2, max_tokens=60)
+    rows = [Row(sequence, 5, num_drafts=k, slack=s) for k, s in ((0, 0), (2, 0), (8, 2), (8, 4))]
+    assert [list(row.new_pages(PAGE)) for row in rows] == [[], [], [2, 3], [3, 4]]
+    assert list(Row(sequence, 8).new_pages(PAGE)) == [2]
+
+
+def grown(seq_id: int, manager: KVCacheManager) -> Sequence:
+    """Admitted with prefix 1 and prompt 3; its first token is launched, and its page is there."""
+    sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=30))
+    manager.admit(sequence)
+    sequence.num_launched, sequence.last_position = 1, sequence.prompt_length
+    manager.launched(sequence)
+    return sequence
+
+
+def test_proposals_take_no_page_that_somebody_needs_to_grow() -> None:
+    """Without pages for all of its proposals a row has none, and decodes one token."""
+    manager = KVCacheManager(7, PAGE, 2)  # two of two pages each; two are free
+    first, second = grown(0, manager), grown(1, manager)
+    plan = speculating(Blocks(8), first, second, manager=manager).plan()
+    assert plan is not None
+    assert [row.num_drafts for row in plan.rows] == [0, 0]
+    plan = speculating(Blocks(7), first, second, manager=manager).plan()
+    assert plan is not None
+    assert [row.num_drafts for row in plan.rows] == [7, 0]
+    assert manager.report().draft == 1
+
+
+def test_who_may_stand_behind_its_pages_waits_for_its_launch() -> None:
+    """While it is not known how many stand, a row needs pages for the farthest case."""
+    manager = KVCacheManager(5, PAGE, 2)  # two of two pages each
+    first, second = grown(0, manager), grown(1, manager)
+    first.num_drafted, first.inflight_refs = 3, 1
+    planner = speculating(Blocks(1), first, second, manager=manager)
+    assert planned(planner.plan()) == [0, 1]
+    first.num_drafted = 4
+    assert planned(planner.plan()) == [1]
+    first.num_drafted = 0
+    assert planned(planner.plan()) == [0, 1]
+
+
+def test_pressure_is_what_live_sequences_hold() -> None:
+    """A policy is told the share of the pages that are held."""
+    manager = KVCacheManager(17, PAGE, 8)
+    manager.admit(sized(0, 8 * PAGE))
+    blocks = Blocks(1)
+    speculating(blocks, running(1, launched=1), manager=manager).plan()
+    assert blocks.asked == [([1], 0.5)]
 
 
 def test_a_prefill_row_says_where_the_prompt_starts() -> None:
@@ -196,7 +311,8 @@ def test_both_sides_take_turns() -> None:
     prefill = make_planner(KVCacheManager(65, PAGE, 8))
     one = running(9, launched=1)
     members = those()
-    planner = Planner(prefill, members, prefills_per_decode=2, crops_per_launch=0)
+    decode = DecodePlanner(KVCacheManager(17, PAGE, 2), members, None)
+    planner = Planner(prefill, decode, prefills_per_decode=2, crops_per_launch=0)
     for seq_id in range(5):
         prefill.add(sized(seq_id, 4))
     plans = []

@@ -20,7 +20,7 @@ from legato_engine.core import FinishReason
 from legato_engine.errors import Busy, DeadlineUnreachable, InternalError, PromptTooLong
 from legato_engine.sequence import Sequence
 
-from tests.engine.scheduler.world import World
+from tests.engine.scheduler.world import RandomBlocks, World
 from tests.fakes import FakeTask
 
 PREFIX_LENGTHS = {"a": 3, "b": 8, "c": 9}  # inside a page, on a border, just behind one
@@ -59,6 +59,17 @@ def check_streams(world: World) -> None:
             assert ended.metadata == {"reason": "NUMERIC"}
 
 
+def check_counts(world: World) -> None:
+    """What the records count is what the requests were given."""
+    records = world.records
+    committed = sum(sequence.num_committed for sequence in world.sequences)
+    assert sum(record.tokens for record in records) == committed
+    for record in records:
+        assert 0 <= record.accepted <= record.proposed
+        drafts = sum(row.num_drafts for row in record.launch.plan.rows)
+        assert record.proposed <= drafts
+
+
 class Walk(RuleBasedStateMachine):
     """Submits, steps, aborts, stops and lets time pass, in any order."""
 
@@ -71,12 +82,24 @@ class Walk(RuleBasedStateMachine):
         max_overtakes=st.integers(0, 3),
         crops_per_launch=st.integers(0, 3),
         num_adapter_slots=st.integers(1, 3),
+        largest_block=st.integers(0, 9),
+        seed=st.integers(0, 1_000),
         not_finite=st.frozensets(st.tuples(st.integers(0, 20), st.integers(2, 20)), max_size=4),
         quitters=st.frozensets(st.integers(0, 20), max_size=4),
     )
-    def start(self, quitters: frozenset[int], **settings: object) -> None:
-        """Some sequences abort themselves, and some the one before, when they get a delta."""
-        self.world = World(depth=self.depth, max_waiting=8, max_waiting_per_tenant=5, **settings)  # type: ignore[arg-type]  # drawn by name
+    def start(self, quitters: frozenset[int], largest_block: int, **settings: object) -> None:
+        """Some sequences abort themselves, and some the one before, when they get a delta.
+
+        Text is speculated on with blocks of any size up to the largest, 0 being not at all.
+        """
+        blocks = RandomBlocks(largest_block) if largest_block else None
+        self.world = World(
+            depth=self.depth,
+            max_waiting=8,
+            max_waiting_per_tenant=5,
+            block_sizes=blocks,
+            **settings,  # type: ignore[arg-type]  # drawn by name
+        )
 
         def on_delta(sequence: Sequence) -> None:
             if sequence.seq_id in quitters:
@@ -145,6 +168,7 @@ class Walk(RuleBasedStateMachine):
             self.world.scheduler.drain()
             self.world.check_rest()
             check_streams(self.world)
+            check_counts(self.world)
 
 
 class BlockingWalk(Walk):
@@ -167,14 +191,24 @@ arrivals = st.lists(
 
 
 @settings(max_examples=100, deadline=None)
-@given(arrivals=arrivals, num_pages=st.integers(12, 24), num_rows=st.integers(1, 4))
-def test_neither_depth_nor_splitting_changes_a_token(
-    arrivals: list[tuple[FakeTask, str | None, int, int, str]], num_pages: int, num_rows: int
+@given(
+    arrivals=arrivals,
+    num_pages=st.integers(12, 24),
+    num_rows=st.integers(1, 4),
+    seed=st.integers(0, 1_000),
+)
+def test_neither_depth_nor_splitting_nor_speculation_changes_a_token(
+    arrivals: list[tuple[FakeTask, str | None, int, int, str]],
+    num_pages: int,
+    num_rows: int,
+    seed: int,
 ) -> None:
     """Every request reads the same tokens and ends the same way, however it is launched."""
     outcomes = []
-    for depth, crops_per_launch in ((1, 0), (2, 0), (1, 2), (2, 2)):
+    for depth, crops_per_launch, largest in ((1, 0, 0), (2, 0, 3), (1, 2, 8), (2, 2, 0), (2, 2, 8)):
         world = World(
+            block_sizes=RandomBlocks(largest, seed) if largest else None,
+            seed=seed,
             depth=depth,
             num_pages=num_pages,
             num_rows=num_rows,
@@ -202,4 +236,4 @@ def test_neither_depth_nor_splitting_changes_a_token(
         world.check_rest()
         check_streams(world)
         outcomes.append(([world.tokens(s) for s in world.sequences], world.sink.ended))
-    assert outcomes[1:] == outcomes[:1] * 3
+    assert outcomes[1:] == outcomes[:1] * 4

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence as Many
 
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import Load
+from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
@@ -13,6 +16,27 @@ from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence
 
 from tests.fakes import FakeClock, FakeRunner, FakeSink, FakeTask, make_sequence
+
+
+class RandomBlocks:
+    """A `BlockSizes` that follows no rule, and checks what it is told."""
+
+    def __init__(self, largest: int, seed: int = 0) -> None:
+        self._largest = largest
+        self._random = random.Random(seed)
+        self.learnt: list[tuple[int, int, int]] = []  # sequence, accepted, proposed
+
+    def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:
+        """Any size up to the largest."""
+        assert 0 <= kv_use <= 1
+        assert all(sequence.may_draft and not sequence.finalized for sequence in sequences)
+        return [self._random.randint(0, self._largest) for _ in sequences]
+
+    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
+        """Remember it."""
+        assert 0 <= accepted <= proposed <= self._largest
+        assert not sequence.finalized
+        self.learnt.append((sequence.seq_id, accepted, proposed))
 
 
 class World:
@@ -32,11 +56,13 @@ class World:
         max_overtakes: int = 16,
         crops_per_launch: int = 5,
         num_adapter_slots: int = 0,
+        block_sizes: BlockSizes | None = None,
+        seed: int = 0,
     ) -> None:
         self.page_size = page_size
         self.clock = FakeClock()
         self.sink = FakeSink()
-        self.runner = FakeRunner(page_size, not_finite)
+        self.runner = FakeRunner(page_size, not_finite, seed)
         self.manager = KVCacheManager(
             num_pages, page_size, num_rows, num_adapter_slots=num_adapter_slots
         )
@@ -53,6 +79,7 @@ class World:
             max_prefill_rows=max_prefill_rows,
             max_overtakes=max_overtakes,
             crops_per_launch=crops_per_launch,
+            block_sizes=block_sizes,
             observer=self,
         )
         self._crops_per_launch = crops_per_launch
@@ -154,7 +181,9 @@ class World:
         assert load.pages_used + load.prefix_pages <= load.pages_total
         self.manager.check()
         for sequence in self.sequences:
-            assert 0 <= sequence.num_launched - sequence.num_committed <= 2
+            ahead = sequence.num_launched - sequence.num_committed
+            assert 0 <= ahead <= sequence.inflight_refs or sequence.finalized
+            assert sequence.inflight_refs or sequence.finalized or sequence.num_drafted == 0
             assert 0 <= sequence.inflight_refs <= load.inflight
             assert len(self.tokens(sequence)) == sequence.num_committed
 

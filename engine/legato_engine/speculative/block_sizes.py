@@ -1,0 +1,68 @@
+"""The policies of the specification, deciding for the engine's sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+from legato_engine.config import SPECULATION_OFF, largest_block
+from legato_engine.megakernel.block_policy import (
+    AdaptiveBlockPolicy,
+    BlockPolicy,
+    FixedBlockPolicy,
+)
+from legato_engine.megakernel.budget_policy import TokenBudgetPolicy
+from legato_engine.megakernel.costs import CostTable
+from legato_engine.megakernel.descriptor import OPTIMISTIC
+from legato_engine.megakernel.pages import PRESSURE_RATIO
+from legato_engine.sequence import Drafting, Sequence
+
+
+class PolicyBlockSizes:
+    """A `scheduler.block_sizes.BlockSizes` by one of the specification's policies.
+
+    The policy's state stays with the sequence. Pressure is looked at when a launch is planned, as
+    often as the specification does, and what a launch accepted is learnt when it is committed.
+    """
+
+    def __init__(self, policy: BlockPolicy) -> None:
+        self._policy = policy
+
+    def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:
+        """See `BlockSizes`."""
+        records = [self._record(sequence, kv_use > PRESSURE_RATIO) for sequence in sequences]
+        self._policy.allot(records)
+        return [record.current_block_size for record in records]
+
+    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
+        """See `BlockSizes`."""
+        record = sequence.drafting
+        assert record is not None, f"sequence {sequence.seq_id} drafted without being planned to"
+        record.block_size_history.append(proposed)
+        self._policy.update(record, accepted, proposed)
+
+    def _record(self, sequence: Sequence, under_pressure: bool) -> Drafting:
+        record = sequence.drafting
+        is_first = record is None
+        if record is None:
+            record = sequence.drafting = Drafting(ema_acceptance_rate=OPTIMISTIC)
+        record.under_pressure = under_pressure
+        record.num_left = sequence.task.max_tokens - sequence.num_launched
+        if is_first:
+            self._policy.begin(record)
+        return record
+
+
+def block_sizes(setting: str, costs: CostTable | None) -> PolicyBlockSizes | None:
+    """What decides how much is proposed, None with `off`; `costs` are what `budget` weighs by.
+
+    Raises what `largest_block` raises.
+    """
+    block = largest_block(setting)
+    if setting == SPECULATION_OFF:
+        return None
+    if setting == "seed":
+        return PolicyBlockSizes(AdaptiveBlockPolicy(max_block=block))
+    if setting == "budget":
+        assert costs is not None, "proposals are weighed against what a step costs"
+        return PolicyBlockSizes(TokenBudgetPolicy(costs, max_block=block))
+    return PolicyBlockSizes(FixedBlockPolicy(block))

@@ -1,0 +1,42 @@
+"""Prompt lookup: what followed when these words stood here before.
+
+Shape legend: R rows, C positions, K proposed tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from legato_engine.speculative.proposer import UNKNOWN, TokenHistory
+
+
+class LookupProposer:
+    """Proposes what stands behind the latest earlier place that ends in the same tokens.
+
+    A place where up to `longest` tokens agree goes before one where fewer do, and one with fewer
+    than `shortest` is none. Where the tokens behind it run into the newest one they repeat.
+    """
+
+    def __init__(self, *, shortest: int = 2, longest: int = 4) -> None:
+        assert 1 <= shortest <= longest, f"no n-grams of {shortest} to {longest}"
+        self._shortest = shortest
+        self._longest = longest
+
+    def propose(self, history: TokenHistory, draft_RK: torch.Tensor) -> None:
+        """See `proposer.Proposer`."""
+        tokens_RC, newest_R1 = history.tokens_RC, history.position_R[:, None]
+        place_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
+        agree_RC = place_C < newest_R1
+        num_agreed_RC = torch.zeros_like(tokens_RC)
+        for back in range(self._longest):
+            tail_R1 = tokens_RC.gather(1, (newest_R1 - back).clamp(min=0))
+            before_RC = F.pad(tokens_RC, (back, 0), value=UNKNOWN)[:, : len(place_C)]
+            agree_RC = agree_RC & (before_RC == tail_R1) & (before_RC != UNKNOWN)
+            num_agreed_RC += agree_RC
+        rank_RC = num_agreed_RC * len(place_C) + place_C
+        best_R, end_R = rank_RC.masked_fill(num_agreed_RC < self._shortest, -1).max(1)
+        period_R1 = (newest_R1 - end_R[:, None]).clamp(min=1)
+        step_K = torch.arange(draft_RK.shape[1], device=tokens_RC.device)
+        guess_RK = tokens_RC.gather(1, end_R[:, None] + 1 + step_K % period_R1)
+        draft_RK.copy_(guess_RK.masked_fill(best_R[:, None] < 0, UNKNOWN))

@@ -1,0 +1,50 @@
+"""The proposer of known quality has that quality, and recognises whom it speaks for."""
+
+import pytest
+import torch
+from legato_engine.core import PromptToken
+from legato_engine.speculative.proposer import UNKNOWN, TokenHistory
+from legato_engine.speculative.replay import ReplayProposer, known_history
+
+CPU = torch.device("cpu")
+PROMPT = (PromptToken(3), PromptToken(4))
+
+
+def test_a_history_is_prefix_prompt_and_tokens():
+    """It stands where the device has it: nothing for the prefix, then ids by position."""
+    assert known_history(3, PROMPT, [8, 9]) == [UNKNOWN, UNKNOWN, UNKNOWN, 3, 4, 8, 9]
+
+
+def test_rows_are_recognised_by_what_they_hold():
+    """A row goes on as the history that begins like it, or not at all."""
+    known = [known_history(1, PROMPT, [5, 6, 7]), known_history(1, PROMPT, [5, 8, 9, 10])]
+    proposer = ReplayProposer(known, CPU, rate=1.0, vocab_size=100)
+    tokens_RC = torch.tensor(
+        [
+            [UNKNOWN, 3, 4, 5, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN],
+            [UNKNOWN, 3, 4, 5, 8, UNKNOWN, UNKNOWN, UNKNOWN],
+            [UNKNOWN, 3, 4, 6, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN],
+        ]
+    )
+    draft_RK = torch.zeros(3, 3, dtype=torch.int64)
+    proposer.propose(TokenHistory(tokens_RC, torch.tensor([3, 4, 3])), draft_RK)
+    assert draft_RK.tolist() == [[6, 7, UNKNOWN], [9, 10, UNKNOWN], [UNKNOWN] * 3]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4, 0.8, 1.0])
+def test_tokens_are_right_as_often_as_asked(rate):
+    """Over many places the share of right tokens is the rate, whatever block asks for them."""
+    known = known_history(0, PROMPT, list(range(2000)))
+    proposer = ReplayProposer([known], CPU, rate=rate, vocab_size=2000)
+    tokens_RC = torch.tensor([known])
+    said: dict[int, set[int]] = {}
+    for newest in range(2, len(known) - 8, 3):
+        draft_RK = torch.zeros(1, 8, dtype=torch.int64)
+        row_RC = tokens_RC.clone()
+        row_RC[:, newest + 1 :] = UNKNOWN
+        proposer.propose(TokenHistory(row_RC, torch.tensor([newest])), draft_RK)
+        for place, token in enumerate(draft_RK[0].tolist(), start=newest + 1):
+            said.setdefault(place, set()).add(token)
+    assert all(len(tokens) == 1 for tokens in said.values()), "a place is said in two ways"
+    right = sum(known[place] in tokens for place, tokens in said.items()) / len(said)
+    assert right == pytest.approx(rate, abs=0.03)
