@@ -17,6 +17,7 @@ BENCHMARKS = (
     "peers",
     "reference",
     "serve",
+    "speculation",
     "summary",
 )
 

@@ -38,7 +38,7 @@ from legato_engine.megakernel.costs import CostTable
 from legato_engine.messages import ModelInfo, RequestReport
 from legato_engine.models import registry
 from legato_engine.models.bundle import ModelBundle
-from legato_engine.models.model import Model, ModelFrontend, PreparedImage
+from legato_engine.models.model import KVCache, Model, ModelFrontend, PreparedImage
 from legato_engine.preprocess import Preprocessor
 from legato_engine.quota import image_quota
 from legato_engine.report_sink import ReportSink
@@ -70,7 +70,8 @@ class Assembly:
     model: Model
     device: Device
     runner: ModelRunner
-    num_pages: int
+    kv: KVCache
+    num_pages: int  # of those of `kv`, that its schedulers use
     adapter_folders: tuple[Path, ...]
     bank: AdapterBank | None  # None where no folder has adapters, or the model takes none
     costs: CostTable | None  # of a decode step, where proposals are weighed against them
@@ -198,14 +199,12 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
 
 
 def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = None) -> Assembly:
-    """The same model with another `speculation`, on a runner and a KV cache of its own.
+    """The same model and KV cache with another `speculation`; use one of the two at a time.
 
     Without a `proposer` it is the engine's. Raises `InvalidField` for an unknown setting.
     """
     config = msgspec.structs.replace(assembly.config, speculation=setting)
-    runner = _runner(
-        config, assembly.model, assembly.device, assembly.num_pages, assembly.bank, proposer
-    )
+    runner = _runner(config, assembly.model, assembly.device, assembly.kv, assembly.bank, proposer)
     costs = _costs(config, runner)
     return dataclasses.replace(assembly, config=config, runner=runner, costs=costs)
 
@@ -224,12 +223,15 @@ def _with_runner(
     num_pages = config.num_pages or num_pages_for(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
-    runner = _runner(config, model, device, num_pages, bank, None)
+    kv = allocate(model, device, num_pages, config.page_size)
+    runner = _runner(config, model, device, kv, bank, None)
     frontend = bundle.frontend
     if runner.encodes_pictures:
         frontend = frontend.resizing_on_device()
     costs = _costs(config, runner)
-    assembly = Assembly(config, frontend, model, device, runner, num_pages, folders, bank, costs)
+    assembly = Assembly(
+        config, frontend, model, device, runner, kv, num_pages, folders, bank, costs
+    )
     _warm_up_requests(assembly)
     return assembly
 
@@ -238,7 +240,7 @@ def _runner(
     config: EngineConfig,
     model: Model,
     device: Device,
-    num_pages: int,
+    kv: KVCache,
     bank: AdapterBank | None,
     proposer: Proposer | None,
 ) -> ModelRunner:
@@ -247,7 +249,7 @@ def _runner(
     runner = ModelRunner(
         model,
         device,
-        allocate(model, device, num_pages, config.page_size),
+        kv,
         max_running=config.max_running,
         buckets=decode_buckets(device, config.max_running * (1 + block)),
         cuda_graphs=config.cuda_graphs,

@@ -4,6 +4,8 @@ The same requests run through the same loaded model at pipeline depth 1 (blockin
 the two interleaved. Each step's parts are steady-state medians over full decode batches; what the
 cost model predicts from them stands beside the gain observed in the decode phase, from which
 prefills are left out (`legato_engine.decode_phase` says how).
+
+`--speculation` compares settings of speculation instead (`legato_engine.speculation_bench`).
 """
 
 from __future__ import annotations
@@ -18,13 +20,21 @@ import msgspec
 from rich.console import Console
 
 from legato_engine.assembly import Assembly, assemble
-from legato_engine.bench_tables import full_tables, photon_tables, task_table
+from legato_engine.bench_tables import (
+    full_tables,
+    photon_tables,
+    speculation_table,
+    task_table,
+)
 from legato_engine.config import EngineConfig
 from legato_engine.decode_phase import MIN_LENGTH, Comparison, compare, measure
+from legato_engine.speculation_bench import Plan
+from legato_engine.speculation_bench import measure as measure_speculation
 from legato_engine.workload import KINDS, Workload
 
 _TABLES = {"full": full_tables, "photon": photon_tables}
 _TABLE_WIDTH = 120
+_WIDE_TABLE = 160
 _COMPARED = ("query", "detect")
 
 
@@ -37,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, max_running=most, max_waiting=config.max_waiting + most, crops_per_launch=0
     )
     assembly = assemble(config)
+    if arguments.speculation:
+        return compare_speculation(assembly, arguments)
     if arguments.compare_tasks:
         context = arguments.context or common_context(assembly)
         rows = [
@@ -60,6 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(*_TABLES[arguments.table](rows, title))
         if compared:
             console.print(task_table(compared, title))
+    assembly.device.close()
+    return 0
+
+
+def compare_speculation(assembly: Assembly, arguments: argparse.Namespace) -> int:
+    """Print what each setting of speculation comes to."""
+    plan = Plan(streams=arguments.streams, length=arguments.length, repeats=arguments.repeats)
+    rows = measure_speculation(assembly, plan)
+    console = Console()
+    console.width = max(console.width, _WIDE_TABLE)
+    if arguments.json:
+        figures = {
+            "model": msgspec.to_builtins(assembly.info),
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        console.print_json(json.dumps(figures))
+    else:
+        title = f"{assembly.info.name}, {assembly.info.dtype}, {assembly.info.device}"
+        console.print(speculation_table(rows, title))
     assembly.device.close()
     return 0
 
@@ -123,6 +154,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--compare-tasks",
         action="store_true",
         help="query and detect at the same context, whatever --task says",
+    )
+    parser.add_argument(
+        "--speculation",
+        action="store_true",
+        help="fixed blocks and policies beside plain decoding, on real and synthetic requests",
     )
     parser.add_argument("--table", default="full", choices=sorted(_TABLES))
     parser.add_argument("--json", action="store_true", help="figures instead of tables")

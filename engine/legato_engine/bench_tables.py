@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from legato_engine.config import SPECULATION_OFF
 from legato_engine.decode_phase import DEPTHS, Comparison
+from legato_engine.speculation_run import Figures
 
 
 def full_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
@@ -80,6 +82,27 @@ def task_table(figures: Sequence[dict[str, float]], title: str) -> Table:
             f"{row['query_ms']:.3f}",
             f"{row['detect_ms']:.3f}",
             f"{row['detect_over_text']:.3f}",
+        )
+    return table
+
+
+def speculation_table(rows: Sequence[Figures], title: str) -> Table:
+    """Settings beside each other; the gain is over plain decoding of the same workload."""
+    heads = (
+        *("workload", "streams", "setting", "tok/s", "gain", "tok/verify", "accepted", "block"),
+        *("variance", "first ms", "gap P50 ms", "P95 ms", "P99 ms", "same tokens"),
+    )
+    table = _table(f"Speculation: {title}", heads)
+    plain = {(row.workload, row.streams): row for row in rows if row.setting == SPECULATION_OFF}
+    for row in rows:
+        gain = row.tokens_per_second / plain[row.workload, row.streams].tokens_per_second
+        table.add_row(
+            *(row.workload, str(row.streams), row.setting, f"{row.tokens_per_second:.0f}"),
+            *(f"{gain:.2f}", f"{row.tokens_per_verify:.2f}", f"{row.acceptance:.0%}"),
+            *(f"{row.mean_block_size:.2f}", f"{row.block_size_variance:.2f}"),
+            f"{row.first_token_ms:.1f}",
+            *(f"{row.gap_ms[p]:.2f}" for p in ("p50", "p95", "p99")),
+            "yes" if row.identical else "NO",
         )
     return table
 

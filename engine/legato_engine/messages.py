@@ -128,6 +128,9 @@ class StepReport(Value, frozen=True):
     blocking_ms: float  # the step as a blocking loop would run it, estimated
     zombie_ratio: float  # of the rows
     predicted_gain: float  # over a blocking loop; 0.1 is a tenth more throughput
+    tokens_per_row: float = 1.0  # committed by a step for each row that is no zombie
+    proposed_per_row: float = 0.0  # tokens that such a row proposed
+    acceptance: float = 0.0  # of the proposed tokens
 
 
 class KVReport(Value, frozen=True):

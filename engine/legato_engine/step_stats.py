@@ -41,7 +41,8 @@ class StepParts(NamedTuple):
     blocking: int
 
 
-_Counted = tuple[StepParts, int, int]  # a step, its rows, and how many of them were zombies
+_Counts = tuple[int, int, int, int, int]
+"""Rows, how many were zombies, and of the others the tokens committed, proposed and accepted."""
 
 
 def step_parts(before: Step, step: Step) -> StepParts:
@@ -71,7 +72,7 @@ class StepStats:
     """
 
     def __init__(self, window: int = 256) -> None:
-        self._ring: collections.deque[_Counted] = collections.deque(maxlen=window)
+        self._ring: collections.deque[tuple[StepParts, _Counts]] = collections.deque(maxlen=window)
         self._num_steps = 0
         self._num_tokens = 0
         self._previous: Step | None = None
@@ -87,7 +88,8 @@ class StepStats:
         previous, self._previous = self._previous, step
         if previous is None or not (_is_decode(previous) and _is_decode(step)):
             return
-        self._ring.append((step_parts(previous, step), len(rows), record.zombies))
+        counts = (len(rows), record.zombies, record.tokens, record.proposed, record.accepted)
+        self._ring.append((step_parts(previous, step), counts))
         self._num_steps += 1
 
     def report(self, now: float, *, fresh: bool) -> StepReport | None:
@@ -110,15 +112,19 @@ class StepStats:
         """
         if not self._ring:
             return None
-        parts, rows, zombies = zip(*self._ring, strict=True)
+        parts, counts = zip(*self._ring, strict=True)
+        rows, zombies, tokens, proposed, accepted = (
+            sum(each) for each in zip(*counts, strict=True)
+        )
         period, forward, sampling, bookkeeping, wait, idle, blocking = (
             float(ns) / _NS_PER_MS for ns in np.median(np.array(parts), axis=0)
         )
-        zombie_ratio = sum(zombies) / sum(rows)
+        zombie_ratio = zombies / rows
+        lively = max(1, rows - zombies)
         return StepReport(
-            num_steps=len(rows),
+            num_steps=len(parts),
             num_tokens=self._num_tokens,
-            rows=sum(rows) / len(rows),
+            rows=rows / len(parts),
             step_ms=period,
             forward_ms=forward,
             sampling_ms=sampling,
@@ -128,6 +134,9 @@ class StepStats:
             blocking_ms=blocking,
             zombie_ratio=zombie_ratio,
             predicted_gain=predicted_speedup(blocking, period, zombie_ratio) - 1.0,
+            tokens_per_row=tokens / lively,
+            proposed_per_row=proposed / lively,
+            acceptance=accepted / max(1, proposed),
         )
 
 

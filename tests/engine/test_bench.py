@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from legato_engine import bench
+from legato_engine import bench, speculation_bench
+from legato_engine.speculation_bench import synthetic_requests
 
 OPTIONS = ["--model", "random-tiny", "--device", "cpu", "--threads", "1"]
 OPTIONS += ["--length", "12", "--repeats", "1"]
@@ -56,6 +57,34 @@ def test_tables(capsys):
     printed = capsys.readouterr().out
     for words in ("tick ms", "observed", "detect over text"):
         assert words in printed
+
+
+def test_speculation(capsys, monkeypatch):
+    """Every setting stands beside plain decoding, with the same tokens and its own figures."""
+    monkeypatch.setattr(speculation_bench, "sample_pictures", lambda assembly: [])
+    monkeypatch.setattr(
+        speculation_bench, "real_requests", lambda assembly, _: synthetic_requests(assembly, 1, 9)
+    )
+    rows = figures(capsys, "--speculation", "--streams", "2")["rows"]
+    settings = ("off", *speculation_bench.SETTINGS)
+    workloads = (speculation_bench.REAL, *speculation_bench.PROFILES)
+    assert [(row["workload"], row["setting"]) for row in rows] == [
+        (workload, setting) for workload in workloads for setting in settings
+    ]
+    assert all(row["identical"] for row in rows)
+    for row in rows:
+        assert row["tokens_per_second"] > 0
+        is_plain = row["setting"] == "off"
+        assert (row["tokens_per_verify"] == 1.0) == (is_plain or row["acceptance"] == 0.0)
+        assert is_plain == (not row["block_size_history"])
+    right, wrong = (
+        next(r for r in rows if (r["workload"], r["setting"]) == (rate, "fixed:8"))
+        for rate in ("0.8", "0.4")
+    )
+    assert right["tokens_per_verify"] > wrong["tokens_per_verify"]
+    assert right["num_steps"] < wrong["num_steps"]
+    assert bench.main([*OPTIONS, "--speculation", "--streams", "1"]) == 0
+    assert "same tokens" in capsys.readouterr().out
 
 
 def test_too_short(capsys):

@@ -154,7 +154,7 @@ def knowing(assembly, run, rate):
         for s in run.sequences.values()
     ]
     vocab_size = assembly.model.vocab_size
-    return ReplayProposer(known, assembly.device.torch_device, rate=rate, vocab_size=vocab_size)
+    return ReplayProposer(known, assembly.device.torch_device, rates=[rate], vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

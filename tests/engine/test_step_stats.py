@@ -55,6 +55,18 @@ def test_report_of_steady_steps():
     assert report.predicted_gain == pytest.approx(0.9875 * 0.75 - 1)
 
 
+def test_report_of_speculation():
+    """Tokens are counted for each row that is no zombie, and what was accepted of all proposed."""
+    report = fed(
+        make_step(i, rows=3, zombies=1, proposed=8, accepted=3) for i in range(5)
+    ).snapshot()
+    assert report.num_tokens == 5 * 5
+    assert (report.tokens_per_row, report.proposed_per_row) == (2.5, 4.0)
+    assert report.acceptance == 3 / 8
+    plain = fed(make_step(i) for i in range(3)).snapshot()
+    assert (plain.tokens_per_row, plain.proposed_per_row, plain.acceptance) == (1.0, 0.0, 0.0)
+
+
 def test_only_decode_behind_decode_is_measured():
     """Prefills and the steps that follow them are counted by their tokens alone."""
     prefill = make_step(0, kind=LaunchKind.PREFILL, rows=1)

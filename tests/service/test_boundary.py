@@ -201,6 +201,7 @@ async def test_a_client_may_ping_as_often_as_allowed():
         (["--pipeline-depth", "3"], "invalid choice"),
         (["--adapter-slots", "0"], "at least 1"),
         (["--max-adapter-rank", "513"], "at most 512"),
+        (["--speculation", "fixed:0"], "unknown speculation 'fixed:0'"),
     ],
 )
 def test_senseless_arguments_are_refused(arguments, message, capsys):

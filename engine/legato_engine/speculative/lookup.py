@@ -18,7 +18,7 @@ class LookupProposer:
     than `shortest` is none. Where the tokens behind it run into the newest one they repeat.
     """
 
-    def __init__(self, *, shortest: int = 2, longest: int = 4) -> None:
+    def __init__(self, *, shortest: int = 1, longest: int = 4) -> None:
         assert 1 <= shortest <= longest, f"no n-grams of {shortest} to {longest}"
         self._shortest = shortest
         self._longest = longest

@@ -21,11 +21,12 @@ def known_history(
 
 
 class ReplayProposer:
-    """Knows whole sequences beforehand and says each next token right with probability `rate`.
+    """Knows whole sequences beforehand and says each next token right with its rate's probability.
 
     A row is recognised by what it holds so far: it gets the first of `known` (as `known_history`
     gives them) that begins like it, and no proposal if none does. Whether a token is said right is
-    drawn once for its place, so it does not depend on blocks; a wrong one is the id above.
+    drawn once for its place, so it does not depend on blocks; a wrong one is the id above. There is
+    a rate for each history, or one for all.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class ReplayProposer:
         known: Sequence[Sequence[int]],
         device: torch.device,
         *,
-        rate: float,
+        rates: Sequence[float],
         vocab_size: int,
         seed: int = 0,
     ) -> None:
@@ -41,7 +42,8 @@ class ReplayProposer:
         rows = [[*tokens, *[UNKNOWN] * (length - len(tokens))] for tokens in known]
         known_NC = torch.tensor(rows)
         luck_NC = torch.rand(known_NC.shape, generator=torch.Generator().manual_seed(seed))
-        said_NC = torch.where(luck_NC < rate, known_NC, (known_NC + 1) % vocab_size)
+        right_NC = luck_NC < torch.tensor(rates)[:, None]
+        said_NC = torch.where(right_NC, known_NC, (known_NC + 1) % vocab_size)
         self._known_NC = known_NC.to(device)
         self._said_NC = said_NC.masked_fill(known_NC == UNKNOWN, UNKNOWN).to(device)
 

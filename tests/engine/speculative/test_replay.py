@@ -18,7 +18,7 @@ def test_a_history_is_prefix_prompt_and_tokens():
 def test_rows_are_recognised_by_what_they_hold():
     """A row goes on as the history that begins like it, or not at all."""
     known = [known_history(1, PROMPT, [5, 6, 7]), known_history(1, PROMPT, [5, 8, 9, 10])]
-    proposer = ReplayProposer(known, CPU, rate=1.0, vocab_size=100)
+    proposer = ReplayProposer(known, CPU, rates=[1.0], vocab_size=100)
     tokens_RC = torch.tensor(
         [
             [UNKNOWN, 3, 4, 5, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN],
@@ -35,7 +35,7 @@ def test_rows_are_recognised_by_what_they_hold():
 def test_tokens_are_right_as_often_as_asked(rate):
     """Over many places the share of right tokens is the rate, whatever block asks for them."""
     known = known_history(0, PROMPT, list(range(2000)))
-    proposer = ReplayProposer([known], CPU, rate=rate, vocab_size=2000)
+    proposer = ReplayProposer([known], CPU, rates=[rate], vocab_size=2000)
     tokens_RC = torch.tensor([known])
     said: dict[int, set[int]] = {}
     for newest in range(2, len(known) - 8, 3):

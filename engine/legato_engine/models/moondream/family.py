@@ -93,7 +93,7 @@ def find(source: ModelSource) -> ModelBundle:
 
 def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
     """With a configuration beside the weights."""
-    folder = Path(source.weights) if source.weights else _shipped("legato_tiny")
+    folder = Path(source.weights) if source.weights else shipped("legato_tiny")
     try:
         config = parse_config((folder / "config.json").read_bytes())
     except OSError as error:
@@ -136,7 +136,8 @@ def _limited(config: MoondreamConfig, max_context: int) -> MoondreamConfig:
     return msgspec.structs.replace(config, text=text)
 
 
-def _shipped(package: str) -> Path:
+def shipped(package: str) -> Path:
+    """The folder of a package that brings a model's files; raises `ModelNotFound` without it."""
     try:
         module = importlib.import_module(package)
     except ImportError:
