@@ -148,14 +148,14 @@ def mixed(assembly, *, draw, without=(), **options):
     return run.finish()
 
 
-def knowing(assembly, run, rate):
-    """A proposer that knows what this run's requests said."""
+def knowing(assembly, run, *rates):
+    """A proposer that knows what this run's requests said, by one rate or one for each."""
     known = [
         known_history(s.prefix_length, s.prompt, [token[0] for token in s.task.tokens])
         for s in run.sequences.values()
     ]
     vocab_size = assembly.model.vocab_size
-    return ReplayProposer(known, assembly.device.torch_device, rates=[rate], vocab_size=vocab_size)
+    return ReplayProposer(known, assembly.device.torch_device, rates=rates, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -317,6 +317,25 @@ def test_a_policy_learns_one_step_late(assembly):
     # 0.8, then 0.64, 0.51, 0.41: depth 2 launches once more before it hears of the last.
     assert sizes[1][:5] == [4, 4, 4, 1, 1]
     assert sizes[2][:5] == [4, 4, 4, 4, 1]
+
+
+def test_the_seed_tells_two_requests_of_one_batch_apart(assembly):
+    """Whose tokens are foreseen comes to the largest block, its neighbour to the least."""
+    tasks = {"good": QueryTask(question="what is it?"), "bad": QueryTask(question="hello")}
+    plain = Run(assembly, max_tokens=100)
+    for name, task in tasks.items():
+        plain.submit(name, task)
+    plain.finish()
+    changed = speculating(assembly, "seed", knowing(assembly, plain, 1.0, 0.0))
+    run = Run(changed, max_tokens=100)
+    for name, task in tasks.items():
+        run.submit(name, task)
+    run.finish()
+    assert run.answers == plain.answers
+    good, bad = (run.sequences[name].drafting.block_size_history for name in tasks)
+    assert good[0] == 4
+    assert set(good[2:-1]) == {8}
+    assert set(bad[4:-1]) == {1}
 
 
 class Foolish:
