@@ -50,22 +50,24 @@ def assembly():
 class Answer:
     """What became of a request."""
 
-    tokens: list
+    tokens: list[tuple[object, ...]]
     result: object
     finish_reason: object
-    events: list
+    events: list[tuple[int, tuple[object, ...]]]
 
 
 class Recorded:
-    """A task whose tokens are written down, with their values where they have any."""
+    """A task whose tokens are written down, with values where they have any, as it is asked."""
 
-    def __init__(self, inner):
+    def __init__(self, inner, logprobs):
         self.inner = inner
+        self._logprobs = logprobs
         self.tokens = []
 
     def consume(self, token):
         """Write it down."""
-        self.tokens.append(token if self.inner.has_payload else (token.token_id,))
+        payload = token.payload if self.inner.has_payload else None
+        self.tokens.append((token.token_id, token.logprob if self._logprobs else None, payload))
         return self.inner.consume(token)
 
     def __getattr__(self, name):
@@ -101,7 +103,7 @@ class Run(SilentSink):
         events = self._events.get(name, [])
         self.answers[name] = Answer(sequence.task.tokens, result, finish_reason, events)
 
-    def submit(self, name, task, picture=None, seed=0):
+    def submit(self, name, task, picture=None, seed=0, *, adapter=None, logprobs=False):
         """Submit a request; pictures are noise."""
         image = None
         if picture is not None:
@@ -114,9 +116,11 @@ class Run(SilentSink):
             task=task,
             image=None if image is None else CachedImage(image_id=str(picture)),
             sampling=SamplingParams(seed=seed, **self._sampling),
+            logprobs=logprobs,
         )
-        sequence = make_sequence(self.assembly.frontend, request, image)
-        sequence.task = Recorded(sequence.task)
+        sequence = make_sequence(self.assembly.frontend, request, image, adapter)
+        sequence.task = Recorded(sequence.task, logprobs)
+        sequence.arrival = float(len(self.sequences))
         self.sequences[name] = sequence
         self.scheduler.submit(sequence)
 
