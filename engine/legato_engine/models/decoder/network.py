@@ -12,11 +12,17 @@ from torch import nn
 
 from legato_engine.kernels import ops
 from legato_engine.layers.gated_mlp import GatedMLP
-from legato_engine.layers.grouped_attention import Attend, GroupedAttention, Heads
+from legato_engine.layers.grouped_attention import Attend, GroupedAttention
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.rope import Rope
 from legato_engine.models.decoder.config import DecoderConfig
 from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.paged import (
+    span_attention,
+    span_places,
+    step_attention,
+    step_places,
+)
 
 
 class GatedBlock(nn.Module):
@@ -77,32 +83,12 @@ class DecoderNetwork(nn.Module):
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         """[T, D] final residual stream of a span of one sequence."""
         assert not span.bidirectional, "text is read in one direction"
-        end = span.start + x_TD.shape[0]
-        where = ops.Span(span.start, span.pages_M, self.rope.cos_PR, self.rope.sin_PR)
-
-        def attend(
-            q_THE: Heads, _k: Heads, _v: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
-        ) -> Heads:
-            k_LHE = ops.gather_pages(k_NHSE, span.pages_M, end)
-            v_LHE = ops.gather_pages(v_NHSE, span.pages_M, end)
-            return ops.suffix_attention(q_THE, k_LHE, v_LHE)
-
+        where, attend = span_places(span, self.rope), span_attention(span, x_TD.shape[0])
         return self._blocks(x_TD, where, kv, attend)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
-        index_B1 = (batch.positions_B // kv.page_size)[:, None]
-        pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
-        angles = self.rope.at(batch.positions_B)
-        where = ops.Places(*angles, pages_B, batch.positions_B % kv.page_size)
-
-        def attend(
-            q_BHE: Heads, _k: Heads, _v: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
-        ) -> Heads:
-            return ops.decode_attention(
-                q_BHE, k_NHSE, v_NHSE, batch.positions_B, batch.page_table_BM
-            )
-
+        where, attend = step_places(batch, kv, self.rope), step_attention(batch)
         return self._blocks(x_BD, where, kv, attend)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,12 @@ Shape legend: T tokens of one sequence, B rows of one token each, D width, V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from legato_engine.kernels import ops
 from legato_engine.layers.attention import Attention
+from legato_engine.layers.grouped_attention import Attend
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.lora import AdaptedRows, MlpAdapters
 from legato_engine.layers.mlp import MLP
@@ -20,10 +19,12 @@ from legato_engine.layers.rope import Rope
 from legato_engine.layers.tau import Tau
 from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.models.moondream.config import TextConfig
-
-Heads = torch.Tensor
-Attend = Callable[[Heads, Heads, Heads, torch.Tensor, torch.Tensor], Heads]
-"""Queries, keys and values of the new tokens and one layer's caches, which hold them already."""
+from legato_engine.models.paged import (
+    span_attention,
+    span_places,
+    step_attention,
+    step_places,
+)
 
 
 class TextBlock(nn.Module):
@@ -93,35 +94,13 @@ class Text(nn.Module):
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         """[T, D] final residual stream of a span of one sequence."""
-        end = span.start + x_TD.shape[0]
-        where = ops.Span(span.start, span.pages_M, self.rope.cos_PR, self.rope.sin_PR)
-        positions_T = torch.arange(span.start, end, device=x_TD.device)
-
-        def attend(
-            q_THE: Heads, k_THE: Heads, v_THE: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
-        ) -> Heads:
-            if span.bidirectional:
-                return ops.full_attention(q_THE[None], k_THE[None], v_THE[None])[0]
-            k_LHE = ops.gather_pages(k_NHSE, span.pages_M, end)
-            v_LHE = ops.gather_pages(v_NHSE, span.pages_M, end)
-            return ops.suffix_attention(q_THE, k_LHE, v_LHE)
-
+        positions_T = torch.arange(span.start, span.start + x_TD.shape[0], device=x_TD.device)
+        where, attend = span_places(span, self.rope), span_attention(span, x_TD.shape[0])
         return self._blocks(x_TD, where, positions_T, kv, attend, span.adapters)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
-        index_B1 = (batch.positions_B // kv.page_size)[:, None]
-        pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
-        angles = self.rope.at(batch.positions_B)
-        where = ops.Places(*angles, pages_B, batch.positions_B % kv.page_size)
-
-        def attend(
-            q_BHE: Heads, _k: Heads, _v: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
-        ) -> Heads:
-            return ops.decode_attention(
-                q_BHE, k_NHSE, v_NHSE, batch.positions_B, batch.page_table_BM
-            )
-
+        where, attend = step_places(batch, kv, self.rope), step_attention(batch)
         return self._blocks(x_BD, where, batch.positions_B, kv, attend, batch.adapters)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:

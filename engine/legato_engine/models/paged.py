@@ -1,0 +1,53 @@
+"""How a decoder's tokens lie in pages and see each other, the same for every family.
+
+Shape legend: T tokens of one sequence, B rows of one token each, L positions of a sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from legato_engine.kernels import ops
+from legato_engine.layers.grouped_attention import Attend, Heads
+from legato_engine.layers.rope import Rope
+from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
+
+
+def span_places(span: PrefillSpan, rope: Rope) -> ops.Span:
+    """Where a span's tokens stand."""
+    return ops.Span(span.start, span.pages_M, rope.cos_PR, rope.sin_PR)
+
+
+def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
+    """Who sees whom among a span's tokens and what is before them."""
+    end = span.start + num_tokens
+
+    def attend(
+        q_THE: Heads, k_THE: Heads, v_THE: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
+    ) -> Heads:
+        if span.bidirectional:
+            return ops.full_attention(q_THE[None], k_THE[None], v_THE[None])[0]
+        k_LHE = ops.gather_pages(k_NHSE, span.pages_M, end)
+        v_LHE = ops.gather_pages(v_NHSE, span.pages_M, end)
+        return ops.suffix_attention(q_THE, k_LHE, v_LHE)
+
+    return attend
+
+
+def step_places(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.Places:
+    """Where the tokens of a decode step stand."""
+    index_B1 = (batch.positions_B // kv.page_size)[:, None]
+    pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
+    angles = rope.at(batch.positions_B)
+    return ops.Places(*angles, pages_B, batch.positions_B % kv.page_size)
+
+
+def step_attention(batch: DecodeBatch) -> Attend:
+    """Each row sees its own positions up to its token's."""
+
+    def attend(
+        q_BHE: Heads, _k: Heads, _v: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
+    ) -> Heads:
+        return ops.decode_attention(q_BHE, k_NHSE, v_NHSE, batch.positions_B, batch.page_table_BM)
+
+    return attend
