@@ -26,10 +26,6 @@ class Deadlines:
         self._now = 0  # the last tick that was looked at, while the timer runs
         self._ticking = False
 
-    def __len__(self) -> int:
-        """Streams that are watched."""
-        return sum(map(len, self._due.values()))
-
     def watch(self, stream: Stream, deadline: float) -> int:
         """From now on, until `forget` is given what this returns."""
         if deadline == math.inf:
