@@ -7,6 +7,7 @@ was read is let go again, so that the host never holds much more than what it ke
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -45,6 +46,35 @@ def load(
             for move in part:
                 _carry(network, move.place, stored(move.header.name), device)
                 meter.add(move.header.num_bytes)
+    meter.finish()
+
+
+def randomise(
+    network: nn.Module,
+    seed: int,
+    device: torch.device,
+    scale: Callable[[str, torch.Size], float],
+    gains: re.Pattern[str],
+    *,
+    memory: int | None = None,
+    progress: Progress = lambda fraction: None,
+) -> None:
+    """Fill a network with seeded noise, made on the device (CPU and GPU seeds differ).
+
+    `scale` is that of a tensor by name and shape; those whose names `gains` finds lie around 1.
+    Raises as `require_memory`.
+    """
+    require_memory(network, device, memory)
+    generator = torch.Generator(device).manual_seed(seed)
+    state: dict[str, torch.Tensor] = network.state_dict()
+    meter = Meter(sum(like.nbytes for like in state.values()), progress)
+    for name, like in state.items():
+        noise = torch.randn(like.shape, generator=generator, device=device, dtype=like.dtype)
+        noise.mul_(scale(name, like.shape))
+        if gains.search(name):
+            noise.add_(1.0)
+        assign(network, name, noise)
+        meter.add(like.nbytes)
     meter.finish()
 
 

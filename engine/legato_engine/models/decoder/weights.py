@@ -23,6 +23,7 @@ from legato_engine.models.decoder.network import DecoderNetwork
 
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # old checkpoints hold what rope computes
 _HEAD = "lm_head.weight"
+_GAINS = re.compile(r"norm\.weight$")
 
 
 class _Part(NamedTuple):
@@ -65,19 +66,12 @@ def random_weights(
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> DecoderNetwork:
     """Fill a network made on the meta device with seeded weights of sensible scale."""
-    checkpoint.require_memory(network, device, memory)
-    generator = torch.Generator(device).manual_seed(seed)
-    state = network.state_dict()
-    meter = checkpoint.Meter(sum(like.nbytes for like in state.values()), progress)
-    for name, like in state.items():
-        noise = torch.randn(like.shape, generator=generator, device=device, dtype=like.dtype)
-        noise.mul_(1.0 / math.sqrt(like.shape[1]) if like.ndim == 2 else 0.02)
-        if re.search(r"norm\.weight$", name):
-            noise.add_(1.0)
-        checkpoint.assign(network, name, noise)
-        meter.add(like.nbytes)
-    meter.finish()
+    checkpoint.randomise(network, seed, device, _scale, _GAINS, memory=memory, progress=progress)
     return network.eval()
+
+
+def _scale(_name: str, shape: torch.Size) -> float:
+    return 1.0 / math.sqrt(shape[1]) if len(shape) == 2 else 0.02
 
 
 def _parts(network: DecoderNetwork) -> dict[str, _Part]:

@@ -14,6 +14,8 @@ from legato_engine.models.moondream import layouts
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import Network
 
+_GAINS = re.compile(r"ln\d?\.weight$")
+
 
 def load_weights(
     config: MoondreamConfig,
@@ -49,18 +51,7 @@ def random_weights(
 ) -> Network:
     """Seeded weights of sensible scale, made on the device (CPU and GPU seeds differ)."""
     network = _empty(config, dtype)
-    checkpoint.require_memory(network, device, memory)
-    generator = torch.Generator(device).manual_seed(seed)
-    state = network.state_dict()
-    meter = checkpoint.Meter(sum(like.nbytes for like in state.values()), progress)
-    for name, like in state.items():
-        noise = torch.randn(like.shape, generator=generator, device=device, dtype=dtype)
-        noise.mul_(_scale(name, like.shape))
-        if re.search(r"ln\d?\.weight$", name):
-            noise.add_(1.0)
-        checkpoint.assign(network, name, noise)
-        meter.add(like.nbytes)
-    meter.finish()
+    checkpoint.randomise(network, seed, device, _scale, _GAINS, memory=memory, progress=progress)
     return network.eval()
 
 
