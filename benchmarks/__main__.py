@@ -8,6 +8,7 @@ import sys
 EVERYWHERE = ("decode", "rpc", "tick")  # short on a CPU, too
 BENCHMARKS = (
     *EVERYWHERE,
+    "adapters",
     "e2e",
     "fp8",
     "hop",

@@ -68,23 +68,25 @@ class AdapterBank:
     ) -> None:
         """`like` has the device and the dtype of the model's weights."""
         shape = num_layers, num_slots + 1, max_rank
-        self._weights = MlpWeights(*(like.new_zeros(*shape, w) for w in (dim, ff_dim, ff_dim, dim)))
-        self._rank_S = like.new_zeros(num_slots + 1, dtype=torch.int64)
+        self.weights = MlpWeights(*(like.new_zeros(*shape, w) for w in (dim, ff_dim, ff_dim, dim)))
+        self.rank_S = like.new_zeros(num_slots + 1, dtype=torch.int64)
+        """The slots' own ranks."""
+        self.max_rank = max_rank
         self.ranks = _doubling(max_rank)
         """The ranks of captured launches, rising."""
 
     @property
     def values_per_slot(self) -> int:
         """Numbers that an adapter of the highest rank has."""
-        return sum(tensor[:, 0].numel() for tensor in self._weights.tensors)
+        return sum(tensor[:, 0].numel() for tensor in self.weights.tensors)
 
     def write(self, slot: int, adapter: MlpWeights) -> None:
         """Put an adapter into a slot that no launch before this reads."""
-        for slots_LSRW, own_LRW in zip(self._weights.tensors, adapter.tensors, strict=True):
+        for slots_LSRW, own_LRW in zip(self.weights.tensors, adapter.tensors, strict=True):
             rank = own_LRW.shape[1]
             slots_LSRW[:, slot, :rank].copy_(own_LRW, non_blocking=True)
             slots_LSRW[:, slot, rank:].zero_()
-        self._rank_S[slot] = rank
+        self.rank_S[slot] = rank
 
     def bucket(self, rank: int) -> int:
         """The rank that a launch is captured for, 0 for none."""
@@ -92,7 +94,7 @@ class AdapterBank:
 
     def rows(self, slot_T: torch.Tensor, rank: int) -> AdaptedRows:
         """The tokens of a launch by their slots, see `ops.AdapterRows`; `rank` is of `ranks`."""
-        return AdaptedRows(self._weights, AdapterRows(slot_T, self._rank_S, rank))
+        return AdaptedRows(self.weights, AdapterRows(slot_T, self.rank_S, rank))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -55,6 +55,7 @@ class StepInputs:
     All int64 but payloads (float32). Token b is `token_R[source_B[b]]` with its payload, the last
     that its row sampled; where the source is -1 it is the prompt's, at index b. `row_B` names its
     row of the page table, `fresh_B` the first position of its sequence that this very step writes.
+    `adapter_slot_R` is each row's slot of the bank, None where no row has an adapter.
     """
 
     source_B: torch.Tensor
@@ -66,6 +67,7 @@ class StepInputs:
     token_R: torch.Tensor
     payload_R2: torch.Tensor
     page_table_RM: torch.Tensor
+    adapter_slot_R: torch.Tensor | None = None
 
     def part(self, of: slice) -> StepInputs:
         """Some of the tokens."""
@@ -243,7 +245,7 @@ class Model(Protocol):
         """
         ...
 
-    def step_kernels(self, kv: KVCache) -> StepKernels | None:
+    def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """`embed`, `decode`, `logits` and `payload` as kernels, where the device can run them."""
         ...
 

@@ -3,8 +3,9 @@
 A short prompt runs as rows of a decode step that share one page table, so it costs what a step
 costs and gives the same bits.
 
-The kernels know no adapters. A launch in which a row has one runs by torch's operations instead,
-over the same caches and the same row state: its decode steps captured by rank, its prefills not.
+A pass in which a row has an adapter is a graph of its own, whatever the ranks: the kernels read
+each row's. Only the positions of a picture, which an adapter changes too, are then computed by
+torch's operations.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from legato_engine.models.model import (
     StepKernels,
 )
 from legato_engine.runtime.decode_slot import MAX_PROMPT_CHUNKS, DecodeSlot
-from legato_engine.runtime.decode_step import DecodeStep
 from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.prefill_step import PrefillStep, fed_tokens, stage_prefill
 from legato_engine.runtime.row_state import RowState
@@ -60,7 +60,6 @@ class FusedProgram:
         self._state = state
         self._slots = slots
         self._bank = bank
-        self._ranks = (0, *bank.ranks) if bank is not None else (0,)
         self._capture = capture
         self._sampler = Sampler(model.vocab_size)
         self._constraints_CV = constraint_table(model.constraints, model.vocab_size).to(
@@ -71,15 +70,15 @@ class FusedProgram:
         self._graphs: dict[tuple[object, ...], Work] = {}
 
     def warm_up(self) -> None:
-        """Every bucket of both slots, by rank and with and without payloads and log-probabilities;
+        """Every bucket of both slots, with and without adapters, payloads and log-probabilities;
         every number of crops.
         """
         for slot in range(len(self._slots)):
             self._submit("admit", slot)
             self.grow(slot)
             for bucket in self.buckets:
-                for rank in self._ranks:
-                    self.decode(slot, bucket, rank)
+                for adapted in (False, True)[: 1 if self._bank is None else 2]:
+                    self.decode(slot, bucket, int(adapted))
                 for payload in (False, True):
                     self.sample(slot, bucket, sampled=False, payload=payload)
                     self.logprobs(slot, bucket, payload=payload)
@@ -91,10 +90,9 @@ class FusedProgram:
 
     def decode(self, slot: int, bucket: int, rank: int) -> None:
         """See `program.Program`."""
-        drafts = self._state.drafts
-        if drafts is not None and not rank:  # torch's step places by itself
+        if self._state.drafts is not None:
             self._submit("place", slot, bucket)
-        self._submit("forward", slot, bucket, rank)
+        self._submit("forward", slot, bucket, rank > 0)
 
     def grow(self, slot: int) -> None:
         """See `program.Program`."""
@@ -115,9 +113,9 @@ class FusedProgram:
         buffers.prompt.upload(compute)
         self._submit("admit", slot)
         step = PrefillStep(self._model, self._kv, self._state, buffers, self._bank, row)
-        if row.sequence.adapter_key:
-            self._prefill_adapted(slot, row, step)
-            return
+        adapted = bool(row.sequence.adapter_key)
+        if adapted:
+            compute.submit(step.write_adapter)
         tokens, start = fed_tokens(row), row.position
         if row.prefix.compute_pages:
             if row.sequence.pixels is None:
@@ -134,25 +132,11 @@ class FusedProgram:
             part = tokens[first : first + most]
             bucket = self._stage_chunk(buffers, chunk, row, part, start + first)
             buffers.staged.upload(compute, chunk)
-            self._submit("forward", slot, bucket, 0)
+            self._submit("forward", slot, bucket, adapted)
 
     def encode(self, slot: int, row: Row) -> None:
         """See `program.Program`."""
         self._encode(slot, row, row.prefix.stop_crop)
-
-    def _prefill_adapted(self, slot: int, row: Row, step: PrefillStep) -> None:
-        """Behind its admission, a prefill with an adapter."""
-        compute, encoder = self._device.compute, self._encoder
-        compute.submit(step.write_adapter)
-        if row.prefix.compute_pages and row.sequence.num_crops:
-            self._encode(slot, row, row.sequence.num_crops)
-            assert encoder is not None, "a picture is left whole only for an encoder"
-            compute.submit(lambda: step.run_encoded_prefix(encoder.finish()))
-        elif row.prefix.compute_pages:
-            compute.submit(step.run_prefix)
-        compute.submit(step.copy_tail)
-        self._slots[slot].staged.upload(compute)
-        compute.submit(step.run_prompt)
 
     def _prefix(self, slot: int, row: Row, step: PrefillStep) -> None:
         """The picture's own positions: what is left of its crops, then the decoder over them."""
@@ -160,7 +144,12 @@ class FusedProgram:
             self._device.compute.submit(step.run_prefix)
             return
         self._encode(slot, row, row.sequence.num_crops)
-        self._submit("prefix", slot)
+        if row.sequence.adapter_key:
+            encoder = self._encoder
+            assert encoder is not None, "a picture is left whole only for an encoder"
+            self._device.compute.submit(lambda: step.run_encoded_prefix(encoder.finish()))
+        else:
+            self._submit("prefix", slot)
 
     def _encode(self, slot: int, row: Row, stop: int) -> None:
         encoder, image, first = self._encoder, row.sequence.pixels, row.prefix.first_crop
@@ -227,11 +216,8 @@ class FusedProgram:
         # Never one graph with the forward: its kernels read places ahead of the one in front.
         return lambda: drafts.place(self._slots[slot], bucket)
 
-    def _forward_work(self, slot: int, bucket: int, rank: int) -> Work:
+    def _forward_work(self, slot: int, bucket: int, adapted: bool) -> Work:
         buffers, state = self._slots[slot], self._state
-        if rank:
-            model, kv, bank = self._model, self._kv, self._bank
-            return DecodeStep(model, kv, state, buffers, bucket, bank, rank).forward
         staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
         inputs = StepInputs(
             source_B=staged["source"],
@@ -243,6 +229,7 @@ class FusedProgram:
             token_R=state.token_R,
             payload_R2=state.payload_R2,
             page_table_RM=state.page_table_RM,
+            adapter_slot_R=state.adapter_slot_R if adapted else None,
         )
         hidden_BD, logits_BV = buffers.hidden_RD[:bucket], buffers.logits_RV[:bucket]
         return lambda: self._kernels.forward(inputs, hidden_BD, logits_BV)

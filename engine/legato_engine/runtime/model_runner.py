@@ -322,7 +322,7 @@ def _program(
     capture: Callable[[Callable[[], None]], Callable[[], None]],
 ) -> Program:
     """By kernels where the model has some for this device, by its torch operations elsewhere."""
-    kernels = model.step_kernels(kv)
+    kernels = model.step_kernels(kv, bank)
     if kernels is None:
         return TorchProgram(model, device, kv, state, slots, bank, buckets, capture)
     from legato_engine.runtime.fused_program import FusedProgram

@@ -1,4 +1,4 @@
-"""Launches with adapters beside kernels that know none, with torch in the kernels' place."""
+"""Launches by kernels, with and without adapters; torch stands in the kernels' place."""
 
 from __future__ import annotations
 
@@ -26,19 +26,23 @@ NAMES = ("", "x", "", "y", "x")
 class TorchKernels:
     """A `StepKernels` of the model's own operations; counts its steps."""
 
-    def __init__(self, model, kv):
-        self.model, self.kv, self.steps = model, kv, 0
+    def __init__(self, model, kv, bank):
+        self.model, self.kv, self.bank = model, kv, bank
+        self.steps = {True: 0, False: 0}
 
     def forward(self, inputs, hidden_BD, logits_BV):
-        """One step, without adapters."""
-        self.steps += 1
+        """One step, with adapters where rows may have some."""
+        slot_R, rows = inputs.adapter_slot_R, None
+        self.steps[slot_R is not None] += 1
+        if slot_R is not None:
+            rows = self.bank.rows(slot_R[inputs.row_B], self.bank.ranks[-1])
         sampled_B = inputs.source_B >= 0
         source_B = inputs.source_B.clamp(min=0)
         token_B = torch.where(sampled_B, inputs.token_R[source_B], inputs.prompt_token_B)
         payload_B2 = torch.where(
             sampled_B[:, None], inputs.payload_R2[source_B], inputs.prompt_payload_B2
         )
-        where = DecodeBatch(inputs.position_B, inputs.page_table_RM[inputs.row_B])
+        where = DecodeBatch(inputs.position_B, inputs.page_table_RM[inputs.row_B], rows)
         x_BD = self.model.decode(self.model.embed(token_B, payload_B2), where, self.kv)
         hidden_BD.copy_(x_BD)
         logits_BV.copy_(self.model.logits(x_BD))
@@ -83,9 +87,9 @@ def with_kernels(assembly):
         def __getattr__(self, name):
             return getattr(assembly.model, name)
 
-        def step_kernels(self, kv):
+        def step_kernels(self, kv, adapters):
             """The stand-in."""
-            made.append(TorchKernels(assembly.model, kv))
+            made.append(TorchKernels(assembly.model, kv, adapters))
             return made[0]
 
     config = assembly.config
@@ -95,7 +99,7 @@ def with_kernels(assembly):
         assembly.device,
         kv,
         max_running=config.max_running,
-        buckets=(8,),
+        buckets=(1, 8),  # a prefill samples one row, and its others are live too
         adapters=assembly.bank,
     )
     runner.warm_up()
@@ -116,13 +120,11 @@ def answers(assembly):
     return results
 
 
-def test_launches_with_adapters_go_by_torch(assembly, monkeypatch):
-    """Adapters answer as in torch's program, and who has none runs by the kernels beside them."""
+def test_adapters_answer_as_by_torch(assembly, monkeypatch):
+    """Every prompt and step runs by the kernels; rows with adapters get torch's answers."""
     monkeypatch.setattr(fused_program, "Sampler", GreedySampler)
     expected = answers(assembly)
     fused, kernels = with_kernels(assembly)
-    before = kernels.steps
-    results = answers(fused)
-    adapted = [number for number, name in enumerate(NAMES * 2) if name]
-    assert [results[number] for number in adapted] == [expected[number] for number in adapted]
-    assert kernels.steps > before, "prompts without an adapter run by the kernels"
+    before = dict(kernels.steps)
+    assert answers(fused) == expected
+    assert all(kernels.steps[adapted] > before[adapted] for adapted in before)

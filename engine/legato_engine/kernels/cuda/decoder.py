@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda.adapters import StepAdapters
 from legato_engine.kernels.cuda.module import Kernel, Module
 
 MAX_TOKENS = 32
@@ -178,6 +179,7 @@ class Decoder:
         v_LNHSE: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         parts: Collection[Part] = tuple(Part),
+        adapters: StepAdapters | None = None,
     ) -> None:
         """Run all layers on `x_BD` in place; writes the tokens' keys and values into their pages.
 
@@ -186,12 +188,17 @@ class Decoder:
         """
         for layer, weights in enumerate(layers):
             keys, values = k_LNHSE[layer], v_LNHSE[layer]
+            inner_BF = outer_BD = None
+            if adapters is not None:
+                inner_BF = adapters.inner(layer, x_BD, places.row_B)
             if Part.LAYER_IN in parts:
-                self._layer_in(x_BD, weights, places, keys, values, angles)
+                self._layer_in(x_BD, weights, places, keys, values, angles, inner_BF)
             if Part.ATTEND in parts:
                 self._attend(x_BD.shape[0], places, keys, values)
+            if adapters is not None:
+                outer_BD = adapters.outer(layer, self._mixed_BF, places.row_B)
             if Part.LAYER_OUT in parts:
-                self._layer_out(x_BD, weights)
+                self._layer_out(x_BD, weights, outer_BD)
 
     def head(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
         """Write float32 logits of the residual stream."""
@@ -216,6 +223,7 @@ class Decoder:
         keys: torch.Tensor,
         values: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
+        change_BF: torch.Tensor | None,
     ) -> None:
         batch = x_BD.shape[0]
         kernels = self._kernels[streams.tiles_for(batch)]
@@ -225,7 +233,7 @@ class Decoder:
             (
                 *(x_BD, weights.weights_in, weights.folded_in),
                 *(*angles, places.row_B, places.position_B, places.table_RM),
-                *(self._q_BD, self._mixed_BF, keys, values, batch, kernels.in_stages),
+                *(self._q_BD, self._mixed_BF, keys, values, change_BF, batch, kernels.in_stages),
             ),
             shared=streams.whole_shared(self._sizes.dim, batch, kernels.in_stages),
             overlap=True,
@@ -246,7 +254,9 @@ class Decoder:
             overlap=True,
         )
 
-    def _layer_out(self, x_BD: torch.Tensor, weights: LayerWeights) -> None:
+    def _layer_out(
+        self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None
+    ) -> None:
         batch, sizes = x_BD.shape[0], self._sizes
         kernels = self._kernels[streams.tiles_for(batch)]
         stages = kernels.out_stages
@@ -255,7 +265,7 @@ class Decoder:
             streams.THREADS,
             (
                 *(self._mixed_BF, weights.weights_out, weights.proj_bias, weights.fc2_bias),
-                *(x_BD, batch, stages),
+                *(x_BD, change_BD, batch, stages),
             ),
             shared=streams.parts_shared(sizes.mixed_dim, sizes.parts, batch, stages),
             cluster=sizes.parts if kernels.split else 1,

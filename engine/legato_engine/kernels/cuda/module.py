@@ -11,7 +11,7 @@ import torch
 from legato_engine.errors import InternalError
 from legato_engine.kernels.cuda.compiler import compile_source
 
-Argument = torch.Tensor | int | float
+Argument = torch.Tensor | int | float | None
 _OVERLAPS = (9, 0)  # the compute capability from which a launch may begin before the last ends
 
 
@@ -58,8 +58,8 @@ class Kernel:
     ) -> None:
         """Enqueue on torch's current stream.
 
-        Tensors pass as pointers, ints as int32, floats as float32. `shared` bytes of dynamic
-        memory, at most what the kernel was made with. `cluster` thread blocks along x
+        Tensors pass as pointers, None as null, ints as int32, floats as float32. `shared` bytes of
+        dynamic memory, at most what the kernel was made with. `cluster` thread blocks along x
         share their memory. `overlap` (programmatic dependent launch): the kernel may begin before
         the one in front of it has ended, where the GPU allows it, and waits for its results by
         `griddepcontrol.wait`.
@@ -98,6 +98,8 @@ def _attributes(cluster: int, overlap: bool) -> list[Any]:
 
 
 def _parameter(argument: Argument) -> tuple[Any, Any]:
+    if argument is None:
+        return 0, ctypes.c_void_p
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr(), ctypes.c_void_p
     if isinstance(argument, int):

@@ -82,7 +82,7 @@ class DecoderModel:
         """Never asked for without a bank."""
         raise AdapterUnusable("this model takes no adapters")
 
-    def step_kernels(self, kv: KVCache) -> StepKernels | None:
+    def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """None: torch's own operations run on every device."""
         return None
 

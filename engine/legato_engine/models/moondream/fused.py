@@ -11,6 +11,13 @@ from typing import cast
 import torch
 from torch import nn
 
+from legato_engine.kernels.cuda.adapters import (
+    LayerAdapters,
+    LowRank,
+    Map,
+    Slots,
+    StepAdapters,
+)
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
     MAX_TOKENS,
@@ -27,6 +34,7 @@ from legato_engine.kernels.cuda.packing import fold_norm, pack, pack_beside, pai
 from legato_engine.kernels.cuda.regions import Regions, RegionSizes, TokenInputs, ValueWeights
 from legato_engine.kernels.cuda.sampling import PayloadReader, RowTensors
 from legato_engine.layers.linear import Linear
+from legato_engine.layers.lora import AdapterBank
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.model import KVCache, StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
@@ -43,6 +51,7 @@ class FusedMoondream:
         text: Text,
         region: Region,
         kv: KVCache,
+        adapters: AdapterBank | None = None,
         stages: Stages = DEFAULT_STAGES,
     ) -> None:
         device = text.wte.device
@@ -54,6 +63,13 @@ class FusedMoondream:
         self._head = HeadWeights(pack(weights), folded)
         self._angles = text.rope.cos_PR, text.rope.sin_PR
         self._decoder = Decoder(sizes, device, stages)
+        self._bank = adapters
+        if adapters is not None:
+            self._adapted = [
+                _adapted(cast(TextBlock, block), adapters, layer)
+                for layer, block in enumerate(text.blocks)
+            ]
+            self._low_rank = LowRank(sizes.dim, sizes.ff_dim, adapters.max_rank, device)
         coord, size = _values(region, values.parts)
         self._regions = Regions(values, coord, size, device)
         self._payloads = PayloadReader(
@@ -91,7 +107,9 @@ class FusedMoondream:
         """Run all layers on the residual stream; fewer `parts` are for measuring."""
         places = Places(inputs.row_B, inputs.position_B, inputs.fresh_B, inputs.page_table_RM)
         keys, values = self._kv.k_LNHSE, self._kv.v_LNHSE
-        self._decoder.layers(hidden_BD, self._layers, places, keys, values, self._angles, parts)
+        adapters = self._adapters(inputs)
+        angles = self._angles
+        self._decoder.layers(hidden_BD, self._layers, places, keys, values, angles, parts, adapters)
 
     def head(self, hidden_BD: torch.Tensor, logits_BV: torch.Tensor) -> None:
         """Fill the float32 logits of the residual stream."""
@@ -117,6 +135,13 @@ class FusedMoondream:
         for part in _passes(hidden_BD.shape[0]):
             coord_BN, size_BS = self.bins(token_B[part], hidden_BD[part])
             self._payloads.read(state, coord_BN, size_BS, row_B[part], payload_B2[part])
+
+    def _adapters(self, inputs: StepInputs) -> StepAdapters | None:
+        if inputs.adapter_slot_R is None:
+            return None
+        assert self._bank is not None, "adapters need a bank"
+        slots = Slots(inputs.adapter_slot_R, self._bank.rank_S)
+        return StepAdapters(self._low_rank, self._adapted, slots)
 
 
 def _passes(batch: int) -> list[slice]:
@@ -187,6 +212,11 @@ def _layer(block: TextBlock, sizes: DecoderSizes) -> LayerWeights:
         proj_bias=attention.proj.bias,
         fc2_bias=mlp.fc2.bias,
     )
+
+
+def _adapted(block: TextBlock, bank: AdapterBank, layer: int) -> LayerAdapters:
+    fc1_a, fc1_b, fc2_a, fc2_b = (tensor[layer] for tensor in bank.weights.tensors)
+    return LayerAdapters(_norm(block.ln), Map(fc1_a, fc1_b), Map(fc2_a, fc2_b))
 
 
 def _norm(norm: nn.LayerNorm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -135,11 +135,12 @@ class MoondreamModel:
         num_bytes = sum(tensor.nbytes for tensor in weights.tensors)
         return Adapter(key, weights.tensors[0].shape[1], weights, num_bytes)
 
-    def step_kernels(self, kv: KVCache) -> StepKernels | None:
+    def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """The kernels over this cache, None where only torch's own operations run."""
         if not can_fuse(self._config, kv):
             return None
-        return FusedMoondream(self._config, self._network.text, self._network.region, kv)
+        text, region = self._network.text, self._network.region
+        return FusedMoondream(self._config, text, region, kv, adapters)
 
     def picture_encoder(
         self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_slots: int

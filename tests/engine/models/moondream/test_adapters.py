@@ -144,9 +144,9 @@ def test_a_slot_is_written_over_whole(tiny_config, make_model):
     large = safetensors_file(random_adapter(tiny_config.text, 16, seed=2))
     fresh, used = bank_of(model, small), bank_of(model, large)
     used.write(1, model.read_adapter(small, "", MAX_RANK).weights)
-    for ours, theirs in zip(used._weights.tensors, fresh._weights.tensors, strict=True):
+    for ours, theirs in zip(used.weights.tensors, fresh.weights.tensors, strict=True):
         assert torch.equal(ours, theirs)
-    assert torch.equal(used._rank_S, fresh._rank_S)
+    assert torch.equal(used.rank_S, fresh.rank_S)
 
 
 def test_both_formats_hold_the_same(tiny_config):

@@ -101,11 +101,12 @@ __device__ __forceinline__ void normed_blocks(
 }
 
 // `weights` [3 DIM + FF]: the joint query, key and value map, then the MLP's first map, each times the norm's
-// scale; `folded` [3 DIM + FF] as in `normed`, in the maps' own order of rows.
+// scale; `folded` [3 DIM + FF] as in `normed`, in the maps' own order of rows. `change` [B, FF] float32 is added
+// to the MLP's first map, unless it is null.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
     const bf16* x, const bf16* weights, const float2* folded, const float* cos_table, const float* sin_table,
-    const i64* row, const i64* position, const i64* table, bf16* q, bf16* mixed, bf16* keys, bf16* values, int batch,
-    int stages) {
+    const i64* row, const i64* position, const i64* table, bf16* q, bf16* mixed, bf16* keys, bf16* values,
+    const float* change, int batch, int stages) {
   constexpr int QKV_BLOCKS = 3 * DIM / 16;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   normed_blocks(
@@ -120,7 +121,12 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
           if (token >= batch) continue;
           float a = normed(low[j], moments[token], first_folded), b = normed(high[j], moments[token], second_folded);
           if (block >= QKV_BLOCKS) {
-            bf16* out = mixed + (i64)token * MIXED + DIM + (first_row - 3 * DIM);
+            const int inner = first_row - 3 * DIM;
+            if (change) {
+              a += load_fresh_f32(change + (i64)token * FF + inner);
+              b += load_fresh_f32(change + (i64)token * FF + inner + 8);
+            }
+            bf16* out = mixed + (i64)token * MIXED + DIM + inner;
             out[0] = to_bf16(gelu_tanh(a));
             out[8] = to_bf16(gelu_tanh(b));
             continue;
@@ -147,10 +153,11 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
       });
 }
 
-// x += mixed * weights + biases; `weights`: the heads' output map beside the MLP's second map. The inputs
-// are cut into PARTS; with SPLIT a cluster shares them.
+// x += mixed * weights + biases + change; `weights`: the heads' output map beside the MLP's second map. The
+// inputs are cut into PARTS; with SPLIT a cluster shares them. `change` [B, DIM] float32 may be null.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
-    const bf16* mixed, const bf16* weights, const bf16* proj_bias, const bf16* fc2_bias, bf16* x, int batch, int stages) {
+    const bf16* mixed, const bf16* weights, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
+    const float* change, int batch, int stages) {
   constexpr int PART = MIXED / PARTS, CHUNK = chunk_of(PART), CHUNKS = PART / CHUNK;
   static_assert(MIXED % PARTS == 0 && DIM % (16 * PARTS) == 0, "unsupported sizes");
   unsigned char* shared = shared_memory;
@@ -191,8 +198,13 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
       const int token = tile * 8 + t * 2 + j;
       if (token >= batch) continue;
       bf16* at = x + (i64)token * DIM + out;
-      at[0] = to_bf16(to_float(at[0]) + low[j] + bias[0]);
-      at[8] = to_bf16(to_float(at[8]) + high[j] + bias[1]);
+      float a = low[j] + bias[0], b = high[j] + bias[1];
+      if (change) {
+        a += load_fresh_f32(change + (i64)token * DIM + out);
+        b += load_fresh_f32(change + (i64)token * DIM + out + 8);
+      }
+      at[0] = to_bf16(to_float(at[0]) + a);
+      at[8] = to_bf16(to_float(at[8]) + b);
     }
   });
 }

@@ -1,0 +1,126 @@
+"""On a GPU: adapters in the decode step's kernels, each token by its own slot.
+
+Shape legend as in `test_kernels`; S slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from legato_engine.kernels.cuda.decoder import MAX_TOKENS
+from legato_engine.layers.lora import AdapterBank, MlpWeights
+from legato_engine.models.model import DecodeBatch, KVCache, StepInputs
+from legato_engine.models.moondream.fused import FusedMoondream
+
+from tests.gpu import test_kernels
+from tests.gpu.test_kernels import DEVICE, ONE_PASS, ROWS, World, error, places, written
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+world = test_kernels.world  # both models
+RANKS = (3, 8, 64, 512)  # of slots 1 to 4
+MAX_RANK = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapted:
+    """A world whose rows have adapters, and its kernels with a bank of them."""
+
+    world: World
+    bank: AdapterBank
+    kernels: FusedMoondream
+    slot_R: torch.Tensor
+
+    def forward(
+        self, inputs: StepInputs, slot_R: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of the kernels: hidden state and logits."""
+        out = self.world.empty(len(inputs.row_B))
+        self.kernels.forward(dataclasses.replace(inputs, adapter_slot_R=slot_R), *out)
+        return out
+
+
+def filled(world: World, dtype: torch.dtype) -> AdapterBank:
+    """Slots of all ranks with changes as large as the model's own maps."""
+    text = world.config.text
+    bank = AdapterBank(
+        num_layers=text.num_layers,
+        dim=text.dim,
+        ff_dim=text.ff_dim,
+        num_slots=len(RANKS),
+        max_rank=MAX_RANK,
+        like=torch.empty(0, dtype=dtype, device=DEVICE),
+    )
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    for slot, rank in enumerate(RANKS, 1):
+        tensors = []
+        for inputs, outputs in ((text.dim, text.ff_dim), (text.ff_dim, text.dim)):
+            for width, scale in ((inputs, inputs**-0.5), (outputs, 0.3 * rank**-0.5)):
+                shape = text.num_layers, rank, width
+                noise = torch.randn(shape, device=DEVICE, generator=generator) * scale
+                tensors.append(noise.bfloat16().to(dtype))
+        bank.write(slot, MlpWeights(*tensors))
+    return bank
+
+
+@pytest.fixture(scope="module")
+def adapted(world: World) -> Adapted:
+    """Neighbours share slots, or have none, or one each."""
+    bank = filled(world, torch.bfloat16)
+    kernels = FusedMoondream(world.config, world.network.text, world.network.region, world.kv, bank)
+    generator = torch.Generator(DEVICE).manual_seed(6)
+    slot_R = torch.randint(0, len(RANKS) + 1, (ROWS,), device=DEVICE, generator=generator)
+    rows = world.inputs().row_B
+    slot_R[rows[:4]], slot_R[rows[4:8]] = 4, 0
+    return Adapted(world, bank, kernels, slot_R)
+
+
+def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
+    """Against float32 the kernels err no more than 1.2 times what torch errs in bf16."""
+    world = adapted.world
+    inputs = world.inputs().part(ONE_PASS)
+    slot_B = adapted.slot_R[inputs.row_B]
+    x_BD, _ = world.empty(MAX_TOKENS)
+    adapted.kernels.embed(inputs, x_BD)
+    before, where = world.snapshot(), places(inputs)
+    rows = adapted.bank.rows(slot_B, MAX_RANK)
+    plain_BD = world.model.decode(x_BD, dataclasses.replace(where, adapters=rows), before)
+    wide = KVCache(world.kv.k_LNHSE.float(), world.kv.v_LNHSE.float())
+    exact_rows = filled(world, torch.float32).rows(slot_B, MAX_RANK)
+    batch = DecodeBatch(where.positions_B, where.page_table_BM, exact_rows)
+    exact_BD = world.exact.decode(x_BD.float(), batch, wide)
+    again = KVCache(wide.k_LNHSE.clone(), wide.v_LNHSE.clone())
+    untouched_BD = world.exact.decode(x_BD.float(), where, again)
+    hidden_BD, logits_BV = adapted.forward(inputs, adapted.slot_R)
+    assert error(hidden_BD, exact_BD) <= 1.2 * error(plain_BD, exact_BD)
+    assert error(untouched_BD, exact_BD) > 10 * error(hidden_BD, exact_BD), "adapters matter"
+    assert error(logits_BV, world.exact.logits(exact_BD)) < 0.05
+    at = written(inputs)
+    assert error(world.kv.k_LNHSE[at], wide.k_LNHSE[at]) < 0.05
+
+
+def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(adapted: Adapted) -> None:
+    """Alone, in any batch, and without an adapter as in a step that knows of none."""
+    inputs = adapted.world.inputs()
+    count = len(inputs.row_B)
+    before = adapted.world.snapshot()
+    alone = [adapted.forward(inputs.part(slice(i, i + 1)), adapted.slot_R) for i in range(count)]
+    hidden_BD, logits_BV = (torch.cat(values) for values in zip(*alone, strict=True))
+    assert not logits_BV.isnan().any()
+    for batch in (2, 3, 5, 8, 9, 16, 31, 32, count):
+        for first in {0, 1, count - batch}:
+            some = slice(first, min(first + batch, count))
+            adapted.world.restore(before)
+            hidden, logits = adapted.forward(inputs.part(some), adapted.slot_R)
+            assert torch.equal(hidden, hidden_BD[some]), (batch, first)
+            assert torch.equal(logits, logits_BV[some]), (batch, first)
+    adapted.world.restore(before)
+    _, plain_BV = adapted.forward(inputs, None)
+    own_B = adapted.slot_R[inputs.row_B] != 0
+    assert torch.equal(plain_BV[~own_B], logits_BV[~own_B])
+    assert not torch.isclose(plain_BV[own_B], logits_BV[own_B]).all(-1).any()
