@@ -23,10 +23,11 @@ class Checkout:
     The modules are the interpreter's: the newest checkout's replacements stand in them.
     """
 
-    def __init__(self, folder: str, dtype: torch.dtype) -> None:
+    def __init__(self, folder: str, dtype: torch.dtype, device: torch.device) -> None:
         if folder not in sys.path:
             sys.path.insert(0, folder)
         self.dtype = dtype
+        self.device = device
         self._module = _module("moondream")
         self._cropping = _module("image_crops")
         self._weights = _module("weights")
@@ -69,7 +70,7 @@ class Checkout:
             dtype=self.dtype,
         )
         model.vision["blocks"] = model.vision["blocks"][: vision.num_layers]
-        return model.eval()
+        return model.to(self.device).eval()
 
     def load(self, model: Any, folder: Path) -> None:
         """Read a checkpoint and its tokenizer; raises `AssertionError` where one did not arrive."""
@@ -79,7 +80,7 @@ class Checkout:
         with self._weights.safetensors_open(file) as stored:
             for name, tensor in model.state_dict().items():
                 if not name.endswith("_cache"):
-                    held = stored(f"model.{name}").to(self.dtype)
+                    held = stored(f"model.{name}").to(self.dtype).to(self.device)
                     assert torch.equal(tensor, held), f"the reference has another {name}"
 
     def prepare_crops(
@@ -91,7 +92,8 @@ class Checkout:
             pixels, max_crops=config.max_crops, overlap_margin=config.overlap_margin
         )
         levels = torch.from_numpy(cut["crops"]).permute(0, 3, 1, 2)
-        return levels.to(self.dtype).div_(255.0).sub_(0.5).div_(0.5), cut["tiling"]
+        values = levels.to(self.dtype).div_(255.0).sub_(0.5).div_(0.5)
+        return values.to(self.device), cut["tiling"]
 
 
 def _module(name: str) -> Any:

@@ -80,14 +80,14 @@ class Answer:
 
 
 class Engine:
-    """Scheduler, pipeline and model over a checkpoint on the CPU."""
+    """Scheduler, pipeline and model over a checkpoint."""
 
-    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, threads: int, device: torch.device) -> None:
         self._assembly = assemble(
             EngineConfig(
                 model="legato-tiny",  # reads the folder's config.json, whatever it describes
                 weights=str(folder),
-                device="cpu",
+                device=str(device),
                 dtype=dtype,
                 threads=threads,
                 max_running=_RUNNING,
@@ -99,9 +99,10 @@ class Engine:
         model = self._assembly.model
         self._model = model
         shape = (model.num_layers, 2048 // _PAGE + 1, model.num_kv_heads, _PAGE, model.head_dim)
-        nan = torch.full(shape, torch.nan, dtype=model.dtype)
+        self._device = device
+        nan = torch.full(shape, torch.nan, dtype=model.dtype, device=device)
         self._kv = KVCache(nan, nan.clone())
-        self._pages_M = torch.arange(1, shape[1])
+        self._pages_M = torch.arange(1, shape[1], device=device)
         self._held: str | None = None  # the prefix in the cache
         self.prefix_PD = torch.empty(0)  # its embeddings
         self.prefix_hidden_PD = torch.empty(0)  # and its residual stream
@@ -154,7 +155,7 @@ class Engine:
         """
         with torch.inference_mode():
             position = self._hold(image)
-            x_TD = self._model.embed(*_inputs(prompt))
+            x_TD = self._embed(prompt)
             span = PrefillSpan(position, self._pages_M, bidirectional=False)
             hidden_TD = self._model.prefill(x_TD, span, self._kv)
             position += len(prompt)
@@ -170,7 +171,8 @@ class Engine:
     def value(self, hidden_D: torch.Tensor, token_id: int) -> tuple[float, float]:
         """What the region heads read there."""
         with torch.inference_mode():
-            payload_12 = self._model.payload(hidden_D[None], torch.tensor([token_id]))
+            token_1 = torch.tensor([token_id], device=self._device)
+            payload_12 = self._model.payload(hidden_D[None], token_1)
         first, second = payload_12[0].tolist()
         return first, second
 
@@ -178,20 +180,33 @@ class Engine:
         """Have a prefix in the cache; its length."""
         key = "" if image is None else image.key
         if self._held != key:
-            self.prefix_PD = self._model.prefix_embeddings(image)
+            self.prefix_PD = self._embed_prefix(image)
             span = PrefillSpan(0, self._pages_M, bidirectional=True)
             self.prefix_hidden_PD = self._model.prefill(self.prefix_PD, span, self._kv)
             self._held = key
         return self.prefix_PD.shape[0]
 
     def _step(self, token: Token, position: int) -> torch.Tensor:
-        batch = DecodeBatch(torch.tensor([position]), self._pages_M[None])
-        return self._model.decode(self._model.embed(*_inputs([token])), batch, self._kv)
+        batch = DecodeBatch(torch.tensor([position], device=self._device), self._pages_M[None])
+        return self._model.decode(self._embed([token]), batch, self._kv)
 
+    def _embed(self, tokens: Sequence[Token]) -> torch.Tensor:
+        ids, values = zip(*tokens, strict=True)
+        on = self._device
+        return self._model.embed(torch.tensor(ids, device=on), torch.tensor(values, device=on))
 
-def _inputs(tokens: Sequence[Token]) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, values = zip(*tokens, strict=True)
-    return torch.tensor(ids), torch.tensor(values)
+    def _embed_prefix(self, image: PreparedImage | None) -> torch.Tensor:
+        """BOS and the picture, by the encoder where the device cuts it."""
+        if image is None or image.num_crops == 0:
+            return self._model.prefix_embeddings(image)
+        encoder = self._model.picture_encoder(self._assembly.device.pinned, 1)
+        assert encoder is not None, "a picture is left whole only for an encoder"
+        encoder.stage(0, image)
+        encoder.upload(0)
+        encoder.take(0, image.num_crops)
+        encoder.encode(image.num_crops)
+        encoder.give(0, image.num_crops)
+        return encoder.finish()
 
 
 def _answer(task: WatchedTask) -> Answer:

@@ -95,8 +95,10 @@ _POINTING, _BOXING = (_Phase(allowed=(COORD, EOS), every=every) for every in (2,
 class Reference:
     """The reference with a checkpoint; `run` answers a case."""
 
-    def __init__(self, folder: str, config: MoondreamConfig, dtype: torch.dtype) -> None:
-        self._checkout = Checkout(folder, dtype)
+    def __init__(
+        self, folder: str, config: MoondreamConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._checkout = Checkout(folder, dtype, device)
         self._checkout.watch("text_encoder", "text", self._saw_ids)
         self._checkout.watch("encode_coordinate", "region", self._saw_coord)
         self._checkout.watch("encode_size", "region", self._saw_size)
@@ -122,7 +124,8 @@ class Reference:
 
     def crops(self, image: Image.Image) -> tuple[torch.Tensor, tuple[int, int]]:
         """Normalised crops [N, C, H, W] and tiling."""
-        return self._checkout.prepare_crops(image, self._model.config.vision, "cpu")
+        crops, tiling = self._checkout.prepare_crops(image, self._model.config.vision, None)
+        return crops.cpu(), tiling
 
     def run(self, case: Case, image: Image.Image | None, max_tokens: int) -> Trace:
         """Answer greedily; a picture of one size is encoded once."""
@@ -233,7 +236,7 @@ class Reference:
                 self._trace.changed["references"] += 1
             if self._num_answers != 1:
                 self._trace.changed["answer ids"] += 1
-            prompt, refs = torch.full((1, self._num_answers), ANSWER), None
+            prompt, refs = torch.full_like(prompt[:, :1], ANSWER).repeat(1, self._num_answers), None
         return self._its["_generate_answer"](prompt, pos, settings, refs, **options)
 
 
