@@ -15,9 +15,23 @@ from legato_engine.kernels.cuda import streams
 from legato_engine.kernels.cuda.module import Argument, Kernel, Module
 
 _WARPS = 8
-_TOKENS = 4  # of a thread block
 _OUTPUTS = 64  # of a thread block
-_LONG_PARTS = 4  # into which the inner activations are cut
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shape:
+    """Tokens of a thread block, and parts that the inputs of one are cut into, a warp each."""
+
+    tokens: int
+    parts: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of a thread block."""
+        return _WARPS // (self.tokens * self.parts)
+
+
+_SHRINK_IN, _SHRINK_OUT, _EXPAND = _Shape(4), _Shape(2, parts=4), _Shape(4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +64,8 @@ class LowRank:
 
     def __init__(self, dim: int, ff_dim: int, max_rank: int, device: torch.device) -> None:
         self._max_rank = max_rank
-        self._shrink_in = _shrink(dim, 1, max_rank, norm=True)
-        self._shrink_out = _shrink(ff_dim, _LONG_PARTS, max_rank, norm=False)
+        self._shrink_in = _shrink(dim, _SHRINK_IN, max_rank, norm=True)
+        self._shrink_out = _shrink(ff_dim, _SHRINK_OUT, max_rank, norm=False)
         self._expand_in = _expand(ff_dim, max_rank)
         self._expand_out = _expand(dim, max_rank)
         most = streams.TILES[-1] * 8
@@ -63,9 +77,8 @@ class LowRank:
         self, x_BD: torch.Tensor, weights: LayerAdapters, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
         """[B, F] float32: what the first map gives more for the norm of the residual stream."""
-        inputs = x_BD, x_BD.shape[1], *weights.norm
-        blocks = -(-self._max_rank // _WARPS)
-        self._launch(self._shrink_in, blocks, (*inputs, weights.first.a_SRI), slots, row_B)
+        inputs = x_BD, x_BD.shape[1], *weights.norm, weights.first.a_SRI
+        self._shrink(self._shrink_in, _SHRINK_IN, inputs, slots, row_B)
         return self._expand(self._expand_in, weights.first, slots, row_B, self._inner_BF)
 
     def outer(
@@ -73,31 +86,31 @@ class LowRank:
     ) -> torch.Tensor:
         """[B, D] float32: the same of the second map; its inputs are the last F of each row."""
         stride, a_SRF = mixed_BM.shape[1], weights.second.a_SRI
-        inputs = mixed_BM[:, stride - a_SRF.shape[-1] :], stride, None, None
-        blocks = -(-self._max_rank * _LONG_PARTS // _WARPS)
-        self._launch(self._shrink_out, blocks, (*inputs, a_SRF), slots, row_B)
+        inputs = mixed_BM[:, stride - a_SRF.shape[-1] :], stride, None, None, a_SRF
+        self._shrink(self._shrink_out, _SHRINK_OUT, inputs, slots, row_B)
         return self._expand(self._expand_out, weights.second, slots, row_B, self._outer_BD)
+
+    def _shrink(
+        self,
+        kernel: Kernel,
+        shape: _Shape,
+        inputs: tuple[Argument, ...],
+        slots: Slots,
+        row_B: torch.Tensor,
+    ) -> None:
+        grid = -(-self._max_rank // shape.ranks), -(-len(row_B) // shape.tokens), 1
+        named = slots.rank_S, slots.slot_R, row_B
+        arguments = *inputs, *named, self._low_BR, len(row_B)
+        kernel.launch(grid, 32 * _WARPS, arguments, overlap=True)
 
     def _expand(
         self, kernel: Kernel, weights: Map, slots: Slots, row_B: torch.Tensor, change: torch.Tensor
     ) -> torch.Tensor:
-        blocks = weights.b_SRO.shape[-1] // _OUTPUTS
-        self._launch(kernel, blocks, (self._low_BR, weights.b_SRO), slots, row_B, change)
-        return change
-
-    def _launch(
-        self,
-        kernel: Kernel,
-        blocks: int,
-        inputs: tuple[Argument, ...],
-        slots: Slots,
-        row_B: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> None:
-        batch, out = row_B.shape[0], self._low_BR if out is None else out
-        grid = blocks, -(-batch // _TOKENS), 1
-        arguments = *inputs, slots.rank_S, slots.slot_R, row_B, out, batch
+        grid = weights.b_SRO.shape[-1] // _OUTPUTS, -(-len(row_B) // _EXPAND.tokens), 1
+        named = slots.rank_S, slots.slot_R, row_B
+        arguments = self._low_BR, weights.b_SRO, *named, change, len(row_B)
         kernel.launch(grid, 32 * _WARPS, arguments, overlap=True)
+        return change
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -117,10 +130,12 @@ class StepAdapters:
         return self.kernels.outer(mixed_BM, self.layers[layer], self.slots, row_B)
 
 
-def _shrink(width: int, parts: int, max_rank: int, *, norm: bool) -> Kernel:
-    defines = {"RANKS": max_rank, "WIDTH": width, "PARTS": parts, "NORM": int(norm)}
+def _shrink(width: int, shape: _Shape, max_rank: int, *, norm: bool) -> Kernel:
+    sizes = {"RANKS": max_rank, "WIDTH": width, "NORM": int(norm)}
+    defines = {**sizes, "PARTS": shape.parts, "TOKENS": shape.tokens}
     return Module("adapter.cu", defines).kernel("shrink")
 
 
 def _expand(outputs: int, max_rank: int) -> Kernel:
-    return Module("adapter.cu", {"RANKS": max_rank, "OUTPUTS": outputs}).kernel("expand")
+    defines = {"RANKS": max_rank, "OUTPUTS": outputs, "TOKENS": _EXPAND.tokens}
+    return Module("adapter.cu", defines).kernel("expand")

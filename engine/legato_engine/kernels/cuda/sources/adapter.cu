@@ -1,7 +1,7 @@
 // Low-rank changes of a layer for a few tokens, each by its own adapter: B (A x), `shrink` and then `expand`.
 //
 // Constants: RANKS that a slot has room for; `shrink`: WIDTH inputs of A, cut into PARTS, NORM whether A reads
-// the layer norm of x; `expand`: OUTPUTS of B. Slot s holds A [RANKS, WIDTH] and B [RANKS, OUTPUTS] as bf16, of
+// the layer norm of x; `expand`: OUTPUTS of B. TOKENS is how many a thread block serves. Slot s holds A [RANKS, WIDTH] and B [RANKS, OUTPUTS] as bf16, of
 // which the first `ranks[s]` count; slot 0 is none. Token b reads slot `slots[rows[b]]`.
 //
 // Sums run over inputs and ranks in an order that the sizes fix: a token's change has the same bits whoever is
@@ -9,39 +9,32 @@
 #include "common.cuh"
 
 constexpr int WARPS = 8;
-constexpr int TOKENS = 4;  // of a thread block, which share what they read where their slot is one
-constexpr int OUTS = 64;   // outputs of a thread block of `expand`
+constexpr int OUTS = 64;  // outputs of a thread block of `expand`
 
-// The slots of a thread block's tokens; none behind the batch.
-struct Slots {
-  int of[TOKENS], first;
-  bool any = false;
-  __device__ Slots(const i64* slots, const i64* rows, int batch) : first(blockIdx.y * TOKENS) {
-#pragma unroll
-    for (int i = 0; i < TOKENS; i++) {
-      of[i] = first + i < batch ? (int)slots[rows[first + i]] : 0;
-      any |= of[i] != 0;
-    }
-  }
-};
+// The slot of a token; none behind the batch.
+__device__ __forceinline__ int slot_of(const i64* slots, const i64* rows, int token, int batch) {
+  return token < batch ? (int)slots[rows[token]] : 0;
+}
 
 #ifdef WIDTH
-constexpr int SHARE = WIDTH / PARTS, STEPS = (SHARE + 255) / 256, RANKS_HERE = WARPS / PARTS;
-static_assert(WIDTH % (8 * PARTS) == 0 && WARPS % PARTS == 0 && (PARTS == 1 || !NORM), "unsupported sizes");
+constexpr int SHARE = WIDTH / PARTS, STEPS = (SHARE + 255) / 256;
+constexpr int PAIRS = WARPS / PARTS, RANKS_HERE = PAIRS / TOKENS;  // of a rank and a token, in a thread block
+static_assert(WIDTH % (8 * PARTS) == 0 && PAIRS % TOKENS == 0 && (PARTS == 1 || !NORM), "unsupported sizes");
 
 // What a lane has of a warp's SHARE values.
 struct Values {
-  uint4 at[STEPS];
+  uint4 at[STEPS] = {};
   template <class Load>
-  __device__ Values(const bf16* from, Load load) {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ void load(const bf16* from, Load load) {
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-      const int column = i * 256 + lane * 8;
-      at[i] = column < SHARE ? load(from + column) : uint4{0, 0, 0, 0};
+      const int column = i * 256 + threadIdx.x % 32 * 8;
+      if (column < SHARE) at[i] = load(from + column);
     }
   }
 };
+
+__device__ __forceinline__ uint4 load_constant(const bf16* from) { return *reinterpret_cast<const uint4*>(from); }
 
 __device__ __forceinline__ float dot(const Values& a, const Values& x) {
   float sum[4] = {};
@@ -56,7 +49,7 @@ __device__ __forceinline__ float dot(const Values& a, const Values& x) {
 }
 
 // The same of the layer norm of all WIDTH values.
-__device__ __forceinline__ float normed_dot(const Values& a, const Values& x, const Values& scale, const Values& shift) {
+__device__ __forceinline__ float normed_dot(const Values& a, const Values& x, const bf16* scale, const bf16* shift) {
   const int lane = threadIdx.x % 32;
   float sum[4] = {}, squares[4] = {}, product[4] = {};
 #pragma unroll
@@ -76,47 +69,47 @@ __device__ __forceinline__ float normed_dot(const Values& a, const Values& x, co
   const float variance = warp_sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / WIDTH;
   const float inverse = rsqrtf(variance + 1e-5f);
 #pragma unroll
-  for (int i = 0; i < STEPS; i++)
+  for (int i = 0; i < STEPS; i++) {
+    const int column = i * 256 + lane * 8;
+    if (column >= SHARE) continue;
+    const uint4 scales = load_constant(scale + column), shifts = load_constant(shift + column);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const u32 p = (&a.at[i].x)[j], q = (&x.at[i].x)[j], g = (&scale.at[i].x)[j], b = (&shift.at[i].x)[j];
+      const u32 p = (&a.at[i].x)[j], q = (&x.at[i].x)[j], g = (&scales.x)[j], b = (&shifts.x)[j];
       product[j] += low_float(p) * ((low_float(q) - mean) * inverse * low_float(g) + low_float(b)) +
                     high_float(p) * ((high_float(q) - mean) * inverse * high_float(g) + high_float(b));
     }
+  }
   return (product[0] + product[1]) + (product[2] + product[3]);
 }
 
 // low [B, RANKS] float32 = A x, as far as each token's own rank goes; x [B, stride], scale and shift [WIDTH].
-// A warp has one rank and one part of the inputs.
-extern "C" __global__ void __launch_bounds__(WARPS * 32) shrink(
+// A warp has one rank, one token and one part of the inputs. Adapters do not change while kernels run, so their
+// part is read ahead of the kernel in front.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
     const bf16* x, int stride, const bf16* scale, const bf16* shift, const bf16* a, const i64* ranks, const i64* slots,
     const i64* rows, float* low, int batch) {
-  __shared__ float sums[TOKENS][WARPS];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % PARTS * SHARE;
-  const int rank = blockIdx.x * RANKS_HERE + warp / PARTS;
-  const Slots mine(slots, rows, batch);
-  const auto load = [](const bf16* from) { return *reinterpret_cast<const uint4*>(from); };
+  __shared__ float sums[WARPS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = warp / PARTS, part = warp % PARTS * SHARE;
+  const int rank = blockIdx.x * RANKS_HERE + pair / TOKENS, token = blockIdx.y * TOKENS + pair % TOKENS;
+  const int slot = slot_of(slots, rows, token, batch);
+  const bool counts = slot != 0 && rank < ranks[slot];
+  Values own, in;
   launch_dependents();
+  if (counts) own.load(a + ((i64)slot * RANKS + rank) * WIDTH + part, load_constant);
   wait_previous();
-  if (!mine.any) return;
-#pragma unroll
-  for (int i = 0; i < TOKENS; i++) {
-    float sum = 0.f;
-    if (mine.of[i] != 0 && rank < ranks[mine.of[i]]) {
-      const Values own(a + ((i64)mine.of[i] * RANKS + rank) * WIDTH + part, load);
-      const Values in(x + (i64)(mine.first + i) * stride + part, [](const bf16* from) { return load_fresh(from); });
-      sum = NORM ? normed_dot(own, in, Values(scale, load), Values(shift, load)) : dot(own, in);
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) sums[i][warp] = sum;
+  float sum = 0.f;
+  if (counts) {
+    in.load(x + (i64)token * stride + part, [](const bf16* from) { return load_fresh(from); });
+    sum = warp_sum(NORM ? normed_dot(own, in, scale, shift) : dot(own, in));
   }
+  if (lane == 0) sums[warp] = sum;
   __syncthreads();
-  if (threadIdx.x < TOKENS * RANKS_HERE) {
-    const int i = threadIdx.x / RANKS_HERE, which = threadIdx.x % RANKS_HERE, at = blockIdx.x * RANKS_HERE + which;
+  if (counts && lane == 0 && warp % PARTS == 0) {
     float total = 0.f;
 #pragma unroll
-    for (int p = 0; p < PARTS; p++) total += sums[i][which * PARTS + p];
-    if (mine.first + i < batch && at < RANKS) low[(i64)(mine.first + i) * RANKS + at] = total;
+    for (int p = 0; p < PARTS; p++) total += sums[warp + p];
+    low[(i64)token * RANKS + rank] = total;
   }
 }
 #endif
@@ -124,47 +117,58 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) shrink(
 #ifdef OUTPUTS
 static_assert(OUTPUTS % OUTS == 0, "unsupported sizes");
 
-// change [B, OUTPUTS] float32 = B low, zero for tokens without an adapter. A warp has every eighth rank.
+// change [B, OUTPUTS] float32 = B low, zero for tokens without an adapter. A warp has every eighth rank, of four
+// tokens that share what they read where their slot is one.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) expand(
     const float* low, const bf16* b, const i64* ranks, const i64* slots, const i64* rows, float* change, int batch) {
-  constexpr int AHEAD = 8;  // loads in flight
+  constexpr int AHEAD = 4;  // loads in flight, of each slot
   __shared__ float lows[TOKENS][RANKS];
   __shared__ float2 parts[WARPS][TOKENS][OUTS / 2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * OUTS + lane * 2;
-  const Slots mine(slots, rows, batch);
+  const int first = blockIdx.y * TOKENS;
+  int slot[TOKENS], counts[TOKENS], most = 0;  // ranks of a slot that no token before it has
+#pragma unroll
+  for (int i = 0; i < TOKENS; i++) {
+    slot[i] = slot_of(slots, rows, first + i, batch);
+    bool leads = slot[i] != 0;
+#pragma unroll
+    for (int j = 0; j < i; j++) leads &= slot[j] != slot[i];
+    counts[i] = leads ? (int)ranks[slot[i]] : 0;
+    most = max(most, counts[i]);
+  }
+  u32 pairs[TOKENS][AHEAD];
+  auto load = [&](int rank) {
+#pragma unroll
+    for (int i = 0; i < TOKENS; i++)
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++) {
+        const i64 at = (i64)slot[i] * RANKS + rank + k * WARPS;
+        pairs[i][k] = rank + k * WARPS < counts[i] ? *reinterpret_cast<const u32*>(b + at * OUTPUTS + column) : 0;
+      }
+  };
   launch_dependents();
+  load(warp);
   wait_previous();
   for (int at = threadIdx.x; at < TOKENS * RANKS; at += WARPS * 32) {
-    const int i = at / RANKS, token = mine.first + i;
-    const int slot = token < batch ? (int)slots[rows[token]] : 0;
-    const bool counts = slot != 0 && at % RANKS < ranks[slot];
-    lows[i][at % RANKS] = counts ? load_fresh_f32(low + (i64)token * RANKS + at % RANKS) : 0.f;
+    const int token = first + at / RANKS, its = slot_of(slots, rows, token, batch);
+    const bool here = its != 0 && at % RANKS < ranks[its];
+    lows[at / RANKS][at % RANKS] = here ? load_fresh_f32(low + (i64)token * RANKS + at % RANKS) : 0.f;
   }
   __syncthreads();
   float2 sum[TOKENS] = {};
+  for (int rank = warp; rank < most; rank += WARPS * AHEAD) {
+    if (rank > warp) load(rank);
 #pragma unroll
-  for (int i = 0; i < TOKENS; i++) {
-    bool leads = mine.of[i] != 0;
-#pragma unroll
-    for (int j = 0; j < i; j++) leads &= mine.of[j] != mine.of[i];
-    if (!leads) continue;
-    const int count = (int)ranks[mine.of[i]];
-    const bf16* from = b + (i64)mine.of[i] * RANKS * OUTPUTS + column;
-    for (int rank = warp; rank < count; rank += WARPS * AHEAD) {
-      u32 pairs[AHEAD];
-#pragma unroll
-      for (int k = 0; k < AHEAD; k++) {
-        const int at = rank + k * WARPS;
-        pairs[k] = at < count ? *reinterpret_cast<const u32*>(from + (i64)at * OUTPUTS) : 0;
-      }
+    for (int i = 0; i < TOKENS; i++) {
+      if (counts[i] == 0) continue;
 #pragma unroll
       for (int k = 0; k < AHEAD; k++) {
         const int at = min(rank + k * WARPS, RANKS - 1);
 #pragma unroll
         for (int j = i; j < TOKENS; j++)
-          if (mine.of[j] == mine.of[i]) {
-            sum[j].x += low_float(pairs[k]) * lows[j][at];
-            sum[j].y += high_float(pairs[k]) * lows[j][at];
+          if (slot[j] == slot[i]) {
+            sum[j].x += low_float(pairs[i][k]) * lows[j][at];
+            sum[j].y += high_float(pairs[i][k]) * lows[j][at];
           }
       }
     }
@@ -172,14 +176,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) expand(
 #pragma unroll
   for (int i = 0; i < TOKENS; i++) parts[warp][i][lane] = sum[i];
   __syncthreads();
-  if (warp < TOKENS && mine.first + warp < batch) {
+  if (warp < TOKENS && first + warp < batch) {
     float2 total = {0.f, 0.f};
 #pragma unroll
     for (int from = 0; from < WARPS; from++) {
       const float2 part = parts[from][warp][lane];
       total.x += part.x, total.y += part.y;
     }
-    *reinterpret_cast<float2*>(change + (i64)(mine.first + warp) * OUTPUTS + column) = total;
+    *reinterpret_cast<float2*>(change + (i64)(first + warp) * OUTPUTS + column) = total;
   }
 }
 #endif
