@@ -7,7 +7,7 @@ map's inputs and outputs, S slots, R ranks of a slot's room, or rows of the toke
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,22 +16,9 @@ from legato_engine.kernels.cuda.module import Argument, Kernel, Module
 
 _WARPS = 8
 _OUTPUTS = 64  # of a thread block
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Shape:
-    """Tokens of a thread block, and parts that the inputs of one are cut into, a warp each."""
-
-    tokens: int
-    parts: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """Of a thread block."""
-        return _WARPS // (self.tokens * self.parts)
-
-
-_SHRINK_IN, _SHRINK_OUT, _EXPAND = _Shape(4), _Shape(2, parts=4), _Shape(4)
+_TOKENS = 4  # of a thread block, where there are several
+_LONG_PARTS = 4  # that the inner activations are cut into, a warp each
+_MOST_TURNS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -64,10 +51,10 @@ class LowRank:
 
     def __init__(self, dim: int, ff_dim: int, max_rank: int, device: torch.device) -> None:
         self._max_rank = max_rank
-        self._shrink_in = _shrink(dim, _SHRINK_IN, max_rank, norm=True)
-        self._shrink_out = _shrink(ff_dim, _SHRINK_OUT, max_rank, norm=False)
-        self._expand_in = _expand(ff_dim, max_rank)
-        self._expand_out = _expand(dim, max_rank)
+        self._shrink_in = _Shrink(dim, 1, max_rank, norm=True)
+        self._shrink_out = _Shrink(ff_dim, _LONG_PARTS, max_rank, norm=False)
+        self._expand_in = _expands(ff_dim, max_rank)
+        self._expand_out = _expands(dim, max_rank)
         most = streams.TILES[-1] * 8
         self._low_BR = torch.zeros(most, max_rank, device=device)
         self._inner_BF = torch.zeros(most, ff_dim, device=device)
@@ -78,7 +65,7 @@ class LowRank:
     ) -> torch.Tensor:
         """[B, F] float32: what the first map gives more for the norm of the residual stream."""
         inputs = x_BD, x_BD.shape[1], *weights.norm, weights.first.a_SRI
-        self._shrink(self._shrink_in, _SHRINK_IN, inputs, slots, row_B)
+        self._shrink_in.launch(inputs, slots, row_B, self._low_BR)
         return self._expand(self._expand_in, weights.first, slots, row_B, self._inner_BF)
 
     def outer(
@@ -87,30 +74,52 @@ class LowRank:
         """[B, D] float32: the same of the second map; its inputs are the last F of each row."""
         stride, a_SRF = mixed_BM.shape[1], weights.second.a_SRI
         inputs = mixed_BM[:, stride - a_SRF.shape[-1] :], stride, None, None, a_SRF
-        self._shrink(self._shrink_out, _SHRINK_OUT, inputs, slots, row_B)
+        self._shrink_out.launch(inputs, slots, row_B, self._low_BR)
         return self._expand(self._expand_out, weights.second, slots, row_B, self._outer_BD)
 
-    def _shrink(
+    def _expand(
         self,
-        kernel: Kernel,
-        shape: _Shape,
-        inputs: tuple[Argument, ...],
+        kernels: Mapping[int, Kernel],
+        weights: Map,
         slots: Slots,
         row_B: torch.Tensor,
-    ) -> None:
-        grid = -(-self._max_rank // shape.ranks), -(-len(row_B) // shape.tokens), 1
-        named = slots.rank_S, slots.slot_R, row_B
-        arguments = *inputs, *named, self._low_BR, len(row_B)
-        kernel.launch(grid, 32 * _WARPS, arguments, overlap=True)
-
-    def _expand(
-        self, kernel: Kernel, weights: Map, slots: Slots, row_B: torch.Tensor, change: torch.Tensor
+        change: torch.Tensor,
     ) -> torch.Tensor:
-        grid = weights.b_SRO.shape[-1] // _OUTPUTS, -(-len(row_B) // _EXPAND.tokens), 1
+        tokens = 1 if len(row_B) == 1 else _TOKENS
+        grid = weights.b_SRO.shape[-1] // _OUTPUTS, -(-len(row_B) // tokens), 1
         named = slots.rank_S, slots.slot_R, row_B
         arguments = self._low_BR, weights.b_SRO, *named, change, len(row_B)
-        kernel.launch(grid, 32 * _WARPS, arguments, overlap=True)
+        kernels[tokens].launch(grid, 32 * _WARPS, arguments, overlap=True)
         return change
+
+
+class _Shrink:
+    """A's kernels. Every warp has a rank and a part of the inputs; how tokens are dealt to thread
+    blocks changes no bits.
+    """
+
+    def __init__(self, width: int, parts: int, max_rank: int, *, norm: bool) -> None:
+        self._max_rank = max_rank
+        self._pairs = _WARPS // parts  # of a rank and a token, in a thread block
+        sizes = {"RANKS": max_rank, "WIDTH": width, "NORM": int(norm), "PARTS": parts}
+        self._kernels = {
+            tokens: Module("adapter.cu", {**sizes, "TOKENS": tokens}).kernel("shrink")
+            for tokens in {1, min(_TOKENS, self._pairs)}
+        }
+
+    def launch(
+        self, inputs: tuple[Argument, ...], slots: Slots, row_B: torch.Tensor, low_BR: torch.Tensor
+    ) -> None:
+        """Enqueue; `inputs` are the kernel's own up to A."""
+        batch = len(row_B)
+        tokens = 1 if batch == 1 else max(self._kernels)
+        # As many turns as keep the warps of one wave busy: each saves reading A again.
+        wave = streams.num_processors() * 2 * self._pairs
+        turns = min(_MOST_TURNS, max(1, self._max_rank * batch // wave))
+        ranks = self._pairs // tokens
+        grid = -(-self._max_rank // ranks), -(-batch // (tokens * turns)), 1
+        arguments = *inputs, slots.rank_S, slots.slot_R, row_B, low_BR, batch, turns
+        self._kernels[tokens].launch(grid, 32 * _WARPS, arguments, overlap=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -130,12 +139,10 @@ class StepAdapters:
         return self.kernels.outer(mixed_BM, self.layers[layer], self.slots, row_B)
 
 
-def _shrink(width: int, shape: _Shape, max_rank: int, *, norm: bool) -> Kernel:
-    sizes = {"RANKS": max_rank, "WIDTH": width, "NORM": int(norm)}
-    defines = {**sizes, "PARTS": shape.parts, "TOKENS": shape.tokens}
-    return Module("adapter.cu", defines).kernel("shrink")
-
-
-def _expand(outputs: int, max_rank: int) -> Kernel:
-    defines = {"RANKS": max_rank, "OUTPUTS": outputs, "TOKENS": _EXPAND.tokens}
-    return Module("adapter.cu", defines).kernel("expand")
+def _expands(outputs: int, max_rank: int) -> dict[int, Kernel]:
+    """B's kernels by the tokens of a thread block."""
+    sizes = {"RANKS": max_rank, "OUTPUTS": outputs}
+    return {
+        tokens: Module("adapter.cu", {**sizes, "TOKENS": tokens}).kernel("expand")
+        for tokens in (1, _TOKENS)
+    }

@@ -84,32 +84,45 @@ __device__ __forceinline__ float normed_dot(const Values& a, const Values& x, co
 }
 
 // low [B, RANKS] float32 = A x, as far as each token's own rank goes; x [B, stride], scale and shift [WIDTH].
-// A warp has one rank, one token and one part of the inputs. Adapters do not change while kernels run, so their
-// part is read ahead of the kernel in front.
+// A warp has one rank, one part of the inputs, and `turns` tokens; while their slot stays, it keeps A's part.
+// Adapters do not change while kernels run, so that is read ahead of the kernel in front.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
     const bf16* x, int stride, const bf16* scale, const bf16* shift, const bf16* a, const i64* ranks, const i64* slots,
-    const i64* rows, float* low, int batch) {
-  __shared__ float sums[WARPS];
+    const i64* rows, float* low, int batch, int turns) {
+  __shared__ float sums[2][WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = warp / PARTS, part = warp % PARTS * SHARE;
-  const int rank = blockIdx.x * RANKS_HERE + pair / TOKENS, token = blockIdx.y * TOKENS + pair % TOKENS;
-  const int slot = slot_of(slots, rows, token, batch);
-  const bool counts = slot != 0 && rank < ranks[slot];
+  const int rank = blockIdx.x * RANKS_HERE + pair / TOKENS, first = blockIdx.y * turns * TOKENS + pair % TOKENS;
   Values own, in;
+  int held = 0;
+  auto hold = [&](int slot) {
+    if (slot != held) own.load(a + ((i64)slot * RANKS + rank) * WIDTH + part, load_constant);
+    held = slot;
+  };
+  auto wanted = [&](int token) {
+    const int slot = slot_of(slots, rows, token, batch);
+    return slot != 0 && rank < ranks[slot] ? slot : 0;
+  };
+  int slot = wanted(first);
   launch_dependents();
-  if (counts) own.load(a + ((i64)slot * RANKS + rank) * WIDTH + part, load_constant);
+  if (slot) hold(slot);
   wait_previous();
-  float sum = 0.f;
-  if (counts) {
-    in.load(x + (i64)token * stride + part, [](const bf16* from) { return load_fresh(from); });
-    sum = warp_sum(NORM ? normed_dot(own, in, scale, shift) : dot(own, in));
-  }
-  if (lane == 0) sums[warp] = sum;
-  __syncthreads();
-  if (counts && lane == 0 && warp % PARTS == 0) {
-    float total = 0.f;
+  for (int turn = 0; turn < turns; turn++) {
+    const int token = first + turn * TOKENS, next = turn + 1 < turns ? wanted(token + TOKENS) : 0;
+    float sum = 0.f;
+    if (slot) {
+      hold(slot);
+      in.load(x + (i64)token * stride + part, [](const bf16* from) { return load_fresh(from); });
+      sum = warp_sum(NORM ? normed_dot(own, in, scale, shift) : dot(own, in));
+    }
+    if (lane == 0) sums[turn % 2][warp] = sum;
+    if (PARTS > 1) __syncthreads();
+    if (slot && lane == 0 && warp % PARTS == 0) {
+      float total = 0.f;
 #pragma unroll
-    for (int p = 0; p < PARTS; p++) total += sums[warp + p];
-    low[(i64)token * RANKS + rank] = total;
+      for (int p = 0; p < PARTS; p++) total += sums[turn % 2][warp + p];
+      low[(i64)token * RANKS + rank] = total;
+    }
+    slot = next;
   }
 }
 #endif
@@ -117,15 +130,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
 #ifdef OUTPUTS
 static_assert(OUTPUTS % OUTS == 0, "unsupported sizes");
 
-// change [B, OUTPUTS] float32 = B low, zero for tokens without an adapter. A warp has every eighth rank, of four
-// tokens that share what they read where their slot is one.
+// change [B, OUTPUTS] float32 = B low, zero for tokens without an adapter. The TOKENS of a thread block share what
+// they read where their slot is one. A warp takes four ranks at a time, eight outputs a lane.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) expand(
     const float* low, const bf16* b, const i64* ranks, const i64* slots, const i64* rows, float* change, int batch) {
-  constexpr int AHEAD = 4;  // loads in flight, of each slot
+  constexpr int STEP = 4 * WARPS, AHEAD = TOKENS == 1 ? 8 : 2;  // loads in flight, of each slot
   __shared__ float lows[TOKENS][RANKS];
-  __shared__ float2 parts[WARPS][TOKENS][OUTS / 2];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * OUTS + lane * 2;
-  const int first = blockIdx.y * TOKENS;
+  __shared__ float parts[WARPS][TOKENS][OUTS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, sub = warp * 4 + lane / 8, own = lane % 8 * 8;
+  const int column = blockIdx.x * OUTS + own, first = blockIdx.y * TOKENS;
   int slot[TOKENS], counts[TOKENS], most = 0;  // ranks of a slot that no token before it has
 #pragma unroll
   for (int i = 0; i < TOKENS; i++) {
@@ -136,18 +149,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) expand(
     counts[i] = leads ? (int)ranks[slot[i]] : 0;
     most = max(most, counts[i]);
   }
-  u32 pairs[TOKENS][AHEAD];
+  uint4 pairs[TOKENS][AHEAD];
   auto load = [&](int rank) {
 #pragma unroll
     for (int i = 0; i < TOKENS; i++)
 #pragma unroll
       for (int k = 0; k < AHEAD; k++) {
-        const i64 at = (i64)slot[i] * RANKS + rank + k * WARPS;
-        pairs[i][k] = rank + k * WARPS < counts[i] ? *reinterpret_cast<const u32*>(b + at * OUTPUTS + column) : 0;
+        const i64 at = (i64)slot[i] * RANKS + rank + k * STEP;
+        pairs[i][k] = rank + k * STEP < counts[i] ? *reinterpret_cast<const uint4*>(b + at * OUTPUTS + column)
+                                                  : uint4{0, 0, 0, 0};
       }
   };
   launch_dependents();
-  load(warp);
+  load(sub);
   wait_previous();
   for (int at = threadIdx.x; at < TOKENS * RANKS; at += WARPS * 32) {
     const int token = first + at / RANKS, its = slot_of(slots, rows, token, batch);
@@ -155,35 +169,43 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) expand(
     lows[at / RANKS][at % RANKS] = here ? load_fresh_f32(low + (i64)token * RANKS + at % RANKS) : 0.f;
   }
   __syncthreads();
-  float2 sum[TOKENS] = {};
-  for (int rank = warp; rank < most; rank += WARPS * AHEAD) {
-    if (rank > warp) load(rank);
+  float sum[TOKENS][8] = {};
+  for (int rank = 0; rank < most; rank += STEP * AHEAD) {
+    if (rank) load(rank + sub);
 #pragma unroll
     for (int i = 0; i < TOKENS; i++) {
-      if (counts[i] == 0) continue;
+      if (rank >= counts[i]) continue;
 #pragma unroll
       for (int k = 0; k < AHEAD; k++) {
-        const int at = min(rank + k * WARPS, RANKS - 1);
+        const int at = min(rank + sub + k * STEP, RANKS - 1);
 #pragma unroll
         for (int j = i; j < TOKENS; j++)
           if (slot[j] == slot[i]) {
-            sum[j].x += low_float(pairs[i][k]) * lows[j][at];
-            sum[j].y += high_float(pairs[i][k]) * lows[j][at];
+            const float factor = lows[j][at];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              sum[j][2 * e] += low_float((&pairs[i][k].x)[e]) * factor;
+              sum[j][2 * e + 1] += high_float((&pairs[i][k].x)[e]) * factor;
+            }
           }
       }
     }
   }
 #pragma unroll
-  for (int i = 0; i < TOKENS; i++) parts[warp][i][lane] = sum[i];
-  __syncthreads();
-  if (warp < TOKENS && first + warp < batch) {
-    float2 total = {0.f, 0.f};
+  for (int i = 0; i < TOKENS; i++)
 #pragma unroll
-    for (int from = 0; from < WARPS; from++) {
-      const float2 part = parts[from][warp][lane];
-      total.x += part.x, total.y += part.y;
+    for (int e = 0; e < 8; e++) {
+      sum[i][e] += __shfl_xor_sync(~0u, sum[i][e], 8);
+      sum[i][e] += __shfl_xor_sync(~0u, sum[i][e], 16);
+      if (lane < 8) parts[warp][i][own + e] = sum[i][e];
     }
-    *reinterpret_cast<float2*>(change + (i64)(first + warp) * OUTPUTS + column) = total;
+  __syncthreads();
+  for (int at = threadIdx.x; at < TOKENS * OUTS; at += WARPS * 32) {
+    const int token = first + at / OUTS;
+    float total = 0.f;
+#pragma unroll
+    for (int from = 0; from < WARPS; from++) total += parts[from][at / OUTS][at % OUTS];
+    if (token < batch) change[(i64)token * OUTPUTS + blockIdx.x * OUTS + at % OUTS] = total;
   }
 }
 #endif
