@@ -20,6 +20,7 @@ from legato_client.cli.local_server import LocalServer
 from legato_engine import core as engine_core
 from legato_engine.assembly import assemble
 from legato_engine.bench import add_model_arguments, model_config
+from legato_engine.blob_reader import BlobReader
 from legato_engine.blobs import BlobStore, new_namespace
 from legato_engine.engine import EngineCore
 from legato_engine.errors import LegatoError
@@ -61,7 +62,7 @@ class InProcess:
         self._ended: list[Done | Failed] = []
         self._serial = 0
         self._core: EngineCore = self._assembly.core(
-            namespace=self._store.namespace, send=self._receive, wake=self._woken.set
+            blobs=BlobReader(self._store.namespace), send=self._receive, wake=self._woken.set
         )
 
     def ask(self, kind: str, tokens: int) -> tuple[float, int]:

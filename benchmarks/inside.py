@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import uvloop
 from legato_engine import core, null_engine
+from legato_engine.blob_reader import BlobReader
 from legato_engine.blobs import BlobStore, new_namespace
 from legato_engine.client import EngineState
 from legato_engine.config import EngineConfig
@@ -41,7 +42,9 @@ class InsideEngine:
         self.blobs = BlobStore(new_namespace())
         self.model = null_engine.info(CONFIG)
         self._streams: dict[str, RequestStream] = {}
-        self._engine = NullEngine(CONFIG, namespace=self.blobs.namespace, send=self._on_report)
+        self._engine = NullEngine(
+            CONFIG, blobs=BlobReader(self.blobs.namespace), send=self._on_report
+        )
         self._turning = False
 
     @property

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from legato_engine.adapter_store import AdapterStore
+from legato_engine.blob_reader import BlobReader
 from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig, largest_block
 from legato_engine.core import (
     CachedImage,
@@ -127,18 +128,18 @@ class Assembly:
     def core(
         self,
         *,
-        namespace: str,
+        blobs: BlobReader,
         send: Callable[[RequestReport], None],
         wake: Callable[[], None],
         observer: Observer | None = None,
     ) -> EngineCore:
-        """The engine over these parts; pictures come from blobs in `namespace`."""
+        """The engine over these parts."""
         config = self.config
         cache = ImageCache[PreparedImage](config.image_cache_bytes)
         preprocessor = Preprocessor(
             self.frontend,
             cache,
-            namespace=namespace,
+            blobs=blobs,
             max_pixels=config.max_image_pixels,
             threads=config.preprocess_threads,
         )

@@ -1,8 +1,9 @@
-"""Picture bytes between processes: files in shared memory, written once and read once.
+"""Picture bytes between processes: the service's side, which writes them to shared memory.
 
-The service writes a blob under its own namespace and names it in the request. The engine maps it
-and unlinks it at once, so its memory goes with the last view. Whatever an engine did not take, the
-service unlinks when the request ends. Bytes that come in pieces are gathered in a draft first.
+The service writes a blob under its own namespace and names it in the request; the engine reads it
+once (`blob_reader`). Most pictures go through memory that is kept (`blob_pool`); large ones, and
+those that come in pieces and are gathered in a draft first, are files that the engine unlinks.
+Whatever an engine did not take, the service unlinks when the request ends.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 
+from legato_engine.blob_pool import SegmentPool
 from legato_engine.core import BlobRef
-from legato_engine.errors import InternalError, QueueFull
+from legato_engine.errors import QueueFull
 
 _STEP = 4 * 1024 * 1024  # bytes that a draft takes at a time: a few milliseconds
 
@@ -37,13 +39,19 @@ def new_namespace() -> str:
     return f"legato-{os.getpid()}-{secrets.token_hex(8)}"
 
 
+def namespace_of(name: str) -> str:
+    """The namespace that a blob of this name is in."""
+    return name.rpartition("-")[0]
+
+
 class BlobStore:
     """The service's side; every blob's name starts with `namespace`."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self._folder = blob_folder()
-        self._live: set[str] = set()
+        self._pool = SegmentPool(self._folder)
+        self._live: dict[str, int] = {}  # generations by name
 
     def __len__(self) -> int:
         """Blobs written and not yet discarded."""
@@ -54,6 +62,10 @@ class BlobStore:
 
         Raises `QueueFull` when shared memory is full.
         """
+        ref = self._pool.put(data, self._new_name())
+        if ref is not None:
+            self._live[ref.name] = ref.generation
+            return ref
         name, descriptor = self._create()
         ref = BlobRef(name=name, size=len(data))
         try:
@@ -72,28 +84,40 @@ class BlobStore:
 
     def link(self, name: str, size: int) -> BlobRef:
         """A blob with the bytes of another, not copied."""
-        ref = BlobRef(name=f"{self.namespace}-{secrets.token_hex(8)}", size=size)
+        ref = BlobRef(name=self._new_name(), size=size)
         os.link(self._folder / name, self._folder / ref.name)
-        self._live.add(ref.name)
+        self._live[ref.name] = 0
         return ref
 
     def discard(self, ref: BlobRef) -> None:
-        """Unlink a blob that may have been taken already; a second call does nothing."""
-        if ref.name in self._live:
-            self._live.discard(ref.name)
+        """End a blob that may have been taken already; a second call does nothing."""
+        if self._live.get(ref.name) != ref.generation:
+            return
+        del self._live[ref.name]
+        if ref.generation:
+            self._pool.discard(ref)
+        else:
             (self._folder / ref.name).unlink(missing_ok=True)
+
+    def renew(self) -> None:
+        """The engine is gone: memory that it had mapped is not written again."""
+        self._pool.clear()
 
     def _create(self) -> tuple[str, int]:
         """Name and descriptor of a new file that only this user may open."""
-        name = f"{self.namespace}-{secrets.token_hex(8)}"
+        name = self._new_name()
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self._folder / name, flags, 0o600)
-        self._live.add(name)
+        self._live[name] = 0
         return name, descriptor
+
+    def _new_name(self) -> str:
+        return f"{self.namespace}-{secrets.token_hex(8)}"
 
     def close(self) -> None:
         """Unlink everything left in the namespace."""
         self._live.clear()
+        self._pool.clear()
         for path in self._folder.glob(f"{self.namespace}-*"):
             path.unlink(missing_ok=True)
 
@@ -140,10 +164,10 @@ class BlobDraft:
 
     def view(self) -> memoryview:
         """All bytes so far, mapped."""
-        return _mapped(self._descriptor, self.size)
+        return mapped(self._descriptor, self.size)
 
     def publish(self) -> BlobRef:
-        """A blob of these bytes for `take_blob`, as if by `put`; may be called again."""
+        """A blob of these bytes, a file of its own; may be called again."""
         return self._store.link(self._name, self.size)
 
     def close(self) -> None:
@@ -165,29 +189,8 @@ def _end_draft(store: BlobStore, name: str, descriptor: int) -> None:
     store.discard(BlobRef(name=name, size=0))
 
 
-def take_blob(ref: BlobRef, namespace: str) -> memoryview:
-    """The engine's side: a read-only view of a blob, which is unlinked before this returns.
-
-    The memory is freed with the last view. Raises `InternalError` when the name is not a plain name
-    within `namespace`, when the blob is gone, or when it is shorter than it claims.
-    """
-    if not ref.name.startswith(f"{namespace}-") or "/" in ref.name:
-        raise InternalError("blob name outside of the namespace")
-    path = blob_folder() / ref.name
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise InternalError("the blob is gone") from error
-    try:
-        path.unlink(missing_ok=True)
-        if os.fstat(descriptor).st_size < ref.size:
-            raise InternalError("the blob is shorter than it claims")
-        return _mapped(descriptor, ref.size)
-    finally:
-        os.close(descriptor)
-
-
-def _mapped(descriptor: int, size: int) -> memoryview:
+def mapped(descriptor: int, size: int) -> memoryview:
+    """A file's first bytes, read-only, for as long as somebody has a view."""
     return memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b"")
 
 

@@ -282,6 +282,7 @@ class EngineConnection:
         if self.state in (EngineState.STARTING, EngineState.READY):
             self._set_state(EngineState.LOST)
         self._fail_open(error)
+        self.blobs.renew()
         if self.state is EngineState.LOST:
             self._knock_again()
 

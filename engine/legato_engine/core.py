@@ -132,10 +132,14 @@ class PixelFormat(enum.StrEnum):
 
 
 class BlobRef(Value, frozen=True):
-    """Bytes that travel through shared memory: a segment's name and how many bytes are valid."""
+    """Bytes that travel through shared memory: a file's name and how many bytes are valid.
+
+    A file of its own has the generation 0; see `blob_pool` for those that are written again.
+    """
 
     name: str
     size: int
+    generation: int = 0
 
 
 class EncodedImage(Value, frozen=True):

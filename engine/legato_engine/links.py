@@ -12,9 +12,10 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from legato_engine.core import caller_id, scoped_id
+from legato_engine.blobs import namespace_of
+from legato_engine.core import WITH_BLOB, caller_id, scoped_id
 from legato_engine.errors import InvalidField, to_value
 from legato_engine.frames import FrameReader, FrameWriter
 from legato_engine.messages import (
@@ -41,25 +42,33 @@ _EVENTS = 64  # seen at once; the others are seen next
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Link:
-    """A service process; `open` are the ids of what it asked, and whether `Stop` ends that."""
+    """A service process; `open` are the ids of what it asked, and whether `Stop` ends that.
+
+    `namespace` is that of its blobs, empty before the first.
+    """
 
     connection: socket.socket
     incoming: FrameReader = dataclasses.field(default_factory=FrameReader)
     unsent: FrameWriter = dataclasses.field(default_factory=FrameWriter)
     open: dict[str, bool] = dataclasses.field(default_factory=dict)
     is_full: bool = False  # the kernel takes no more, and says when it does
+    namespace: str = ""
 
 
 class Links:
     """Everybody who asks this engine: commands come from all, a report goes to whom it concerns.
 
-    Who hangs up has its open requests aborted, before anybody's newer commands. Also woken by
-    `wake_fd`, an eventfd of the caller's that is reset here.
+    Who hangs up has its open requests aborted, before anybody's newer commands, and `on_gone` is
+    told the namespace of its blobs, if it sent any. Also woken by `wake_fd`, an eventfd of the
+    caller's that is reset here.
     """
 
-    def __init__(self, door: int, wake_fd: int) -> None:
+    def __init__(
+        self, door: int, wake_fd: int, on_gone: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._door = _inherit(door)
         self._wake_fd = wake_fd
+        self._on_gone = on_gone
         self._links: dict[int, _Link] = {}  # by descriptor
         self._owners: dict[str, _Link] = {}  # by id
         self._posted: set[_Link] = set()
@@ -132,6 +141,8 @@ class Links:
         """What to do for it; no link takes over or ends what is another's."""
         match command:
             case Submit(request=request):
+                if not link.namespace and isinstance(request.image, WITH_BLOB):
+                    link.namespace = namespace_of(request.image.blob.name)
                 return (command,) if self._claim(request.request_id, link, stops=True) else ()
             case HoldImage(request_id=request_id) | DropImage(request_id=request_id):
                 return (command,) if self._claim(request_id, link, stops=False) else ()
@@ -179,6 +190,8 @@ class Links:
         self._poller.unregister(link.connection)
         link.connection.close()
         self._posted.discard(link)
+        if link.namespace:
+            self._on_gone(link.namespace)
 
     # ------------------------------------------------------------ reports
 

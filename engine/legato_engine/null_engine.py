@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from legato_engine.blob_reader import BlobReader
 from legato_engine.config import EngineConfig
 from legato_engine.core import FinishReason, ImageInfo, Request, Timings, Usage
 from legato_engine.errors import (
@@ -81,14 +82,14 @@ class NullEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, *, namespace: str, send: Callable[[RequestReport], None]
+        self, config: EngineConfig, *, blobs: BlobReader, send: Callable[[RequestReport], None]
     ) -> None:
         self._period = config.null_step_ms / 1000
         self._max_running = config.max_running if self._period else sys.maxsize
         self._max_waiting = config.max_waiting
         self._num_objects = config.null_objects
         self._send = send
-        self._pictures = NullPictures(config, namespace)
+        self._pictures = NullPictures(config, blobs)
         self._waiting: dict[str, _Job] = {}
         self._running: dict[str, _Job] = {}
         self._next_step = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from legato_engine.blobs import take_blob
+from legato_engine.blob_reader import BlobReader
 from legato_engine.config import EngineConfig
 from legato_engine.core import CachedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.errors import ImageNotFound, InvalidField
@@ -21,8 +21,8 @@ _RGB = 3  # bytes of a pixel, as a picture counts against the cache
 class NullPictures:
     """What is known of pictures by their ids; those seen lately are hits, as with a real model."""
 
-    def __init__(self, config: EngineConfig, namespace: str) -> None:
-        self._namespace = namespace
+    def __init__(self, config: EngineConfig, blobs: BlobReader) -> None:
+        self._blobs = blobs
         self._max_pixels = config.max_image_pixels
         self._known = ImageCache[ImageInfo](config.image_cache_bytes)
         self.holds = ImageHolds(self._known, image_quota(config))
@@ -45,14 +45,14 @@ class NullPictures:
                 raise ImageNotFound("no such image, or not any more", resource=source.image_id)
             return found
         raw = source if isinstance(source, RawImage) else None
-        view = take_blob(source.blob, self._namespace)
+        view = self._blobs.take(source.blob)
         name = image_id(content_key(view, raw))
         return self._hit(name) or self._sized(name, view, raw, keep=keep)
 
     def hold(self, command: HoldImage) -> ImageHeld:
         """Hold a picture. Raises as `take`, and `BytesExceeded`."""
         raw = command.image if isinstance(command.image, RawImage) else None
-        view = take_blob(command.image.blob, self._namespace)
+        view = self._blobs.take(command.image.blob)
         if command.sha256 not in ("", content_key(view)):
             raise InvalidField("not the hash of the bytes", field="sha256")
         name = image_id(content_key(view, raw))

@@ -9,7 +9,7 @@ import time
 
 import msgspec
 
-from legato_engine.blobs import take_blob
+from legato_engine.blob_reader import BlobReader
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.errors import ImageNotFound, InvalidField
 from legato_engine.image_cache import ImageCache
@@ -54,13 +54,13 @@ class Preprocessor:
         frontend: ModelFrontend,
         cache: ImageCache[PreparedImage],
         *,
-        namespace: str,
+        blobs: BlobReader,
         max_pixels: int,
         threads: int,
     ) -> None:
         self._frontend = frontend
         self._cache = cache
-        self._namespace = namespace
+        self._blobs = blobs
         self._max_pixels = max_pixels
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "legato-preprocess")
 
@@ -141,7 +141,7 @@ class Preprocessor:
         raw = source if isinstance(source, RawImage) else None
         if raw is not None:
             check_raw(raw, max_pixels=self._max_pixels)
-        view = take_blob(source.blob, self._namespace)
+        view = self._blobs.take(source.blob)
         return Loaded(view, content_key(view, raw))
 
     def _make(self, source: EncodedImage | RawImage, loaded: Loaded, keep: bool) -> PreparedImage:

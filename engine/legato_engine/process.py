@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from legato_engine import null_engine
+from legato_engine.blob_reader import BlobReader
 from legato_engine.config import EngineConfig
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
 from legato_engine.heartbeat import HeartbeatThread, Vitals
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     vitals = Vitals()
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     door, vitals_door = arguments.doors
-    links = Links(door, wake_fd)
+    blobs = BlobReader(arguments.namespace)
+    links = Links(door, wake_fd, on_gone=blobs.forget)
     heartbeat = HeartbeatThread(
         vitals_door,
         vitals,
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         orphaned=lambda: os._exit(1),
     )
     try:
-        serve(config, arguments.namespace, links, wake_fd, vitals)
+        serve(config, blobs, links, wake_fd, vitals)
     except Unservable as error:
         _log.error("cannot serve", reason=str(error), **error.why.metadata)
         return EXIT_UNSERVABLE
@@ -95,14 +97,16 @@ class Unservable(Exception):
         self.why = why
 
 
-def serve(config: EngineConfig, namespace: str, links: Links, wake_fd: int, vitals: Vitals) -> None:
+def serve(
+    config: EngineConfig, blobs: BlobReader, links: Links, wake_fd: int, vitals: Vitals
+) -> None:
     """Load the model and run requests until `Shutdown`.
 
     Raises `Unservable`, and what the device or a tick raises.
     """
     stats = StepStats()
     try:
-        core, model = _open(config, namespace, links, wake_fd, stats)
+        core, model = _open(config, blobs, links, wake_fd, stats)
     except (InvalidField, ModelNotFound) as error:
         raise Unservable(error) from None
     _publish(core, stats, vitals)
@@ -115,11 +119,11 @@ def serve(config: EngineConfig, namespace: str, links: Links, wake_fd: int, vita
 
 
 def _open(
-    config: EngineConfig, namespace: str, links: Links, wake_fd: int, stats: StepStats
+    config: EngineConfig, blobs: BlobReader, links: Links, wake_fd: int, stats: StepStats
 ) -> tuple[Core, ModelInfo]:
     """The engine that the configuration names, ready to run, and what it serves."""
     if config.model == null_engine.NAME:
-        core = null_engine.NullEngine(config, namespace=namespace, send=links.post)
+        core = null_engine.NullEngine(config, blobs=blobs, send=links.post)
         return core, null_engine.info(config)
     from legato_engine.assembly import assemble  # loads torch, in seconds
 
@@ -127,7 +131,7 @@ def _open(
         config, lambda stage, fraction: links.broadcast(Loading(stage=stage, fraction=fraction))
     )
     return assembly.core(
-        namespace=namespace,
+        blobs=blobs,
         send=lambda report: _report(links, report),
         wake=lambda: os.eventfd_write(wake_fd, 1),
         observer=StepFeed(assembly.runner.times, (stats, *_timelines(config))),

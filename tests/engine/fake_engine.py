@@ -12,7 +12,7 @@ import threading
 import time
 
 import msgspec
-from legato_engine.blobs import take_blob
+from legato_engine.blob_reader import BlobReader
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     FinishReason,
@@ -65,11 +65,11 @@ def asked(request: Request) -> str:
     return request.task.question
 
 
-def answer(links, request, namespace):
+def answer(links, request, blobs):
     """Do what the question says."""
     name = request.request_id
     if request.image is not None:
-        take_blob(request.image.blob, namespace)
+        blobs.take(request.image.blob)
     links.send(
         Started(request_id=name, model="fake", input_tokens=3, cached_tokens=0, queue_time=0.0)
     )
@@ -99,7 +99,7 @@ def done(name, text, reason):
     )
 
 
-def keep(links, command, namespace, held):
+def keep(links, command, blobs, held):
     """Hold what is not "bad", for ever; "hang" is never answered and "die" exits."""
     name = command.request_id
     if isinstance(command, DropImage):
@@ -108,7 +108,7 @@ def keep(links, command, namespace, held):
         missing = Failed(request_id=name, error=to_value(ImageNotFound("not held")))
         links.send(ImageDropped(request_id=name) if known else missing)
         return
-    match bytes(take_blob(command.image.blob, namespace)):
+    match bytes(blobs.take(command.image.blob)):
         case b"die":
             os._exit(3)
         case b"hang":
@@ -150,6 +150,7 @@ def main():
     arguments = parser.parse_args()
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     load(config.model)
+    blobs = BlobReader(arguments.namespace)
     links = Links(arguments.doors[0], os.eventfd(0))
     live: set[str] = set()
     held: set[str] = set()
@@ -172,13 +173,13 @@ def main():
                 links.send(done(command.request_id, "", FinishReason.CANCELLED))
                 continue
             if isinstance(command, HoldImage | DropImage):
-                keep(links, command, arguments.namespace, held)
+                keep(links, command, blobs, held)
                 continue
             assert isinstance(command, Submit)
             live.add(command.request.request_id)
             if asked(command.request) == "freeze":
                 frozen.set()
-            answer(links, command.request, arguments.namespace)
+            answer(links, command.request, blobs)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.assembly import assemble
+from legato_engine.blob_reader import BlobReader
 from legato_engine.blobs import BlobStore, new_namespace
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
@@ -89,7 +90,7 @@ class World:
         self.woken = threading.Event()
         self.blobs = BlobStore(new_namespace())
         self.core = assembly.core(
-            namespace=self.blobs.namespace, send=self.reports.append, wake=self.woken.set
+            blobs=BlobReader(self.blobs.namespace), send=self.reports.append, wake=self.woken.set
         )
 
     def encoded(self, data):

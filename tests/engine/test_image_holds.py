@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from legato_engine.blob_reader import BlobReader
 from legato_engine.blobs import BlobStore, new_namespace
 from legato_engine.core import EncodedImage, ImageInfo, PixelFormat, RawImage
 from legato_engine.errors import from_value
@@ -62,7 +63,7 @@ class World:
         self.preprocessor = Preprocessor(
             cast(ModelFrontend, self.frontend),
             self.cache,
-            namespace=self.blobs.namespace,
+            blobs=BlobReader(self.blobs.namespace),
             max_pixels=1000,
             threads=1,
         )

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from legato_engine.blob_reader import BlobReader
 from legato_engine.blobs import BlobStore, blob_folder, new_namespace
 from legato_engine.client import EngineClient
 from legato_engine.config import EngineConfig
@@ -51,7 +52,9 @@ class Bench:
         self.blobs = BlobStore(new_namespace())
         self.reports: list[Any] = []
         config = EngineConfig(model="null", **settings)
-        self.engine = NullEngine(config, namespace=self.blobs.namespace, send=self.reports.append)
+        self.engine = NullEngine(
+            config, blobs=BlobReader(self.blobs.namespace), send=self.reports.append
+        )
 
     def submit(self, name, task=HELLO, **fields):
         """Begin a request."""

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from legato_engine import core
-from legato_engine.blobs import BlobStore, new_namespace, take_blob
+from legato_engine.blob_reader import BlobReader
+from legato_engine.blobs import BlobStore, new_namespace
 from legato_engine.client import EngineState
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
 from legato_engine.images import content_key, image_id
@@ -116,7 +117,7 @@ class FakeEngine:
             if self.refuses_holds is not None:
                 raise self.refuses_holds
             raw = command.image if isinstance(command.image, core.RawImage) else None
-            data = bytes(take_blob(command.image.blob, self.blobs.namespace))
+            data = bytes(BlobReader(self.blobs.namespace).take(command.image.blob))
         finally:
             self.blobs.discard(command.image.blob)
         name = image_id(content_key(data, raw))

@@ -12,7 +12,8 @@ import pytest
 from legato.v1 import inference_pb2, media_pb2, server_pb2, task_pb2
 from legato_client._shared_memory import HEADER_SIZE, SharedFrames, shm_namespace
 from legato_engine import core
-from legato_engine.blobs import BlobStore, blob_folder, new_namespace, take_blob
+from legato_engine.blob_reader import BlobReader
+from legato_engine.blobs import BlobStore, blob_folder, new_namespace
 from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField
 from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn
 from legato_service.shared_memory import SharedMemory
@@ -280,7 +281,7 @@ async def test_a_frame_reaches_the_engine(ring):
         answer = engine.script
 
         def look(engine, stream):
-            seen.append(bytes(take_blob(stream.request.image.blob, engine.blobs.namespace)))
+            seen.append(bytes(BlobReader(engine.blobs.namespace).take(stream.request.image.blob)))
             answer(engine, stream)
 
         engine.script = look
