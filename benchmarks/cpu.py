@@ -23,3 +23,8 @@ def resident(pid: int) -> int:
 def children(pid: int) -> list[int]:
     """Processes that a process started and that still run."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def runs(pid: int, module: str) -> bool:
+    """Whether a process was started as `python -m module`."""
+    return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

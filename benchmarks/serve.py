@@ -28,13 +28,14 @@ from legato_client.load.plan import Plan
 from legato_client.load.record import Record
 from legato_client.load.run import run
 
-from benchmarks import cpu, record, serve_ghz, serve_sessions
+from benchmarks import cpu, record, serve_ghz, serve_processes, serve_sessions
 from benchmarks.echo import Answers
 from benchmarks.rpc import picture
 
 NULL = ("--model", "null", "--null-objects", "100000", "--max-sessions", "10000")
 START_TIMEOUT = 60.0
 SIZE = (640, 480)
+ENGINE = "legato_engine.process"
 _SERVICE = "/legato.v1.InferenceService/"
 
 
@@ -157,7 +158,7 @@ def null_server(options: Sequence[str] = ()) -> Iterator[Contender]:
     """Our server before an engine without a model."""
     with LocalServer((*NULL, *options)) as server:
         server.wait_until_serving(START_TIMEOUT, lambda _: None)
-        (engine,) = cpu.children(server.pid)
+        (engine,) = (each for each in cpu.children(server.pid) if cpu.runs(each, ENGINE))
         yield Contender("legato", server.target, server.pid, engine)
 
 
@@ -275,6 +276,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--sessions", type=int, nargs="*", default=[100, 1000, 5000], help="idle ones, and none"
     )
+    parser.add_argument(
+        "--processes", type=int, nargs="*", default=[], help="numbers of service processes"
+    )
     arguments = parser.parse_args(argv)
     asked = [case for case in cases(arguments.length) if arguments.only in case.title]
     with null_server() as ours:
@@ -283,6 +287,9 @@ def main(argv: Sequence[str]) -> int:
             contenders = (bare, inside, ours)
             samples = {case.title: compare(case, contenders, arguments) for case in asked}
             ghz = serve_ghz.measure({each.name: each.target for each in contenders})
+    scaled = serve_processes.measure(
+        null_server, asked, arguments.processes, seconds=arguments.seconds, rounds=arguments.rounds
+    )
     idle = serve_sessions.measure(null_server, arguments.sessions)
     figures = {
         "cases": {
@@ -292,11 +299,19 @@ def main(argv: Sequence[str]) -> int:
             }
             for case in asked
         },
+        "processes": [dataclasses.asdict(each) for each in scaled],
         "ghz": ghz,
         "idle_sessions": idle,
     }
     tables = [record.table(HEADS, [row(case, samples[case.title]) for case in asked])]
-    tables += ["", *serve_ghz.text(ghz), "", *serve_sessions.text(idle)]
+    tables += [
+        "",
+        *serve_processes.text(scaled),
+        "",
+        *serve_ghz.text(ghz),
+        "",
+        *serve_sessions.text(idle),
+    ]
     title = "The service around the null engine, and a bare grpc.aio server"
     record.write(arguments.name, title, figures, tables)
     return 0
