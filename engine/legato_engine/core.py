@@ -187,7 +187,8 @@ class Request(Value, frozen=True):
     `request_id` is unique in the engine, see `caller_id`.
     `deadline` is absolute `time.monotonic()` seconds (one clock for all processes of a host).
     Of those who wait a higher `priority` goes first; `tenant` is whom the request counts for.
-    Without `deltas` only the whole result is told, which repeats what they would have said.
+    Without `deltas` only the whole result is told, which repeats what they would have said; without
+    `progress` not even that it waits or has started.
     With `return_tokens` every token is told, with its probability if `logprobs`.
     """
 
@@ -202,6 +203,7 @@ class Request(Value, frozen=True):
     return_tokens: bool = False
     logprobs: bool = False
     deltas: bool = True
+    progress: bool = True
     priority: int = 0
     tenant: str = ""
 

@@ -2,8 +2,8 @@
 
 Sockets carry these, msgpack-encoded: commands to the engine, reports from it. Reports
 of one request come in order: `Queued`? `Started` `Delta`* then exactly one `Done` or `Failed`;
-`Delta`s only when the request wants them. `HoldImage` and `DropImage` are answered once, by
-`ImageHeld`, `ImageDropped` or `Failed`.
+those before the last only when the request wants them. `HoldImage` and `DropImage` are answered
+once, by `ImageHeld`, `ImageDropped` or `Failed`.
 A request that was aborted gets no further report.
 """
 

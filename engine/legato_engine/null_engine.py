@@ -115,7 +115,7 @@ class NullEngine:
             arrival=arrival,
             image_seconds=time.monotonic() - arrival if image else 0.0,
         )
-        if must_wait:
+        if must_wait and request.progress:
             self._announce_queued(request.request_id)
 
     def stop(self, request_id: str) -> None:
@@ -252,6 +252,8 @@ class NullEngine:
         request_id = job.request.request_id
         self._running[request_id] = self._waiting.pop(request_id)
         job.started = now
+        if not job.request.progress:
+            return
         self._send(
             Started(
                 request_id=request_id,

@@ -50,6 +50,8 @@ class ReportSink:
 
     def queued(self, sequence: Sequence, position: int, estimated_wait: float) -> None:
         """Report that it has to wait, about `estimated_wait` seconds; `position` 0 is next."""
+        if not sequence.request.progress:
+            return
         self._send(
             Queued(
                 request_id=sequence.request.request_id,
@@ -60,6 +62,8 @@ class ReportSink:
 
     def started(self, sequence: Sequence) -> None:
         """Its prefill was launched, or the first part of it."""
+        if not sequence.request.progress:
+            return
         ticket = self._tickets[sequence.request.request_id]
         self._send(
             Started(

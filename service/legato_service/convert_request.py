@@ -67,8 +67,12 @@ def request(
     opts: inference_pb2.RequestOptions,
     *,
     deltas: bool = True,
+    progress: bool = True,
 ) -> core.Request:
-    """The request, still without its image and its deadline; `deltas` when somebody reads them."""
+    """The request, still without its image and its deadline.
+
+    `deltas` and `progress` are for who reads them.
+    """
     logprobs = opts.HasField("top_logprobs")
     return core.Request(
         request_id=request_id,
@@ -80,6 +84,7 @@ def request(
         return_tokens=opts.return_tokens or logprobs,
         logprobs=logprobs,
         deltas=deltas,
+        progress=progress,
     )
 
 

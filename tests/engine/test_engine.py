@@ -297,6 +297,16 @@ def test_deltas_only_for_those_who_read_them(world):
     assert second.result == first.result
 
 
+def test_progress_only_for_those_who_read_it(world):
+    """A request whose caller reads its end alone is told that and nothing else."""
+    names = [f"r{number}" for number in range(5)]  # more than run at a time
+    for name in names:
+        question = QueryTask(question="What is it?")
+        world.submit(name, question, deltas=False, progress=False)
+    world.run(*names)
+    assert {type(report) for name in names for report in world.of(name)} == {Done}
+
+
 def hold(world, data, name="h", ttl=60.0):
     """How holding a picture ended."""
     command = HoldImage(request_id=name, image=world.encoded(data), owner="me", ttl=ttl)

@@ -101,7 +101,8 @@ def test_every_token_is_a_delta_and_the_result_repeats_them(bench, task):
     assert done.finish_reason is FinishReason.STOP
     quiet_started, quiet = bench.run("b", task, deltas=False)
     assert isinstance(quiet_started, Started)
-    assert quiet.result == done.result
+    (silent,) = bench.run("c", task, deltas=False, progress=False)
+    assert silent.result == quiet.result == done.result
 
 
 def test_text_has_as_many_words_as_asked_for(bench):

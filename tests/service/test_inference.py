@@ -7,6 +7,7 @@ import pytest
 from google.protobuf import timestamp_pb2
 from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import core
+from legato_engine.blob_reader import BlobReader
 
 from tests.service.fakes import BOX, FakeEngine, answer, done, started
 from tests.service.harness import picture, picture_bytes, running
@@ -122,8 +123,8 @@ async def test_picture_bytes_reach_the_engine_through_shared_memory(kind):
     seen = []
 
     def look(engine, stream):
-        blob = stream.request.image.blob
-        seen.append((engine.blobs._folder / blob.name).read_bytes()[: blob.size])
+        reader = BlobReader(engine.blobs.namespace)
+        seen.append(bytes(reader.take(stream.request.image.blob)))
         answer(engine, stream)
 
     data = picture_bytes(kind)

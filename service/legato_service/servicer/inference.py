@@ -193,7 +193,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         spec = convert(request)
         convert_request.image(image, spec)
         sampling = convert_request.sampling(request.sampling)
-        asked = convert_request.request(request_id, spec, sampling, options, deltas=False)
+        asked = convert_request.request(
+            request_id, spec, sampling, options, deltas=False, progress=False
+        )
         with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
             model = self._dispatcher.check(asked)
             picture = await self._dispatcher.pictures.check(image)
