@@ -17,7 +17,8 @@ class Linked:
     def __init__(self):
         self.doors = Doors()
         self.wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self.engine = Links(self.doors.filenos[0], self.wake)
+        self.gone: list[str] = []  # namespaces of those who hung up
+        self.engine = Links(self.doors.filenos[0], self.wake, on_gone=self.gone.append)
         self.audience = Audience(self.doors.filenos[1])
         self.services: list[Service] = []
 

@@ -341,6 +341,20 @@ async def beside(client, number=1):
         assert list(blob_folder().glob(f"{connection.blobs.namespace}*")) == []
 
 
+async def test_memory_for_pictures_is_kept_for_one_engine():
+    """It takes one picture after another, and a new engine is given new memory."""
+    async with running() as client:
+        names = []
+        for question in ("echo", "echo", "die", "echo", "echo"):
+            image = EncodedImage(blob=client.blobs.put(b"picture"), mime_type="image/png")
+            names.append(image.blob.name)
+            with contextlib.suppress(EngineLost):
+                [r async for r in client.submit(ask(question, image=image))]
+            await client.wait_ready()
+        assert [name == names[0] for name in names] == [True, True, True, False, False]
+        assert names[3] == names[4]
+
+
 async def test_two_processes_may_use_one_id():
     """The same id in two service processes is two requests, each answered to its own."""
     async with running() as client, beside(client) as other:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 
-from legato_engine.core import caller_id
+from legato_engine.core import BlobRef, CaptionTask, EncodedImage, Request, caller_id
 from legato_engine.messages import (
     Abort,
     DropImage,
@@ -14,6 +14,7 @@ from legato_engine.messages import (
     Stop,
     StopElsewhere,
     Stopped,
+    Submit,
 )
 
 from tests.engine.linked import done, linked, loading, submit, until
@@ -67,6 +68,24 @@ async def test_who_hangs_up_leaves_nothing():
         ends.engine.send(done("1@a"))
         ends.engine.send(done("a"))
         assert await first.told(1) == [done("a")]
+
+
+async def test_whose_memory_is_over_is_told():
+    """Of who hangs up the namespace is told, if it had any; of who stays it is not."""
+    with linked() as ends:
+        services = [ends.knock() for _ in range(3)]
+        for number, service in enumerate(services[:2]):
+            image = EncodedImage(blob=BlobRef(name=f"ns-{number}-abc", size=1), mime_type="")
+            request = Request(request_id=f"{number}", task=CaptionTask(), image=image)
+            service.link.send(Submit(request=request))
+        await ends.received(2)
+        services[1].link.close()
+        services[2].link.close()
+        await ends.received(1)
+        ends.engine.wait(100)
+        ends.engine.receive()
+        assert len(ends.engine) == 1
+        assert ends.gone == ["ns-1"]
 
 
 async def test_the_end_of_a_link_comes_before_what_others_ask():
