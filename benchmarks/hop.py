@@ -1,21 +1,27 @@
 """What gRPC and the process hop add: one request alone, through them and without them.
 
 The same engine runs twice on one device: behind a server, and in this process with its core stepped
-directly. Requests alternate in blocks; the picture is known, and sent as bytes or named by its id.
-Without the hop its bytes lie in shared memory before the clock starts.
+directly. The server is asked by an asyncio client and by a blocking one, and beside it a bare
+grpc.aio server that answers the same bytes at once: what it takes is gRPC's own part of the hop.
+Requests alternate in blocks; the picture is known, and sent as bytes or named by its id. Without
+the hop its bytes lie in shared memory before the clock starts.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from legato_client import AsyncClient, CachedImage, Sampling
+import grpc
+from legato.v1 import inference_pb2, inference_pb2_grpc
+from legato_client import Answer, AsyncClient, CachedImage, Client, Sampling
 from legato_client.cli.local_server import LocalServer
 from legato_engine import core as engine_core
 from legato_engine.assembly import assemble
@@ -28,7 +34,9 @@ from legato_engine.images import content_key, image_id
 from legato_engine.messages import Done, Failed, Report
 
 from benchmarks import record
+from benchmarks.echo import Answers
 from benchmarks.photos import Photographer
+from benchmarks.serve import echo_server
 
 START_TIMEOUT = 300.0
 QUESTION = "What is there?"
@@ -37,18 +45,25 @@ KINDS = ("bytes", "id")  # how the picture is given
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """Medians in ms of `calls` requests each; `tokens` that came out, `hop` the difference."""
+    """Medians in ms of `calls` requests each, of which `tokens` came out.
+
+    `through` and `bare` are by the kind of the client: our server, and the one that only echoes.
+    """
 
     picture: str
     tokens: int
     calls: int
-    through_grpc: float
     in_process: float
+    through: dict[str, float]
+    bare: dict[str, float]
 
-    @property
-    def hop(self) -> float:
+    def hop(self, client: str) -> float:
         """Milliseconds that gRPC and the other process add."""
-        return self.through_grpc - self.in_process
+        return self.through[client] - self.in_process
+
+    def ours(self, client: str) -> float:
+        """What of the hop is not gRPC's own."""
+        return self.hop(client) - self.bare[client]
 
 
 class InProcess:
@@ -110,8 +125,8 @@ class InProcess:
             self._ended.append(report)
 
 
-class ThroughGrpc:
-    """The same requests by a client of a server."""
+class ByAsyncio:
+    """The same requests by an asyncio client of a server."""
 
     def __init__(self, target: str, jpeg: bytes) -> None:
         self._runner = asyncio.Runner()
@@ -128,33 +143,76 @@ class ThroughGrpc:
         self._runner.close()
 
     async def _ask(self, kind: str, tokens: int) -> tuple[float, int]:
-        named = CachedImage(image_id(content_key(self._jpeg)))
-        picture = named if kind == "id" else self._jpeg
-        sampling = Sampling(temperature=0.0, max_tokens=tokens, seed=0)
+        picture, sampling = _picture(kind, self._jpeg), _sampling(tokens)
         start = time.perf_counter()
         answer = await self._client.query(picture, QUESTION, sampling=sampling)
-        milliseconds = (time.perf_counter() - start) * 1e3
-        assert answer.info.usage is not None, "every answer counts its tokens"
-        return milliseconds, answer.info.usage.output_tokens
+        return (time.perf_counter() - start) * 1e3, _tokens_of(answer)
+
+
+class Blocking:
+    """The same by a blocking client, whose own thread waits for the answer."""
+
+    def __init__(self, target: str, jpeg: bytes) -> None:
+        self._client = Client(target)
+        self._jpeg = jpeg
+
+    def ask(self, kind: str, tokens: int) -> tuple[float, int]:
+        """As `ByAsyncio.ask`."""
+        picture, sampling = _picture(kind, self._jpeg), _sampling(tokens)
+        start = time.perf_counter()
+        answer = self._client.query(picture, QUESTION, sampling=sampling)
+        return (time.perf_counter() - start) * 1e3, _tokens_of(answer)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()
+
+
+CLIENTS = {"asyncio": ByAsyncio, "blocking": Blocking}
+
+
+def _picture(kind: str, jpeg: bytes) -> CachedImage | bytes:
+    return CachedImage(image_id(content_key(jpeg))) if kind == "id" else jpeg
+
+
+def _sampling(tokens: int) -> Sampling:
+    return Sampling(temperature=0.0, max_tokens=tokens, seed=0)
+
+
+def _tokens_of(answer: Answer) -> int:
+    assert answer.info.usage is not None, "every answer counts its tokens"
+    return answer.info.usage.output_tokens
 
 
 Ask = Callable[[str, int], tuple[float, int]]
 
 
-def compare(through: Ask, inside: Ask, kind: str, tokens: int, calls: int, block: int) -> Row:
-    """`calls` requests each way, in alternating blocks; the first of each block is not counted."""
-    times: tuple[list[float], list[float]] = ([], [])
+def compare(asks: Mapping[str, Ask], kind: str, tokens: int, calls: int, block: int) -> Row:
+    """`calls` requests each way, in alternating blocks; the first of each block is not counted.
+
+    The ways are `inside`, and for each client `through CLIENT` and `bare CLIENT`.
+    """
+    times: dict[str, list[float]] = {name: [] for name in asks}
     seen: set[int] = set()
-    while len(times[0]) < calls:
-        for ask, spent in zip((through, inside), times, strict=True):
+    while len(times["inside"]) < calls:
+        for name, ask in asks.items():
             ask(kind, tokens)
             for _ in range(block):
                 milliseconds, produced = ask(kind, tokens)
-                spent.append(milliseconds)
-                seen.add(produced)
+                times[name].append(milliseconds)
+                if not name.startswith("bare"):
+                    seen.add(produced)
     if len(seen) != 1:
         raise ValueError(f"answers of different lengths cannot be compared: {sorted(seen)} tokens")
-    return Row(kind, seen.pop(), len(times[0]), *(statistics.median(spent) for spent in times))
+    medians = {name: statistics.median(spent) for name, spent in times.items()}
+    return Row(
+        picture=kind,
+        tokens=seen.pop(),
+        calls=len(times["inside"]),
+        in_process=medians["inside"],
+        through={client: medians[f"through {client}"] for client in CLIENTS},
+        bare={client: medians[f"bare {client}"] for client in CLIENTS},
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -164,45 +222,56 @@ def main(argv: Sequence[str]) -> int:
         0, (arguments.width, arguments.height)
     )
     serve = _serve_options(arguments)
-    with LocalServer(serve) as server:
+    with LocalServer(serve) as server, contextlib.ExitStack() as running:
+        inside = running.enter_context(contextlib.closing(InProcess(arguments, jpeg)))
         server.wait_until_serving(START_TIMEOUT, lambda _: None)
-        inside, through = InProcess(arguments, jpeg), ThroughGrpc(server.target, jpeg)
-        try:
-            for side in (inside, through):
-                side.ask("bytes", 1)  # from here on the picture is known
-            rows = [
-                compare(through.ask, inside.ask, kind, tokens, arguments.calls, arguments.block)
-                for kind in KINDS
-                for tokens in arguments.tokens
-            ]
-        finally:
-            through.close()
-            inside.close()
+        bare = running.enter_context(echo_server(_answers(server.target)))
+        asks: dict[str, Ask] = {"inside": inside.ask}
+        for way, target in (("through", server.target), ("bare", bare.target)):
+            for name, kind in CLIENTS.items():
+                client = running.enter_context(contextlib.closing(kind(target, jpeg)))
+                asks[f"{way} {name}"] = client.ask
+        for ask in asks.values():
+            ask("bytes", 1)  # from here on the picture is known
+        rows = [
+            compare(asks, kind, tokens, arguments.calls, arguments.block)
+            for kind in KINDS
+            for tokens in arguments.tokens
+        ]
     figures = {
         "serve": serve,
         "size": (arguments.width, arguments.height),
         "jpeg_bytes": len(jpeg),
-        "rows": [dataclasses.asdict(row) | {"hop_ms": row.hop} for row in rows],
+        "rows": [
+            dataclasses.asdict(row)
+            | {"hop_ms": row.hop("asyncio"), "hop_blocking_ms": row.hop("blocking")}
+            for row in rows
+        ],
     }
-    heads = (
-        "picture as",
-        "tokens",
-        "through gRPC, P50 ms",
-        "in process, P50 ms",
-        "hop ms",
-        "calls",
-    )
+    heads = ("picture as", "tokens", "client", "through gRPC, P50 ms", "in process", "hop ms")
+    heads += ("of it a bare server", "ours", "calls")
     cells = [
         [
-            *(row.picture, row.tokens),
-            *(f"{value:.2f}" for value in (row.through_grpc, row.in_process, row.hop)),
+            *(row.picture, row.tokens, name),
+            *(f"{value:.2f}" for value in (row.through[name], row.in_process, row.hop(name))),
+            *(f"{value:.2f}" for value in (row.bare[name], row.ours(name))),
             row.calls,
         ]
         for row in rows
+        for name in CLIENTS
     ]
     title = f"The hop: a known picture, one caller: {' '.join(serve)}"
     record.write(arguments.name, title, figures, [record.table(heads, cells)])
     return 0
+
+
+def _answers(target: str) -> Answers:
+    """What the bare server says: an answer of ours."""
+    with grpc.insecure_channel(target) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        request = inference_pb2.QueryRequest(question=QUESTION)
+        request.sampling.max_tokens = 3
+        return Answers({"Query": stub.Query(request).SerializeToString()}, {})
 
 
 def _serve_options(arguments: argparse.Namespace) -> list[str]:
