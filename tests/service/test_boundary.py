@@ -1,6 +1,9 @@
 """What every call passes: metadata, malformed bytes, and one log line per RPC."""
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import grpc
 import pytest
@@ -8,6 +11,7 @@ import structlog
 from legato.v1 import inference_pb2, task_pb2
 from legato_service import trace
 from legato_service.arguments import parse
+from legato_service.options import EXPERIMENTS
 
 from tests.service.fakes import FakeEngine, begin
 from tests.service.harness import picture, refusal, running, until
@@ -20,6 +24,29 @@ QUESTION = inference_pb2.QueryRequest(question="What is the secret?")
 def lines_of(logs, method=QUERY):
     """The lines of one method's ends."""
     return [line for line in logs if line["event"] == "rpc" and line["method"] == method]
+
+
+def test_grpc_knows_what_it_is_told_to_do():
+    """Its core accepts our choice of experiments in silence, and a user's choice stands."""
+    program = """if True:
+        from legato_service.options import choose_experiments
+        choose_experiments()
+        import grpc
+        grpc.insecure_channel("localhost:1").close()
+        import os
+        print(os.environ["GRPC_EXPERIMENTS"])
+    """
+    paths = os.pathsep.join(path for path in sys.path if path)
+    for given in ({}, {"GRPC_EXPERIMENTS": "event_engine_client"}):
+        ran = subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONPATH": paths, **given},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ran.stdout.strip() == given.get("GRPC_EXPERIMENTS", EXPERIMENTS)
+        assert ran.stderr == ""
 
 
 async def test_a_request_without_id_gets_one_everywhere():
