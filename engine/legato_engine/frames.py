@@ -53,11 +53,15 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Messages on their way in; `ended` once the other end closed."""
+    """Messages on their way in; `ended` once the other end closed.
+
+    `more` says that the last reading took all that it could, so that there may be more.
+    """
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self.ended = False
+        self.more = False
 
     def read_from(self, connection: socket.socket) -> bool:
         """Read once from the non-blocking `connection`; whether anything came.
@@ -71,6 +75,7 @@ class FrameReader:
         except BlockingIOError:
             return False
         self.ended = not data
+        self.more = len(data) == _READ_SIZE
         self._buffer += data
         return bool(data)
 

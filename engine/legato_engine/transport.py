@@ -131,9 +131,10 @@ class EngineLink:
             self._loop.remove_writer(self._requests)
 
     def _drain(self, connection: socket.socket) -> None:
-        """The loop calls again while there is more."""
+        """The loop calls again while there is more, which costs less than asking whether."""
+        frames = self._incoming.get(connection)
         for _ in range(_READS_PER_TURN):
-            if not self._read(connection):
+            if frames is None or not (self._read(connection) and frames.more):
                 return
 
     def _read(self, connection: socket.socket) -> bool:
