@@ -204,19 +204,22 @@ class FakeRunner:
             "two unsampled forwards"
         )
         use = _SlotUse(launch, {}, [], [])
-        for row in launch.plan.rows:
-            fed = _Fed(row.position, row.num_tokens, row.num_tokens)
-            if launch.plan.kind is LaunchKind.DECODE:
-                fed = self._decide(row)
-            self._hold(use, row, fed)
+        plan = launch.plan
+        num_decodes = len(plan.decodes)
+        joining = [row for row in plan.prefills[1:] if row.sequence.unit_length]
+        assert not any(row.prefix.compute_pages for row in joining), "a picture only begins one"
+        for place, row in enumerate(plan.rows):
+            decodes = place < num_decodes
+            fed = self._decide(row) if decodes else _Fed(row.position, *(row.num_tokens,) * 2)
+            self._hold(use, row, fed, decodes=decodes)
             use.fed.append(fed)
-            if launch.plan.kind is LaunchKind.ENCODE:
-                assert len(launch.plan.rows) == 1, "an encode is about one picture"
-                self._encode(row)
-            elif launch.plan.kind is LaunchKind.PREFILL:
-                self._prefill(row)
-            else:
+            if decodes:
                 self._decode(row, fed)
+            elif plan.kind is LaunchKind.ENCODE:
+                assert len(plan.rows) == 1, "an encode is about one picture"
+                self._encode(row)
+            else:
+                self._prefill(row)
         self._slots[launch.slot] = use
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
@@ -228,11 +231,12 @@ class FakeRunner:
         self.constraints[launch.launch_id] = list(constraints)
         use.outputs = []
         rows = launch.plan.sampled_rows
+        num_decodes = len(launch.plan.decodes)
         for row, fed, constraint in zip(rows, use.fed if rows else (), constraints, strict=True):
             is_zombie = row.sequence.finalized
             assert (constraint == 0) == is_zombie, "only a zombie's constraint is 0"
             newest = fed
-            if launch.plan.kind is LaunchKind.PREFILL:  # only its last position is sampled from
+            if len(use.outputs) >= num_decodes:  # only a prompt's last position is sampled from
                 newest = _Fed(fed.first + fed.num_lanes - 1, 1, 1)
             use.outputs.append(self._sample(row.sequence, newest, constraint))
 
@@ -269,7 +273,7 @@ class FakeRunner:
         """No time passes on this device."""
         return LaunchTimes(0, 0, 0, 0, 0)
 
-    def _hold(self, use: _SlotUse, row: Row, fed: _Fed) -> None:
+    def _hold(self, use: _SlotUse, row: Row, fed: _Fed, *, decodes: bool) -> None:
         sequence = row.sequence
         assert sequence.row >= 0, "runs without a row"
         assert 0 not in sequence.page_ids, "writes to the scratch page"
@@ -287,7 +291,7 @@ class FakeRunner:
         assert ("row", sequence.row) not in use.held, "a sequence is twice in one batch"
         use.held.update(claims)
         num_pages = len(sequence.page_ids)
-        if use.launch.plan.kind is LaunchKind.DECODE:  # none behind is lost with a rejected draft
+        if decodes:  # none behind is lost with a rejected draft
             num_pages = -(-written.stop // self._page_size)
         use.resources.append((sequence.row, sequence.page_ids[:num_pages]))
 

@@ -46,6 +46,7 @@ from legato_engine.report_sink import ReportSink
 from legato_engine.runtime.kv_pool import allocate, decode_buckets, num_pages_for
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.scheduler.clock import SystemClock
+from legato_engine.scheduler.launch import ALONE
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.sink import Sink
@@ -100,9 +101,13 @@ class Assembly:
         *,
         pipeline_depth: int,
         prefills_per_decode: int = 1,
+        shares: bool = True,
         observer: Observer | None = None,
     ) -> Scheduler:
-        """A fresh scheduler with an empty KV cache; the one before must be idle."""
+        """A fresh scheduler with an empty KV cache; the one before must be idle.
+
+        Without `shares` every prefill has a launch of its own.
+        """
         manager = KVCacheManager(
             self.num_pages,
             self.config.page_size,
@@ -121,6 +126,7 @@ class Assembly:
             priority_seconds=self.config.priority_seconds,
             prefills_per_decode=prefills_per_decode,
             crops_per_launch=self.config.crops_per_launch,
+            limits=self.runner.limits if shares else ALONE,
             block_sizes=block_sizes(self.config.speculation, self.costs),
             observer=observer,
         )
@@ -257,6 +263,7 @@ def _runner(
         adapters=bank,
         proposer=(proposer or LookupProposer()) if block else None,
         max_block=block,
+        max_prompts=config.max_prefill_rows,
     )
     runner.warm_up()
     return runner

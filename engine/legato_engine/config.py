@@ -20,6 +20,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `num_pages` 0 sizes the KV pool: on the CPU for `max_running` full contexts and some shared
     prefixes, on a GPU by `kv_memory_fraction` of the memory that the model leaves free.
     `crops_per_launch` bounds how many crops of a picture are encoded at a time while others stream.
+    `max_prefill_rows` prompts share a launch, and with it whoever decodes; 1 shares nothing, 0 is 4
+    on a GPU with kernels for the model and 1 elsewhere.
     `max_waiting_per_tenant` bounds one tenant's share of `max_waiting`; those who name none share.
     `priority_seconds` is how long a request waits to make up for one step of priority.
     `image_cache_bytes` is for pictures that requests brought. Those that callers have it hold come
@@ -58,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int = 0
     kv_memory_fraction: float = 0.6
     crops_per_launch: int = 5  # 0: never split a picture
+    max_prefill_rows: int = 0
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     max_image_pixels: int = 40_000_000
     image_cache_bytes: int = 256 * 1024 * 1024

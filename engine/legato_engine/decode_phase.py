@@ -118,12 +118,16 @@ def measure(
 
 
 def run(assembly: Assembly, workload: Workload, depth: int) -> list[Step]:
-    """Run a workload to its end, all prefills first; all of its launches."""
+    """Run a workload to its end, all prefills first and alone; all of its launches."""
     sequences = workload.sequences()
     timeline = Timeline(capacity=4 * workload.num_tokens + len(sequences))
     feed = StepFeed(assembly.runner.times, (timeline,))
     scheduler = assembly.scheduler(
-        SilentSink(), pipeline_depth=depth, prefills_per_decode=len(sequences), observer=feed
+        SilentSink(),
+        pipeline_depth=depth,
+        prefills_per_decode=len(sequences),
+        shares=False,
+        observer=feed,
     )
     for sequence in sequences:
         scheduler.submit(sequence)

@@ -93,7 +93,11 @@ class Run(SilentSink):
         self._submitted: list[float] = []
         self._records: list[StepRecord] = []
         scheduler = assembly.scheduler(
-            self, pipeline_depth=2, prefills_per_decode=len(sequences), observer=self
+            self,
+            pipeline_depth=2,
+            prefills_per_decode=len(sequences),
+            shares=False,
+            observer=self,
         )
         start = time.perf_counter()
         for sequence, task in zip(sequences, self._tasks, strict=True):

@@ -127,6 +127,13 @@ def _add_queue(add: _Add, engine: EngineConfig) -> None:
         default=engine.crops_per_launch,
         help="crops of a picture encoded at a time while somebody streams; 0 never splits",
     )
+    add(
+        "--max-prefill-rows",
+        type=_whole,
+        default=engine.max_prefill_rows,
+        help="prompts that share a launch, and with it whoever decodes; 1: none, 0: as the device "
+        "gains by it",
+    )
     add("--max-waiting", type=_positive, default=engine.max_waiting, help="tasks that wait")
     add(
         "--max-waiting-per-tenant",

@@ -132,6 +132,10 @@ class KVCacheManager:
         """Whether its adapter has no slot now and can have none until a holder goes."""
         return bool(sequence.adapter_key) and not self._adapters.can_acquire(sequence.adapter_key)
 
+    def finds_unit(self, sequence: Sequence) -> bool:
+        """Whether `admit` would find its picture, if it has one: its prefill computes none."""
+        return not sequence.unit_length or self._sharing.match(sequence) is not None
+
     def admit(self, sequence: Sequence) -> PrefixWork:
         """Set `row`, `page_ids`, `adapter_slot` and what was found, having asked `can_admit`.
 

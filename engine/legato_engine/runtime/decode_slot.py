@@ -3,14 +3,16 @@
 All buffers are allocated once, at fixed addresses. A slot belongs to one launch from staging until
 the commit that reads `outputs.host`; nobody else may touch it in between.
 
-`staged` says of each token of a step where it stands: its `row` and `position`, the
-`sample_position` of the token sampled from it, its `source` (the row whose last token it is, or -1:
-the `token` and `payload` beside it), and `fresh`, the first position of its sequence that the step
-writes. `grown` names entries of the page table, row * M + index, that its launch fills first. With
-speculation `lane` counts the tokens of its row in front of it: a decode stages rows and lanes, and
-the device fills in the rest.
+`staged` says of each token of a step where it stands: its `row` and `position`, its `source` (the
+row whose last token it is, or -1: the `token` and `payload` beside it), and `fresh`, the first
+position of its sequence that the step writes; and of the token sampled from it the `sample_row`,
+which is the scratch row where none is, and the `sample_position`. `prompt` has a place for each
+prompt of a launch; their tokens lie one behind another. `grown` names entries of the page table,
+row * M + index, that its launch fills first. With speculation `lane` counts the tokens of its row
+in front of it: a decode stages rows and lanes, and the device fills in the rest.
 
-Shape legend: R tokens of a full batch, M pages of a full context, D text width, V vocabulary.
+Shape legend: R tokens of a full batch, K prompts, M pages of a full context, D text width,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ import torch
 from legato_engine.device.base import Device
 from legato_engine.runtime.staging import StagingBuffer
 
-MAX_PROMPT_CHUNKS = 4
-"""Steps that one prefill may cut its prompt into; each has staging of its own."""
+MAX_PASSES = 4
+"""Steps that one launch may cut its tokens into; each has staging of its own."""
 
 
-STEP_FIELDS = ("row", "source", "position", "fresh", "sample_position")
+STEP_FIELDS = ("row", "source", "position", "fresh", "sample_row", "sample_position")
 
 
 class DecodeSlot:
-    """Buffers for one launch of at most `max_rows` tokens, or one prefill of `max_prompt`.
+    """Buffers for one launch of at most `max_rows` tokens, or of at most `max_prompts` prompts that
+    are `max_prompt` tokens together.
 
     `outputs` has a token and a payload for each. What `speculates` has more: of a prefill the row's
     `history`, its ids by position, and the `limit`, the last position that it may feed; and at the
@@ -42,6 +45,7 @@ class DecodeSlot:
         max_rows: int,
         max_pages: int,
         max_prompt: int,
+        max_prompts: int = 1,
         width: int,
         vocab_size: int,
         dtype: torch.dtype,
@@ -51,27 +55,27 @@ class DecodeSlot:
         rows = ((max_rows,), torch.int64)
         pairs = ((max_rows, 2), torch.float32)
         fields = dict.fromkeys((*STEP_FIELDS, "lane") if speculates else STEP_FIELDS, rows)
-        drafting = {"history": ((max_prompt + 1,), torch.int64), "limit": ((1,), torch.int64)}
+        one, pages = ((max_prompts,), torch.int64), ((max_prompts, max_pages), torch.int64)
+        number = ((max_prompts,), torch.float32)
+        drafting = {"history": ((max_prompts, max_prompt + 1), torch.int64), "limit": one}
         counts = dict.fromkeys(("count", "proposed"), rows)
         self.speculates = speculates
+        self.max_prompts = max_prompts
         self.staged = StagingBuffer(
-            device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PROMPT_CHUNKS
+            device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PASSES
         )
         self.grown = StagingBuffer(device, {"entry": rows, "page": rows})
         self.constraint = StagingBuffer(device, {"constraint": rows})
         self.prompt = StagingBuffer(
             device,
             {
-                "row": ((1,), torch.int64),
+                "row": one,
                 "token": ((max_prompt,), torch.int64),
                 "payload": ((max_prompt, 2), torch.float32),
-                "prefix_pages": ((max_pages,), torch.int64),
-                "pages": ((max_pages,), torch.int64),
-                "adapter_slot": ((1,), torch.int64),
-                "seed": ((1,), torch.int64),
-                "top_k": ((1,), torch.int64),
-                "temperature": ((1,), torch.float32),
-                "top_p": ((1,), torch.float32),
+                "prefix_pages": pages,
+                "pages": pages,
+                **dict.fromkeys(("adapter_slot", "seed", "top_k"), one),
+                **dict.fromkeys(("temperature", "top_p"), number),
                 **(drafting if speculates else {}),
             },
         )

@@ -63,7 +63,7 @@ class DecodeStep:
         A row whose logits are not finite reports token -1 and feeds token 0.
         """
         model, state, slot, batch = self._model, self._state, self._slot, self._batch
-        row_B = slot.staged.device["row"][:batch]
+        row_B = slot.staged.device["sample_row"][:batch]
         raw_BV = slot.logits_RV[:batch]
         logits_BV = raw_BV + constraints_CV[slot.constraint.device["constraint"][:batch]]
         if sampled:

@@ -50,7 +50,7 @@ class Drafts:
     def admit(self, slot: DecodeSlot) -> None:
         """Take what is known of a sequence from its staged prefill, and where it ends."""
         staged = slot.prompt.device
-        self._tokens_RC.index_copy_(0, staged["row"], staged["history"][None])
+        self._tokens_RC.index_copy_(0, staged["row"], staged["history"])
         self._limit_R.index_copy_(0, staged["row"], staged["limit"])
 
     def place(self, slot: DecodeSlot, batch: int) -> None:
@@ -69,6 +69,7 @@ class Drafts:
         staged["fresh"].copy_(first_B.masked_fill(idle_B, 0))
         staged["sample_position"].copy_((position_B + 1).masked_fill(idle_B, 0))
         row_B.masked_fill_(idle_B, self._scratch)
+        staged["sample_row"].copy_(row_B)
 
     def settle(self, slot: DecodeSlot, batch: int, token_R: torch.Tensor) -> None:
         """Accept what was proposed and sampled alike, and put the newest token into `token_R`.

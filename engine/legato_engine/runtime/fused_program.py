@@ -1,7 +1,8 @@
 """Launches by a model's kernels: every shape is a captured graph, prefills included.
 
 A short prompt runs as rows of a decode step that share one page table, so it costs what a step
-costs and gives the same bits.
+costs and gives the same bits. Prompts of several sequences share such steps, and those who decode
+run in the last one, so that none of them pays for the weights alone.
 
 A pass in which a row has an adapter is a graph of its own, whatever the ranks: the kernels read
 each row's. Only the positions of a picture, which an adapter changes too, are then computed by
@@ -11,8 +12,6 @@ torch's operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from legato_engine.device.base import Device
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
@@ -26,13 +25,19 @@ from legato_engine.models.model import (
     StepInputs,
     StepKernels,
 )
-from legato_engine.runtime.decode_slot import MAX_PROMPT_CHUNKS, DecodeSlot
+from legato_engine.runtime.decode_slot import MAX_PASSES, DecodeSlot
 from legato_engine.runtime.logprobs import LogprobStep
-from legato_engine.runtime.prefill_step import PrefillStep, fed_tokens, stage_prefill
+from legato_engine.runtime.passes import FedPrompt, FedToken, cut_passes, stage_pass
+from legato_engine.runtime.prefill_step import (
+    PrefillStep,
+    fed_tokens,
+    stage_prompts,
+    stage_samples,
+)
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table
-from legato_engine.scheduler.launch import Row
-from legato_engine.sequence import NO_PAYLOAD, TokenKey
+from legato_engine.scheduler.launch import Row, SharedLimits
+from legato_engine.sequence import NO_PAYLOAD
 
 Work = Callable[[], None]
 
@@ -53,6 +58,9 @@ class FusedProgram:
         capture: Callable[[Work], Work],
     ) -> None:
         self.buckets = buckets
+        most = min(buckets[-1], MAX_TOKENS)
+        most_fed = min(MAX_PASSES * most, model.max_context)
+        self.limits = SharedLimits(slots[0].max_prompts, tokens=most_fed, sampled=most)
         self._model = model
         self._kernels = kernels
         self._device = device
@@ -106,37 +114,44 @@ class FusedProgram:
         """See `program.Program`; by torch's operations, on the buffers that the kernels fill."""
         self._submit("logprobs", slot, bucket, payload)
 
-    def prefill(self, slot: int, row: Row) -> None:
+    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row]) -> None:
         """See `program.Program`."""
         buffers, compute = self._slots[slot], self._device.compute
-        stage_prefill(buffers, row, self._state.scratch_row)
+        stage_prompts(buffers, prompts, self._state.scratch_row)
         buffers.prompt.upload(compute)
         self._submit("admit", slot)
-        step = PrefillStep(self._model, self._kv, self._state, buffers, self._bank, row)
-        adapted = bool(row.sequence.adapter_key)
-        if adapted:
-            compute.submit(step.write_adapter)
-        tokens, start = fed_tokens(row), row.position
-        if row.prefix.compute_pages:
-            if row.sequence.pixels is None:
-                tokens, start = [(self._model.bos_token, NO_PAYLOAD), *tokens], 0
-            else:
-                self._prefix(slot, row, step)
-        compute.submit(step.copy_tail)
-        most = min(self.buckets[-1], MAX_TOKENS)  # the last of a chunk goes first: one pass
-        if len(tokens) > most * MAX_PROMPT_CHUNKS:
+        steps = [
+            PrefillStep(self._model, self._kv, buffers, self._bank, row, place=place)
+            for place, row in enumerate(prompts)
+        ]
+        for row, step in zip(prompts, steps, strict=True):
+            if row.prefix.write_adapter:
+                compute.submit(step.write_adapter)
+        fed = [
+            self._behind_prefix(slot, row, step) for row, step in zip(prompts, steps, strict=True)
+        ]
+        if sum(len(prompt.tokens) for prompt in fed) + len(decodes) > self.limits.tokens:
+            assert len(prompts) + len(decodes) == 1, "a prompt that is too long shares nothing"
+            stage_samples(buffers, prompts, self._state.scratch_row)
             buffers.staged.upload(compute)
-            compute.submit(step.run_long_prompt)
+            compute.submit(steps[0].run_long_prompt)
             return
-        for chunk, first in enumerate(range(0, len(tokens), most)):
-            part = tokens[first : first + most]
-            bucket = self._stage_chunk(buffers, chunk, row, part, start + first)
-            buffers.staged.upload(compute, chunk)
-            self._submit("forward", slot, bucket, adapted)
+        self._run_passes(slot, cut_passes(decodes, fed, self.limits.sampled), (*decodes, *prompts))
 
     def encode(self, slot: int, row: Row) -> None:
         """See `program.Program`."""
         self._encode(slot, row, row.prefix.stop_crop)
+
+    def _behind_prefix(self, slot: int, row: Row, step: PrefillStep) -> FedPrompt:
+        """Fill a prefix that is missing; what is fed behind it, BOS included if that is all."""
+        tokens, start = fed_tokens(row), row.position
+        if row.prefix.compute_pages and row.sequence.pixels is None:
+            tokens, start = [(self._model.bos_token, NO_PAYLOAD), *tokens], 0
+        elif row.prefix.compute_pages:
+            self._prefix(slot, row, step)
+        if row.prefix.copy_tail is not None:
+            self._device.compute.submit(step.copy_tail)
+        return FedPrompt(row.sequence.row, start, tokens)
 
     def _prefix(self, slot: int, row: Row, step: PrefillStep) -> None:
         """The picture's own positions: what is left of its crops, then the decoder over them."""
@@ -163,29 +178,19 @@ class FusedProgram:
             self._submit("crops", stop - first)
             compute.submit(lambda: encoder.give(first, stop))
 
-    def _stage_chunk(
-        self, slot: DecodeSlot, chunk: int, row: Row, tokens: Sequence[TokenKey], start: int
-    ) -> int:
-        """Stage consecutive prompt tokens, the last of them first; returns the bucket."""
-        count = len(tokens)
-        bucket = next(bucket for bucket in self.buckets if bucket >= count)
-        staged = slot.staged.hosts[chunk]
-        order = [count - 1, *range(count - 1)]
-        staged["token"][:count] = [tokens[i][0] for i in order]
-        staged["payload"][:count] = [tokens[i][1] for i in order]
-        staged["position"][:count] = np.array(order) + start
-        staged["row"][:count] = row.sequence.row
-        if slot.speculates:
-            staged["lane"][:bucket] = 0
-        staged["fresh"][:count] = start
-        staged["source"][:count] = -1
-        staged["row"][count:bucket] = self._state.scratch_row
-        staged["source"][count:bucket] = self._state.scratch_row
-        staged["position"][count:bucket] = 0
-        staged["fresh"][count:bucket] = 0
-        staged["sample_position"][:bucket] = 0
-        staged["sample_position"][0] = row.position + row.num_tokens
-        return bucket
+    def _run_passes(
+        self, slot: int, passes: Sequence[Sequence[FedToken]], sampled: Sequence[Row]
+    ) -> None:
+        """One forward after another, each staged apart; the last one is sampled from."""
+        buffers, scratch = self._slots[slot], self._state.scratch_row
+        adapted = any(row.sequence.adapter_key for row in sampled)
+        for copy, tokens in enumerate(passes):
+            bucket = next(bucket for bucket in self.buckets if bucket >= len(tokens))
+            if copy == len(passes) - 1:
+                stage_samples(buffers, sampled, scratch, copy=copy)
+            stage_pass(buffers, copy, tokens, bucket, scratch)
+            buffers.staged.upload(self._device.compute, copy)
+            self._submit("forward", slot, bucket, adapted)
 
     def _submit(self, kind: str, *shape: int | bool) -> None:
         """Run a graph, captured at its first use."""
@@ -237,7 +242,7 @@ class FusedProgram:
     def _sample_work(self, slot: int, bucket: int, payload: bool) -> Work:
         buffers, state = self._slots[slot], self._state
         staged = buffers.staged.device
-        row_B, tokens_B = staged["row"][:bucket], buffers.tokens_R[:bucket]
+        row_B, tokens_B = staged["sample_row"][:bucket], buffers.tokens_R[:bucket]
 
         def work() -> None:
             self._sampler.sample(
@@ -271,7 +276,7 @@ class FusedProgram:
 
     def _prefix_work(self, slot: int) -> Work:
         assert self._encoder is not None, "a picture's prefix needs an encoder"
-        encoder, pages = self._encoder, self._slots[slot].prompt.device["prefix_pages"]
+        encoder, pages = self._encoder, self._slots[slot].prompt.device["prefix_pages"][0]
 
         def work() -> None:
             span = PrefillSpan(0, pages, bidirectional=True)

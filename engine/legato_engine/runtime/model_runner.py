@@ -16,19 +16,23 @@ import numpy as np
 
 from legato_engine.device.base import Device, Event
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import KVCache, Model
+from legato_engine.models.model import KVCache, Model, StepKernels
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.drafts import Drafts
+from legato_engine.runtime.passes import stage_step
 from legato_engine.runtime.program import Program
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.torch_program import TorchProgram
-from legato_engine.scheduler.launch import Launch, LaunchKind, Row
+from legato_engine.scheduler.launch import Launch, LaunchKind, Row, SharedLimits
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.speculative.proposer import Proposer
 from legato_engine.tasks import SampledToken
 
 NUM_SLOTS = 2
+SHARED_PROMPTS = 4
+"""Prompts of a launch: a question is some 20 tokens, and a launch has room for 128."""
+
 _TIMED_STEPS = 5
 
 
@@ -66,8 +70,13 @@ class ModelRunner:
         adapters: AdapterBank | None = None,
         proposer: Proposer | None = None,
         max_block: int = 0,
+        max_prompts: int = 0,
     ) -> None:
-        """`adapters` is where rows find theirs; without it no row has one."""
+        """`adapters` is where rows find theirs; without it no row has one.
+
+        At most `max_prompts` share a launch. 0: as many as are worth it, which is 1 where they
+        share no pass of the weights, and with a proposer.
+        """
         max_pages = -(-model.max_context // kv.page_size)
         self._max_pages = max_pages
         self._page_size = kv.page_size
@@ -83,12 +92,16 @@ class ModelRunner:
                 device=device.torch_device,
             )
         self._state = RowState(max_running, max_pages, device.torch_device, self._drafts)
+        kernels = model.step_kernels(kv, adapters)
+        if proposer is not None:
+            max_prompts = 1
         self._slots = tuple(
             DecodeSlot(
                 device,
                 max_rows=buckets[-1],
                 max_pages=max_pages,
                 max_prompt=model.max_context,
+                max_prompts=max_prompts or (SHARED_PROMPTS if kernels is not None else 1),
                 width=model.width,
                 vocab_size=model.vocab_size,
                 dtype=model.dtype,
@@ -100,7 +113,7 @@ class ModelRunner:
         self._adapters = adapters
         capture = device.capture if cuda_graphs else _run_directly
         self._program = _program(
-            model, device, kv, self._state, self._slots, adapters, tuple(buckets), capture
+            model, kernels, device, kv, self._state, self._slots, adapters, tuple(buckets), capture
         )
         self._buckets = self._program.buckets
 
@@ -109,10 +122,15 @@ class ModelRunner:
         """Whether it takes pictures left whole; else every picture has to come as crops."""
         return self._program.encodes_pictures
 
+    @property
+    def limits(self) -> SharedLimits:
+        """What fits a launch that prompts share."""
+        return self._program.limits
+
     def warm_up(self) -> None:
         """Capture (or once run) every shape, so that no launch pays for it later."""
         for slot in self._slots:
-            for field in ("row", "source"):
+            for field in ("row", "source", "sample_row"):
                 slot.staged.host[field].fill(self._state.scratch_row)
             slot.prompt.host["row"].fill(self._state.scratch_row)
             slot.grown.host["entry"].fill(self._state.scratch_row * self._max_pages)
@@ -141,11 +159,13 @@ class ModelRunner:
             self._grow(launch.slot, rows)
             self._program.decode(launch.slot, bucket, self._rank(rows))
         else:
-            assert len(rows) == 1, "a prefill is one sequence: its slot stages one prompt"
-            work = self._program
-            run = work.encode if launch.plan.kind is LaunchKind.ENCODE else work.prefill
             flight.forward_start = compute.record(flight.forward_start)
-            run(launch.slot, rows[0])
+            if launch.plan.kind is LaunchKind.ENCODE:
+                self._program.encode(launch.slot, rows[0])
+            else:
+                decodes = launch.plan.decodes
+                self._grow(launch.slot, decodes)
+                self._program.prefill(launch.slot, launch.plan.prefills, decodes)
         flight.forward_end = compute.record(flight.forward_end)
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
@@ -240,16 +260,8 @@ class ModelRunner:
         if self._drafts is not None:
             return self._stage_lanes(slot, rows)
         staged, bucket = slot.staged.host, self._bucket(len(rows))
-        padding = bucket - len(rows)
-        row_B = [row.sequence.row for row in rows]
-        position_B = [row.position for row in rows]
-        if padding:
-            row_B += [self._state.scratch_row] * padding
-            position_B += [0] * padding
-        staged["row"][:bucket] = row_B
-        staged["source"][:bucket] = staged["row"][:bucket]
-        staged["position"][:bucket] = position_B
-        staged["fresh"][:bucket] = staged["position"][:bucket]
+        stage_step(slot, rows, bucket, self._state.scratch_row)
+        staged["sample_row"][:bucket] = staged["row"][:bucket]
         np.add(staged["position"][:bucket], 1, out=staged["sample_position"][:bucket])
         return bucket
 
@@ -313,6 +325,7 @@ def _needs(rows: Sequence[Row]) -> tuple[bool, bool, bool]:
 
 def _program(
     model: Model,
+    kernels: StepKernels | None,
     device: Device,
     kv: KVCache,
     state: RowState,
@@ -322,7 +335,6 @@ def _program(
     capture: Callable[[Callable[[], None]], Callable[[], None]],
 ) -> Program:
     """By kernels where the model has some for this device, by its torch operations elsewhere."""
-    kernels = model.step_kernels(kv, bank)
     if kernels is None:
         return TorchProgram(model, device, kv, state, slots, bank, buckets, capture)
     from legato_engine.runtime.fused_program import FusedProgram

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
+
 import torch
 
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import Adapter, KVCache, Model, PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.row_state import RowState
 from legato_engine.scheduler.launch import Row
 from legato_engine.sequence import Sequence, TokenKey
 from legato_engine.speculative.proposer import UNKNOWN
@@ -19,78 +20,97 @@ def fed_tokens(row: Row) -> list[TokenKey]:
     return row.sequence.tokens[first : first + row.num_tokens]
 
 
-def stage_prefill(slot: DecodeSlot, row: Row, scratch_row: int) -> None:
+def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
     """Fill the slot's prompt buffer with what is fed, the pages and the sampling constants.
 
-    Its first staged row becomes the last token fed, which is the one that is sampled from; the
-    others are padding.
+    The tokens lie one behind another; there have to be as many places as rows.
     """
-    sequence = row.sequence
-    slot.staged.host["row"].fill(scratch_row)
-    slot.staged.host["row"][0] = sequence.row
-    slot.staged.host["sample_position"][0] = row.position + row.num_tokens
-    staged = slot.prompt.host
-    tokens = fed_tokens(row)
-    staged["token"][: len(tokens)] = [token_id for token_id, _ in tokens]
-    staged["payload"][: len(tokens)] = [payload for _, payload in tokens]
-    staged["prefix_pages"][: len(row.prefix.compute_pages)] = row.prefix.compute_pages
-    staged["pages"].fill(0)
-    staged["pages"][: len(sequence.page_ids)] = sequence.page_ids
-    staged["adapter_slot"][0] = sequence.adapter_slot
-    sampling = sequence.task.sampling
-    staged["row"][0] = sequence.row
-    staged["seed"][0] = (sampling.seed or 0) & ((1 << 63) - 1)
-    staged["top_k"][0] = sampling.top_k or 0
-    staged["temperature"][0] = sampling.temperature or 0.0
-    staged["top_p"][0] = 1.0 if sampling.top_p is None else sampling.top_p
+    staged, first = slot.prompt.host, 0
+    staged["row"].fill(scratch_row)
+    staged["pages"].fill(0)  # the scratch row's are page 0
+    for place, row in enumerate(rows):
+        sequence, tokens = row.sequence, fed_tokens(row)
+        end = first + len(tokens)
+        staged["token"][first:end] = [token_id for token_id, _ in tokens]
+        staged["payload"][first:end] = [payload for _, payload in tokens]
+        first = end
+        pages = row.prefix.compute_pages
+        staged["prefix_pages"][place, : len(pages)] = pages
+        staged["pages"][place, : len(sequence.page_ids)] = sequence.page_ids
+        staged["adapter_slot"][place] = sequence.adapter_slot
+        sampling = sequence.task.sampling
+        staged["row"][place] = sequence.row
+        staged["seed"][place] = (sampling.seed or 0) & ((1 << 63) - 1)
+        staged["top_k"][place] = sampling.top_k or 0
+        staged["temperature"][place] = sampling.temperature or 0.0
+        staged["top_p"][place] = 1.0 if sampling.top_p is None else sampling.top_p
+        if slot.speculates:
+            _stage_history(slot, place, sequence)
+
+
+def stage_samples(slot: DecodeSlot, rows: Many[Row], scratch_row: int, *, copy: int = 0) -> None:
+    """Say where the token goes that is sampled from the last one that each row feeds.
+
+    They are the slot's first rows in their order; the others are padding.
+    """
+    staged, count = slot.staged.hosts[copy], len(rows)
+    staged["sample_row"].fill(scratch_row)
+    staged["sample_row"][:count] = [row.sequence.row for row in rows]
+    staged["sample_position"][:count] = [row.position + row.num_tokens for row in rows]
     if slot.speculates:
-        _stage_history(slot, sequence)
+        staged["row"].fill(scratch_row)
+        staged["row"][:count] = staged["sample_row"][:count]
+        staged["lane"].fill(0)
 
 
-def _stage_history(slot: DecodeSlot, sequence: Sequence) -> None:
+def _stage_history(slot: DecodeSlot, place: int, sequence: Sequence) -> None:
     """All tokens known, also those whose KV was found, and where the sequence ends."""
-    slot.staged.host["lane"].fill(0)
-    history = slot.prompt.host["history"]
+    history = slot.prompt.host["history"][place]
     history.fill(UNKNOWN)
     history[sequence.prefix_length : sequence.length] = [token for token, _ in sequence.tokens]
-    slot.prompt.host["limit"][0] = sequence.max_length - 1
+    slot.prompt.host["limit"][place] = sequence.max_length - 1
 
 
 class PrefillStep:
-    """One sequence's prefill over one slot's buffers.
+    """One sequence's prefill over one slot's buffers, behind its admission.
 
-    The prefix and what follows are always two passes, so a cached prefix gives the same bits as a
-    fresh one. Values are taken from the sequence when this is made, on the scheduler's thread.
+    The prompt stands at `place` of those of its launch, its tokens from `first` on; its last
+    position's outputs become row `sampled` of the slot. The prefix and what follows are always two
+    passes, so a cached prefix gives the same bits as a fresh one. Values are taken from the
+    sequence when this is made, on the scheduler's thread.
     """
 
     def __init__(
         self,
         model: Model,
         kv: KVCache,
-        state: RowState,
         slot: DecodeSlot,
         bank: AdapterBank | None,
         row: Row,
+        *,
+        place: int = 0,
+        first: int = 0,
+        sampled: int = 0,
     ) -> None:
+        self._place = place
+        self._fed = slice(first, first + row.num_tokens)
+        self._sampled = slice(sampled, sampled + 1)
         self._model = model
         self._kv = kv
-        self._state = state
         self._slot = slot
         self._pixels = row.sequence.pixels
         self._prefix = row.prefix
         self._start = row.position
-        self._count = row.num_tokens
         self._num_pages = len(row.sequence.page_ids)
         self._adapter_slot = row.sequence.adapter_slot
         self._adapter: Adapter | None = row.sequence.adapter if row.prefix.write_adapter else None
         rank = bank.bucket(row.sequence.adapter_rank) if bank is not None else 0
         self._bank = bank if rank else None
-        slot_1 = slot.prompt.device["adapter_slot"]
+        slot_1 = slot.prompt.device["adapter_slot"][place : place + 1]
         self._adapters = bank.rows(slot_1, rank) if bank is not None and rank else None
 
     def __call__(self) -> None:
-        """Run on the compute stream; leaves the last position's outputs in row 0 of the slot."""
-        self._state.admit(self._slot)
+        """Run on the compute stream."""
         self.write_adapter()
         if self._prefix.compute_pages:
             self.run_prefix()
@@ -109,7 +129,8 @@ class PrefillStep:
 
     def run_encoded_prefix(self, x_PD: torch.Tensor) -> None:
         """The same, of its embeddings."""
-        pages = self._slot.prompt.device["prefix_pages"][: len(self._prefix.compute_pages)]
+        pages = self._slot.prompt.device["prefix_pages"][self._place]
+        pages = pages[: len(self._prefix.compute_pages)]
         span = PrefillSpan(0, pages, bidirectional=True, adapters=self._adapters)
         self._model.prefill(x_PD, span, self._kv)
 
@@ -127,11 +148,11 @@ class PrefillStep:
         self.run_prompt()
 
     def run_prompt(self) -> None:
-        """Fill the prompt's positions; the last one's outputs become the slot's first row."""
+        """Fill the prompt's positions; the last one's outputs become the slot's."""
         slot, model, staged = self._slot, self._model, self._slot.prompt.device
-        x_TD = model.embed(staged["token"][: self._count], staged["payload"][: self._count])
-        pages = staged["pages"][: self._num_pages]
+        x_TD = model.embed(staged["token"][self._fed], staged["payload"][self._fed])
+        pages = staged["pages"][self._place, : self._num_pages]
         span = PrefillSpan(self._start, pages, bidirectional=False, adapters=self._adapters)
         hidden_1D = model.prefill(x_TD, span, self._kv)[-1:]
-        slot.hidden_RD[:1].copy_(hidden_1D)
-        slot.logits_RV[:1].copy_(model.logits(hidden_1D))
+        slot.hidden_RD[self._sampled].copy_(hidden_1D)
+        slot.logits_RV[self._sampled].copy_(model.logits(hidden_1D))

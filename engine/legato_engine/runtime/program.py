@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from typing import Protocol
 
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import Row, SharedLimits
 
 
 class Program(Protocol):
@@ -15,6 +16,7 @@ class Program(Protocol):
     """
 
     buckets: tuple[int, ...]  # the batch sizes that exist, rising
+    limits: SharedLimits  # of a launch that prompts share
     encodes_pictures: bool  # those left whole, too; else the frontend has to cut every picture
 
     def warm_up(self) -> None:
@@ -37,8 +39,12 @@ class Program(Protocol):
         """Behind `sample`, with its `payload`: how likely what it chose was."""
         ...
 
-    def prefill(self, slot: int, row: Row) -> None:
-        """One sequence's prefill; its last position's outputs become the slot's first row."""
+    def prefill(self, slot: int, prompts: Many[Row], decodes: Many[Row]) -> None:
+        """Prompts of some sequences, and others that decode along with them.
+
+        Of the decodes and then of the prompts' last positions the outputs become the slot's first
+        rows. More than one prompt, or any decode, only within `limits` and without adapters.
+        """
         ...
 
     def encode(self, slot: int, row: Row) -> None:

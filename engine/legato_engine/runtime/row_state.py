@@ -4,7 +4,8 @@ The sampled token is written here and read here by the next forward: it never le
 its way. What is constant in a sequence's life (adapter slot, sampling, the pages it starts with) is
 written once, by its prefill; a page that comes later is written by the first launch that names it.
 
-Shape legend: R rows (one more than can be live: the last is scratch for padding), M pages.
+Shape legend: R rows (one more than can be live: the last is scratch for padding), M pages,
+K prompts of a launch.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ class RowState:
         self.top_p_R = torch.ones(rows, device=device)
 
     def admit(self, slot: DecodeSlot) -> None:
-        """Take a new sequence's constants from its staged prefill; runs on the compute stream.
+        """Take new sequences' constants from their staged prefill; runs on the compute stream.
 
-        Only fixed addresses: can be captured.
+        Places without a prompt name the scratch row. Only fixed addresses: can be captured.
         """
         staged = slot.prompt.device
-        row_1 = staged["row"]
-        self.page_table_RM.index_copy_(0, row_1, staged["pages"][None])
-        self.adapter_slot_R.index_copy_(0, row_1, staged["adapter_slot"])
-        self.seed_R.index_copy_(0, row_1, staged["seed"])
-        self.top_k_R.index_copy_(0, row_1, staged["top_k"])
-        self.temperature_R.index_copy_(0, row_1, staged["temperature"])
-        self.top_p_R.index_copy_(0, row_1, staged["top_p"])
+        row_K = staged["row"]
+        self.page_table_RM.index_copy_(0, row_K, staged["pages"])
+        self.adapter_slot_R.index_copy_(0, row_K, staged["adapter_slot"])
+        self.seed_R.index_copy_(0, row_K, staged["seed"])
+        self.top_k_R.index_copy_(0, row_K, staged["top_k"])
+        self.temperature_R.index_copy_(0, row_K, staged["temperature"])
+        self.top_p_R.index_copy_(0, row_K, staged["top_p"])
         if self.drafts is not None:
             self.drafts.admit(slot)
 

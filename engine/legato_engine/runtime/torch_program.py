@@ -10,10 +10,11 @@ from legato_engine.models.model import KVCache, Model
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.decode_step import DecodeStep
 from legato_engine.runtime.logprobs import LogprobStep
-from legato_engine.runtime.prefill_step import PrefillStep, stage_prefill
+from legato_engine.runtime.passes import stage_step
+from legato_engine.runtime.prefill_step import PrefillStep, stage_prompts, stage_samples
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import Row, SharedLimits
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -33,6 +34,9 @@ class TorchProgram:
         capture: Capture,
     ) -> None:
         self.buckets = buckets
+        self.limits = SharedLimits(
+            slots[0].max_prompts, tokens=model.max_context, sampled=buckets[-1]
+        )
         self.encodes_pictures = False
         self._model = model
         self._device = device
@@ -95,14 +99,26 @@ class TorchProgram:
             self._logprobs[key] = self._capture(lambda: step(payload))
         self._device.compute.submit(self._logprobs[key])
 
-    def prefill(self, slot: int, row: Row) -> None:
-        """See `program.Program`."""
-        buffers = self._slots[slot]
-        stage_prefill(buffers, row, self._state.scratch_row)
-        step = PrefillStep(self._model, self._kv, self._state, buffers, self._bank, row)
-        buffers.prompt.upload(self._device.compute)
-        buffers.staged.upload(self._device.compute)
-        self._device.compute.submit(step)
+    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row]) -> None:
+        """See `program.Program`; a decode step, then one prompt after another."""
+        buffers, compute, state = self._slots[slot], self._device.compute, self._state
+        stage_prompts(buffers, prompts, state.scratch_row)
+        stage_samples(buffers, (*decodes, *prompts), state.scratch_row)
+        bucket = next(bucket for bucket in self.buckets if bucket >= len(decodes))
+        if decodes:
+            stage_step(buffers, decodes, bucket, state.scratch_row)
+        buffers.prompt.upload(compute)
+        buffers.staged.upload(compute)
+        compute.submit(lambda: state.admit(buffers))
+        if decodes:
+            self.decode(slot, bucket, 0)
+        first = 0
+        for place, row in enumerate(prompts):
+            sampled = len(decodes) + place
+            where = {"place": place, "first": first, "sampled": sampled}
+            step = PrefillStep(self._model, self._kv, buffers, self._bank, row, **where)
+            compute.submit(step)
+            first += row.num_tokens
 
     def encode(self, slot: int, row: Row) -> None:
         """Never planned: pictures are split only for a program that has an encoder."""

@@ -70,10 +70,24 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """A batch decided before anything runs; compared with `==` in tests."""
+    """A batch decided before anything runs; compared with `==` in tests.
+
+    The first `num_riding` rows of a prefill are decodes that share its launch.
+    """
 
     kind: LaunchKind
     rows: tuple[Row, ...]
+    num_riding: int = 0
+
+    @property
+    def decodes(self) -> tuple[Row, ...]:
+        """The rows that feed their newest token."""
+        return self.rows if self.kind is LaunchKind.DECODE else self.rows[: self.num_riding]
+
+    @property
+    def prefills(self) -> tuple[Row, ...]:
+        """The rows that feed what is known of them."""
+        return self.rows[self.num_riding :] if self.kind is LaunchKind.PREFILL else ()
 
     @property
     def sampled_rows(self) -> tuple[Row, ...]:
@@ -86,11 +100,24 @@ class Plan:
 
         A prefill's is known when it is planned, as nothing of its sequence is in flight.
         """
-        if self.kind is LaunchKind.DECODE:
-            for row in self.rows:
-                if row.sequence.task.constrained:
-                    return True
-        return False
+        return any(row.sequence.task.constrained for row in self.decodes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedLimits:
+    """What fits a prefill that is shared: `prompts`, and `tokens` fed by all its rows, of
+    which `sampled` are sampled from, one a row.
+
+    With one prompt a launch, nothing is shared: not with a decode either.
+    """
+
+    prompts: int = 1
+    tokens: int = 0
+    sampled: int = 0
+
+
+ALONE = SharedLimits()
+"""Every prompt has a launch of its own."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

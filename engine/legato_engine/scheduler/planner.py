@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import LaunchKind, Plan
+from legato_engine.scheduler.launch import Plan, Row
 from legato_engine.scheduler.prefill import PrefillPlanner
 
 
 class Planner:
     """Lets both sides in turn have a launch while both have work.
 
-    At most `prefills_per_decode` encodes and prefills run between two decodes.
+    At most `prefills_per_decode` encodes and prefills run between two decodes. Where a prefill may
+    be shared, whoever could decode rides with it instead, all of them or nobody: their tokens come
+    at the end of the shared launch, just as they would behind that prefill, and nobody else's turn
+    comes between. A launch with riders is a decode to whoever waits for one.
 
     `crops_per_launch` bounds how long each of them holds up those whose tokens are read as they
     come: while anybody of them decodes, a picture of more crops is encoded in launches of at most
     that many. The time between two tokens of a streaming request then grows by one such launch, by
     one prefill behind them, or by one prefill of a picture of no more crops, and never by a whole
-    large picture. The price is paid by the picture's own first token, which waits for a decode
-    between every two of its launches, by smaller batches in the vision tower, and by those queued
-    behind it, as the device encodes one picture at a time. Without a stream to hold up, a picture
-    is prefilled in one launch: whoever waits for a whole answer has it sooner so. 0 always does
-    that.
+    large picture; prompts that share the prefill add their own tokens to it. The price is paid by
+    the picture's own first token, which waits for a decode between every two of its launches, by
+    smaller batches in the vision tower, and by those queued behind it, as the device encodes one
+    picture at a time. Without a stream to hold up, a picture is prefilled in one launch: whoever
+    waits for a whole answer has it sooner so. 0 always does that.
     """
 
     def __init__(
@@ -44,10 +47,17 @@ class Planner:
         plan = decode
         if self._prefill.due and (decode is None or self._streak < self._prefills_per_decode):
             max_crops = self._crops_per_launch if _streams(decode) else 0
-            plan = self._prefill.plan(max_crops) or decode
+            plan = self._prefill.plan(max_crops, _riders(decode)) or decode
         if plan is not None:
-            self._streak = 0 if plan.kind is LaunchKind.DECODE else self._streak + 1
+            self._streak = 0 if plan.decodes else self._streak + 1
         return plan
+
+
+def _riders(decode: Plan | None) -> tuple[Row, ...]:
+    """Those who may share a prefill: everybody, or nobody where one of them has an adapter."""
+    if decode is None or any(row.sequence.adapter_key for row in decode.rows):
+        return ()
+    return decode.rows
 
 
 def _streams(decode: Plan | None) -> bool:

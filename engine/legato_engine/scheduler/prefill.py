@@ -6,14 +6,14 @@ import dataclasses
 
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefix_work import PrefixWork
-from legato_engine.scheduler.launch import LaunchKind, Plan, Row
+from legato_engine.scheduler.launch import ALONE, LaunchKind, Plan, Row, SharedLimits
 from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Encoding:
-    """An admitted sequence with a part of its picture encoded."""
+    """An admitted sequence, with a part of its picture encoded or none yet."""
 
     sequence: Sequence
     work: PrefixWork  # its `first_crop` is the next to encode
@@ -24,13 +24,17 @@ class PrefillPlanner:
 
     Once a part of a picture is encoded, its sequence is the only one planned until its prefill: the
     device has one feature buffer.
+
+    Short prompts share a launch, as `limits` has it. A picture to be computed only ever begins one,
+    so that nobody waits for a picture who would have run before it; those who join have been in
+    the queue behind it. Whoever has an adapter runs alone.
     """
 
     def __init__(
-        self, manager: KVCacheManager, queue: WaitingQueue, *, max_prefill_rows: int = 1
+        self, manager: KVCacheManager, queue: WaitingQueue, limits: SharedLimits = ALONE
     ) -> None:
         self._manager = manager
-        self._max_rows = max_prefill_rows
+        self._limits = limits
         self._queue = queue
         self._encoding: _Encoding | None = None
 
@@ -54,42 +58,80 @@ class PrefillPlanner:
             return
         self._queue.remove(sequence)
 
-    def plan(self, max_crops: int = 0) -> Plan | None:
+    def plan(self, max_crops: int = 0, riding: tuple[Row, ...] = ()) -> Plan | None:
         """Admit what fits and plan its prefill; None when nothing fits or nothing waits.
 
         A picture of more than `max_crops` crops that nobody has computed is encoded first, that
         many crops at a time; 0 never splits, and lets the prefill encode what is left of a picture
         already begun. Admission takes the row and the pages, so a plan that is returned must be
-        launched.
+        launched. All of `riding` decode in the launch, or none where they do not fit beside its
+        first prompt.
         """
-        if self._encoding is not None:
-            return self._continue(self._encoding, max_crops)
-        rows: list[Row] = []
-        while len(rows) < self._max_rows and self._manager.rows_free > 0:
-            sequence = self._queue.first(self._manager.can_admit, self._manager.lacks_adapter_slot)
-            if sequence is None:
+        begun = self._encoding or self._begin()
+        if begun is None:
+            return None
+        if _is_split(begun, max_crops):
+            return self._encode(begun, max_crops)
+        self._encoding = None
+        prompts = [_prefill_row(begun.sequence, begun.work)]
+        if not self._joins(begun.sequence, len(riding), len(riding)):
+            riding = ()
+        num_tokens = len(riding) + _most_fed(begun.sequence)
+        while len(prompts) < self._limits.prompts and not begun.sequence.adapter_key:
+            sequence, num_rows = self._next(), len(riding) + len(prompts)
+            if sequence is None or not self._joins(sequence, num_tokens, num_rows):
                 break
-            large = 0 < max_crops < sequence.num_crops
-            if large and rows:
-                break  # an encode is a launch of its own
-            self._queue.take(sequence)
-            work = self._manager.admit(sequence)
-            if large and work.compute_pages:
-                return self._continue(_Encoding(sequence, work), max_crops)
-            rows.append(_prefill_row(sequence, work))
-        return Plan(LaunchKind.PREFILL, tuple(rows)) if rows else None
+            if not self._manager.finds_unit(sequence):
+                break
+            num_tokens += _most_fed(sequence)
+            prompts.append(_prefill_row(sequence, self._admit(sequence)))
+        return Plan(LaunchKind.PREFILL, (*riding, *prompts), len(riding))
 
-    def _continue(self, encoding: _Encoding, max_crops: int) -> Plan:
-        """The next crops of a picture, or its prefill when all are encoded or may be at once."""
+    def _next(self) -> Sequence | None:
+        """Who is served next, None when nobody fits."""
+        if self._manager.rows_free == 0:
+            return None
+        return self._queue.first(self._manager.can_admit, self._manager.lacks_adapter_slot)
+
+    def _begin(self) -> _Encoding | None:
+        """Who is served next, admitted."""
+        sequence = self._next()
+        return None if sequence is None else _Encoding(sequence, self._admit(sequence))
+
+    def _admit(self, sequence: Sequence) -> PrefixWork:
+        self._queue.take(sequence)
+        return self._manager.admit(sequence)
+
+    def _encode(self, encoding: _Encoding, max_crops: int) -> Plan:
+        """The next crops of a picture."""
         sequence, work = encoding.sequence, encoding.work
-        if max_crops == 0 or work.first_crop == sequence.num_crops:
-            self._encoding = None
-            return Plan(LaunchKind.PREFILL, (_prefill_row(sequence, work),))
         self._encoding = encoding
         stop = min(work.first_crop + max_crops, sequence.num_crops)
         encoding.work = dataclasses.replace(work, first_crop=stop)
         part = dataclasses.replace(work, stop_crop=stop)
         return Plan(LaunchKind.ENCODE, (Row(sequence, sequence.prefix_length, 0, part),))
+
+    def _joins(self, sequence: Sequence, num_tokens: int, num_rows: int) -> bool:
+        """Whether its prompt fits a launch beside so many tokens of others, in so many rows."""
+        limits = self._limits
+        return (
+            limits.prompts > 1
+            and not sequence.adapter_key
+            and num_rows < limits.sampled
+            and num_tokens + _most_fed(sequence) <= limits.tokens
+        )
+
+
+def _is_split(begun: _Encoding, max_crops: int) -> bool:
+    """Whether crops are to be encoded ahead of the prefill."""
+    if max_crops == 0 or not begun.work.compute_pages:
+        return False
+    return (begun.work.first_crop or max_crops) < begun.sequence.num_crops
+
+
+def _most_fed(sequence: Sequence) -> int:
+    """Tokens that its prefill feeds at most; BOS is one where no picture follows it."""
+    return sequence.length - sequence.unit_length
 
 
 def _prefill_row(sequence: Sequence, work: PrefixWork) -> Row:

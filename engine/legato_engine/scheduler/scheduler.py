@@ -20,7 +20,7 @@ from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
 from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import Launch, LaunchKind, Row
+from legato_engine.scheduler.launch import ALONE, Launch, LaunchKind, Row, SharedLimits
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
@@ -59,14 +59,15 @@ class Scheduler:
         max_waiting: int = 256,
         max_waiting_per_tenant: int = 0,
         priority_seconds: float = 1.0,
-        max_prefill_rows: int = 1,
+        limits: SharedLimits = ALONE,
         max_overtakes: int = 16,
         prefills_per_decode: int = 1,
         crops_per_launch: int = 5,
         block_sizes: BlockSizes | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`prefills_per_decode` and `crops_per_launch` are the `Planner`'s.
+        """`prefills_per_decode` and `crops_per_launch` are the `Planner`'s, `limits` those of a
+        launch that prompts share; proposed tokens share none.
 
         Without `block_sizes` nothing is proposed; with them the runner must know how to.
         """
@@ -78,7 +79,8 @@ class Scheduler:
         self._block_sizes = block_sizes
         self._observer = observer
         self._queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=priority_seconds)
-        self._prefill = PrefillPlanner(manager, self._queue, max_prefill_rows=max_prefill_rows)
+        limits = limits if block_sizes is None else ALONE
+        self._prefill = PrefillPlanner(manager, self._queue, limits)
         self._running = Running(manager, self._queue)
         self._planner = Planner(
             self._prefill,
@@ -240,8 +242,9 @@ class Scheduler:
 
     def _advance(self, launch: Launch) -> None:
         """An encode or a prefill is enqueued: note what it makes true of its sequences."""
-        sequences = [row.sequence for row in launch.plan.rows]
-        if launch.plan.kind is LaunchKind.PREFILL:
+        plan = launch.plan
+        sequences = [row.sequence for row in plan.rows[plan.num_riding :]]
+        if plan.kind is LaunchKind.PREFILL:
             for sequence in sequences:
                 self._manager.launched(sequence)
         starting = [s for s in sequences if s.status is SequenceStatus.WAITING]
@@ -270,9 +273,10 @@ class Scheduler:
         record.wait_start = self._clock.perf_ns()
         outputs = self._runner.collect(launch)
         record.wait_end = self._clock.perf_ns()
-        before, kind = self._tokens_committed, launch.plan.kind
-        drafting = self._block_sizes is not None and kind is LaunchKind.DECODE
-        for row, output in zip(launch.plan.sampled_rows, outputs, strict=True):
+        before, plan = self._tokens_committed, launch.plan
+        drafting = self._block_sizes is not None and plan.kind is LaunchKind.DECODE
+        num_decodes = len(plan.decodes)
+        for place, (row, output) in enumerate(zip(plan.sampled_rows, outputs, strict=True)):
             sequence = row.sequence
             if sequence.finalized:
                 record.zombies += 1
@@ -280,7 +284,7 @@ class Scheduler:
                 self._commit_block(record, row, output)
             else:
                 (token,) = output.tokens
-                if kind is LaunchKind.PREFILL:
+                if place >= num_decodes:
                     self._prefilled(sequence, token)
                 self._consume(sequence, token)
         record.tokens = self._tokens_committed - before

@@ -67,7 +67,7 @@ class Rows:
         prompt = self.slot.prompt.device
         prompt["row"].fill_(row)
         prompt["history"].fill_(UNKNOWN)
-        prompt["history"][START : START + len(PROMPT)] = torch.tensor(PROMPT)
+        prompt["history"][0, START : START + len(PROMPT)] = torch.tensor(PROMPT)
         prompt["limit"].fill_(limit)
         self.drafts.admit(self.slot)
         pads = [ROWS] * 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from legato_engine.runtime.sampler import greedy
 
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.test_engine import CONFIG, World, png
+from tests.engine.test_sharing import Alone, asked, shared
 
 TEXT = tiny_random_config().text
 NAMES = ("", "x", "", "y", "x")
@@ -29,6 +31,11 @@ class TorchKernels:
     def __init__(self, model, kv, bank):
         self.model, self.kv, self.bank = model, kv, bank
         self.steps = {True: 0, False: 0}
+
+    @property
+    def num_steps(self):
+        """All there were."""
+        return sum(self.steps.values())
 
     def forward(self, inputs, hidden_BD, logits_BV):
         """One step, with adapters where rows may have some."""
@@ -73,13 +80,13 @@ def assembly(tmp_path):
     for seed, name in enumerate("xy"):
         data = safetensors_file(random_adapter(TEXT, 4 + 8 * seed, seed))
         (tmp_path / f"{name}.safetensors").write_bytes(data)
-    config = msgspec.structs.replace(CONFIG, max_running=5, max_waiting=32, adapters=str(tmp_path))
+    config = msgspec.structs.replace(CONFIG, max_running=7, max_waiting=32, adapters=str(tmp_path))
     made = assemble(config)
     yield made
     made.device.close()
 
 
-def with_kernels(assembly):
+def with_kernels(assembly, *, buckets=(8,), max_prompts=1):
     """The same model behind the program for kernels, and these."""
     made = []
 
@@ -99,8 +106,9 @@ def with_kernels(assembly):
         assembly.device,
         kv,
         max_running=config.max_running,
-        buckets=(1, 8),  # a prefill samples one row, and its others are live too
+        buckets=buckets,
         adapters=assembly.bank,
+        max_prompts=max_prompts,
     )
     runner.warm_up()
     return dataclasses.replace(assembly, runner=runner), made[0]
@@ -128,3 +136,23 @@ def test_adapters_answer_as_by_torch(assembly, monkeypatch):
     before = dict(kernels.steps)
     assert answers(fused) == expected
     assert all(kernels.steps[adapted] > before[adapted] for adapted in before)
+
+
+@pytest.mark.parametrize("buckets", [(8,), (8, 16)])
+def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
+    """Prompts and decodes in the same passes of the kernels give what they give alone, in fewer."""
+    monkeypatch.setattr(fused_program, "Sampler", GreedySampler)
+    folder = Path(assembly.config.adapters)
+    tuned = assembly.model.read_adapter((folder / "x.safetensors").read_bytes(), "x", 16)
+    alone, alone_kernels = with_kernels(assembly, buckets=buckets)
+    together, kernels = with_kernels(assembly, buckets=buckets, max_prompts=3)
+    for seed, adapters in ((1, {}), (2, {"boxes": tuned})):
+        steps = alone_kernels.num_steps, kernels.num_steps
+        expected = asked(Alone(alone), 0, adapters=adapters)
+        run = asked(together, seed, adapters=adapters)
+        assert run.answers == expected.answers
+        assert min(shared(run)) > 0
+        lengths = [len(sequence.prompt) for sequence in run.sequences.values()]
+        limits = together.runner.limits
+        assert min(lengths) < limits.sampled < max(lengths), "one and several passes"
+        assert kernels.num_steps - steps[1] < alone_kernels.num_steps - steps[0]

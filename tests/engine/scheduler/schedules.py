@@ -16,7 +16,7 @@ from legato_engine.core import FinishReason, PromptToken
 from legato_engine.errors import InternalError, PromptTooLong
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import KVReport
-from legato_engine.scheduler.launch import Launch, LaunchKind, Row
+from legato_engine.scheduler.launch import Launch, Row
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.scheduler.scheduler import NOT_FINITE, Scheduler
@@ -24,7 +24,7 @@ from legato_engine.sequence import NO_PAYLOAD, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken
 
-from tests.engine.scheduler.world import RandomBlocks
+from tests.engine.scheduler.world import RandomBlocks, shared
 from tests.fakes import VOCABULARY, FakeClock, FakeSink, FakeTask, make_sequence
 
 PAGE = 4
@@ -82,13 +82,9 @@ class ReadingRunner:
     def forward(self, launch: Launch) -> None:
         """Write and read."""
         assert launch.slot not in self._read, "a slot is reused before its commit"
-        kind, rows = launch.plan.kind, launch.plan.rows
-        if kind is LaunchKind.PREFILL:
-            self._read[launch.slot] = [[self._prefill(row)] for row in rows]
-        elif kind is LaunchKind.DECODE:
-            self._read[launch.slot] = [self._decode(row) for row in rows]
-        else:
-            self._read[launch.slot] = []
+        plan = launch.plan
+        prompts = [[self._prefill(row)] for row in plan.prefills]
+        self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """What stands of every row, and a token behind it."""
@@ -246,7 +242,7 @@ class Schedule:
             Pipeline(draw.choice((1, 2, 2))),
             self.clock,
             self.sink,
-            max_prefill_rows=draw.choice((1, 1, 2)),
+            limits=shared(draw.choice((1, 1, 2, 3))),
             max_overtakes=draw.randint(0, 3),
             crops_per_launch=draw.randint(0, 3),
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,

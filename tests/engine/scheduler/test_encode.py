@@ -147,15 +147,15 @@ def test_nobody_is_prefilled_between_the_parts_of_a_picture() -> None:
 
 
 def test_a_large_picture_shares_no_launch() -> None:
-    """An encode has one row even where prefills are batched, and begins no batch of others."""
+    """An encode has one row even where prefills are shared, and joins no launch of others."""
     world = World(max_prefill_rows=3, num_rows=4)
-    talker(world)
+    decoding = talker(world)
     small = world.submit(FakeTask(seed=LONG_SEED, max_tokens=4))
     large = picture(world)
     ticks(world, 4)
     rows = [[row.sequence for row in plan.rows] for plan in world.runner.plans]
-    assert (rows[2], rows[4]) == ([small], [large])
-    assert world.runner.plans[4].kind is ENCODE
+    assert (rows[2], rows[3]) == ([decoding, small], [large])
+    assert world.runner.plans[3].kind is ENCODE
     drain(world)
 
 

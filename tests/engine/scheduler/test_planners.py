@@ -6,7 +6,7 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefix_work import PrefixWork
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import LaunchKind, Plan, Row
+from legato_engine.scheduler.launch import ALONE, LaunchKind, Plan, Row, SharedLimits
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
 from legato_engine.scheduler.running import Running
@@ -19,11 +19,11 @@ PAGE = 4
 
 
 def make_planner(
-    manager: KVCacheManager, *, max_overtakes: int = 16, max_prefill_rows: int = 1
+    manager: KVCacheManager, *, max_overtakes: int = 16, limits: SharedLimits = ALONE
 ) -> PrefillPlanner:
     """A planner with an empty queue."""
     queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=1.0)
-    return PrefillPlanner(manager, queue, max_prefill_rows=max_prefill_rows)
+    return PrefillPlanner(manager, queue, limits)
 
 
 def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -> Sequence:
@@ -211,18 +211,96 @@ def test_prefills_are_first_come_first_served() -> None:
 
 
 def test_a_prefill_batch_has_bounded_rows() -> None:
-    """More rows a launch on demand; a sharer of an unlaunched prefix waits for the next."""
-    manager = KVCacheManager(17, PAGE, 4)
-    planner = make_planner(manager, max_prefill_rows=3)
-    sequences = [make_sequence(n, prefix_key=key, prefix_length=4) for n, key in enumerate("aab")]
-    for sequence in sequences:
+    """As many prompts as are allowed, in as many tokens and sampled rows."""
+    for limits, batches in (
+        (SharedLimits(3, tokens=99, sampled=9), [[0, 1, 2], [3, 4]]),
+        (SharedLimits(9, tokens=11, sampled=9), [[0, 1], [2, 3], [4]]),
+        (SharedLimits(9, tokens=99, sampled=4), [[0, 1, 2, 3], [4]]),
+        (SharedLimits(9, tokens=3, sampled=9), [[0], [1], [2], [3], [4]]),
+    ):
+        planner = make_planner(KVCacheManager(17, PAGE, 5), limits=limits)
+        for seq_id in range(5):
+            planner.add(sized(seq_id, 4))
+        assert [planned(planner.plan()) for _ in batches] == batches
+
+
+def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
+    """Nobody waits for a picture who would have run before it; who asks about a known one joins."""
+    manager = KVCacheManager(33, PAGE, 9)
+    planner = make_planner(manager, limits=SharedLimits(9, tokens=99, sampled=9))
+    keys = ("a", "a", "b", None, "a")
+    sequences = [
+        make_sequence(n, prefix_key=key, prefix_length=4 if key else 1)
+        for n, key in enumerate(keys)
+    ]
+    for sequence in sequences[:4]:
         planner.add(sequence)
-    assert planned(planner.plan()) == [0, 2]
+    assert planned(planner.plan()) == [0], "what is next computes a picture"
     sequences[0].last_position = sequences[0].prompt_length
     manager.launched(sequences[0])
-    plan = planner.plan()
-    assert planned(plan) == [1]
+    planner.add(sequences[4])
+    assert planned(planner.plan()) == [1]
     assert sequences[1].cached_tokens == 4
+    assert planned(planner.plan()) == [2, 3, 4]
+    assert sequences[4].cached_tokens == 4
+
+
+def riders(*sequences: Sequence) -> tuple[Row, ...]:
+    """Their rows in a decode."""
+    plan = plain(*sequences).plan()
+    assert plan is not None
+    return plan.rows
+
+
+def test_who_decodes_rides_with_a_prompt() -> None:
+    """They go first, all of them, and the prompts behind them as far as there is room."""
+    riding = riders(running(7, launched=1), running(8, launched=2))
+    for limits, seq_ids, num_riding in (
+        (SharedLimits(4, tokens=10, sampled=4), [7, 8, 0, 1], 2),
+        (SharedLimits(4, tokens=9, sampled=4), [7, 8, 0], 2),
+        (SharedLimits(4, tokens=99, sampled=3), [7, 8, 0], 2),
+        (SharedLimits(4, tokens=5, sampled=4), [0], 0),
+        (SharedLimits(4, tokens=99, sampled=2), [0, 1], 0),
+        (ALONE, [0], 0),
+    ):
+        planner = make_planner(KVCacheManager(17, PAGE, 5), limits=limits)
+        planner.add(sized(0, 4))
+        planner.add(sized(1, 4))
+        plan = planner.plan(riding=riding)
+        assert plan is not None
+        assert (planned(plan), plan.num_riding) == (seq_ids, num_riding)
+        assert plan.decodes == riding[:num_riding]
+        assert [row.sequence.seq_id for row in plan.prefills] == seq_ids[num_riding:]
+
+
+def test_an_adapter_shares_no_launch() -> None:
+    """Whoever has one is prefilled alone, and nobody rides where one of them has one."""
+    manager = KVCacheManager(33, PAGE, 9, num_adapter_slots=1)
+    planner = make_planner(manager, limits=SharedLimits(4, tokens=99, sampled=9))
+    sequences = [make_sequence(n, adapter=adapter) for n, adapter in enumerate(("x", "", "", "x"))]
+    for sequence in sequences:
+        planner.add(sequence)
+    one = running(9, launched=1)
+    turns = Planner(planner, plain(one), prefills_per_decode=1, crops_per_launch=0)
+    assert planned(turns.plan()) == [0]
+    manager.launched(sequences[0])
+    assert planned(turns.plan()) == [9], "it could not ride, so it is its turn"
+    assert planned(turns.plan()) == [9, 1, 2]
+    one.adapter_key = "x"
+    planner.add(make_sequence(4))
+    assert planned(turns.plan()) == [3]
+    assert planned(turns.plan()) == [9]
+    assert planned(turns.plan()) == [4]
+
+
+def test_a_shared_launch_waits_for_the_constraints_of_its_decodes() -> None:
+    """A prompt's own are known when it is planned."""
+    free, boxes = running(0, launched=1), running(1, launched=1)
+    boxes.task.constrained = True
+    prompt = Row(boxes, 0, 3)
+    for riding, waits in ((riders(free), False), (riders(free, boxes), True)):
+        plan = Plan(LaunchKind.PREFILL, (*riding, prompt), len(riding))
+        assert plan.constrained is waits
 
 
 def test_a_large_request_is_overtaken_only_so_often() -> None:
@@ -304,6 +382,17 @@ def test_a_sequence_given_up_between_its_parts_is_planned_no_more() -> None:
     planner.remove(large)
     assert planned(planner.plan(max_crops=2)) == [1]
     assert not planner.due
+
+
+def test_riders_take_their_turn_in_every_prefill() -> None:
+    """No decode comes between two prefills in which all who could decode ride."""
+    prefill = make_planner(KVCacheManager(65, PAGE, 8), limits=SharedLimits(2, 20, 4))
+    one = running(9, launched=1)
+    planner = Planner(prefill, plain(one), prefills_per_decode=1, crops_per_launch=0)
+    for seq_id, positions in enumerate((4, 4, 4, 30, 4)):
+        prefill.add(sized(seq_id, positions))
+    batches = [planned(planner.plan()) for _ in range(5)]
+    assert batches == [[9, 0, 1], [9, 2], [3], [9], [9, 4]]
 
 
 def test_both_sides_take_turns() -> None:

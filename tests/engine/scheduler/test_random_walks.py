@@ -41,9 +41,11 @@ bursts = st.lists(
 )
 
 
-def prefix_length(key: str | None) -> int:
-    """Positions of a prefix."""
-    return 1 if key is None else PREFIX_LENGTHS[key]
+def prefix_length(key: str | None, num_crops: int) -> int:
+    """Positions of a prefix; a picture that nobody shares has some, too."""
+    if key is None:
+        return 9 if num_crops else 1
+    return PREFIX_LENGTHS[key]
 
 
 def check_streams(world: World) -> None:
@@ -78,7 +80,7 @@ class Walk(RuleBasedStateMachine):
     @initialize(
         num_pages=st.integers(9, 16),
         num_rows=st.integers(1, 4),
-        max_prefill_rows=st.integers(1, 2),
+        max_prefill_rows=st.integers(1, 4),
         max_overtakes=st.integers(0, 3),
         crops_per_launch=st.integers(0, 3),
         num_adapter_slots=st.integers(1, 3),
@@ -119,7 +121,7 @@ class Walk(RuleBasedStateMachine):
                 self.world.submit(
                     task,
                     prefix_key=key,
-                    prefix_length=prefix_length(key),
+                    prefix_length=prefix_length(key, num_crops),
                     num_crops=num_crops,
                     deadline=deadline,
                     priority=priority,
@@ -197,7 +199,7 @@ arrivals = st.lists(
     num_rows=st.integers(1, 4),
     seed=st.integers(0, 1_000),
 )
-def test_neither_depth_nor_splitting_nor_speculation_changes_a_token(
+def test_neither_depth_nor_splitting_nor_sharing_nor_speculation_changes_a_token(
     arrivals: list[tuple[FakeTask, str | None, int, int, str]],
     num_pages: int,
     num_rows: int,
@@ -205,7 +207,15 @@ def test_neither_depth_nor_splitting_nor_speculation_changes_a_token(
 ) -> None:
     """Every request reads the same tokens and ends the same way, however it is launched."""
     outcomes = []
-    for depth, crops_per_launch, largest in ((1, 0, 0), (2, 0, 3), (1, 2, 8), (2, 2, 0), (2, 2, 8)):
+    for depth, crops_per_launch, largest, prompts in (
+        (1, 0, 0, 1),
+        (2, 0, 0, 4),
+        (1, 2, 0, 3),
+        (2, 0, 3, 1),
+        (1, 2, 8, 1),
+        (2, 2, 0, 1),
+        (2, 2, 8, 3),
+    ):
         world = World(
             block_sizes=RandomBlocks(largest, seed) if largest else None,
             seed=seed,
@@ -213,6 +223,7 @@ def test_neither_depth_nor_splitting_nor_speculation_changes_a_token(
             num_pages=num_pages,
             num_rows=num_rows,
             crops_per_launch=crops_per_launch,
+            max_prefill_rows=prompts,
             num_adapter_slots=2,
         )
         for drawn, key, num_crops, ticks, adapter in arrivals:
@@ -225,7 +236,7 @@ def test_neither_depth_nor_splitting_nor_speculation_changes_a_token(
             world.submit(
                 task,
                 prefix_key=key,
-                prefix_length=prefix_length(key),
+                prefix_length=prefix_length(key, num_crops),
                 num_crops=num_crops,
                 adapter=adapter,
             )
@@ -236,4 +247,4 @@ def test_neither_depth_nor_splitting_nor_speculation_changes_a_token(
         world.check_rest()
         check_streams(world)
         outcomes.append(([world.tokens(s) for s in world.sequences], world.sink.ended))
-    assert outcomes[1:] == outcomes[:1] * 4
+    assert outcomes[1:] == outcomes[:1] * 6

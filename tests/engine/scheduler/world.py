@@ -9,13 +9,18 @@ from collections.abc import Sequence as Many
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import Load
 from legato_engine.scheduler.block_sizes import BlockSizes
-from legato_engine.scheduler.launch import LaunchKind, Plan
+from legato_engine.scheduler.launch import LaunchKind, Plan, SharedLimits
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence
 
 from tests.fakes import FakeClock, FakeRunner, FakeSink, FakeTask, make_sequence
+
+
+def shared(prompts: int) -> SharedLimits:
+    """Limits that only a long prompt or many rows do not keep."""
+    return SharedLimits(prompts, tokens=16, sampled=4)
 
 
 class RandomBlocks:
@@ -76,7 +81,7 @@ class World:
             self.sink,
             max_waiting=max_waiting,
             max_waiting_per_tenant=max_waiting_per_tenant,
-            max_prefill_rows=max_prefill_rows,
+            limits=shared(max_prefill_rows),
             max_overtakes=max_overtakes,
             crops_per_launch=crops_per_launch,
             block_sizes=block_sizes,
@@ -144,7 +149,7 @@ class World:
         return progressed
 
     def _check_turn(self, plan: Plan, *, decoding: bool, streaming: bool) -> None:
-        if plan.kind is LaunchKind.DECODE:
+        if plan.decodes:
             self._streak = 0
             return
         self._streak += 1

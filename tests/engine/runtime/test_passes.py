@@ -1,0 +1,105 @@
+"""Which tokens run in which pass, and what is staged of them."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from legato_engine.device.cpu import CpuDevice
+from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.passes import PROMPT, FedPrompt, cut_passes, stage_pass, stage_step
+from legato_engine.scheduler.launch import Row
+
+NO_VALUE = (0.0, 0.0)
+
+
+def decode(row, position):
+    """A row that feeds its newest token."""
+    return Row(SimpleNamespace(row=row), position)
+
+
+def prompt(row, start, count):
+    """Tokens that tell where they belong."""
+    return FedPrompt(row, start, [(1000 * row + start + n, NO_VALUE) for n in range(count)])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_token_is_fed_once_behind_those_before_it(seed):
+    """As few passes as there can be, the sampled tokens first in the last of them."""
+    draw = random.Random(seed)
+    most = draw.choice((4, 8, 32))
+    num_prompts = draw.randint(1, min(4, most))
+    decodes = [decode(n, draw.randint(1, 99)) for n in range(draw.randint(0, most - num_prompts))]
+    prompts = [
+        prompt(100 + n, draw.randint(0, 50), draw.randint(1, most)) for n in range(num_prompts)
+    ]
+    passes = cut_passes(decodes, prompts, most)
+    total = len(decodes) + sum(len(each.tokens) for each in prompts)
+    assert len(passes) == -(-total // most)
+    assert all(0 < len(tokens) <= most for tokens in passes)
+    assert sum(map(len, passes)) == total
+    sampled = passes[-1][: len(decodes) + num_prompts]
+    assert [(t.row, t.position, t.source) for t in sampled[: len(decodes)]] == [
+        (row.sequence.row, row.position, row.sequence.row) for row in decodes
+    ]
+    for token, each in zip(sampled[len(decodes) :], prompts, strict=True):
+        last = each.start + len(each.tokens) - 1
+        assert (token.row, token.position, token.token) == (each.row, last, each.tokens[-1])
+    for each in prompts:
+        fed = [
+            (number, token)
+            for number, tokens in enumerate(passes)
+            for token in tokens
+            if token.row == each.row
+        ]
+        assert all(token.source == PROMPT for _, token in fed)
+        by_position = sorted(fed, key=lambda item: item[1].position)
+        assert [token.token for _, token in by_position] == each.tokens
+        numbers = [number for number, _ in by_position]
+        assert numbers == sorted(numbers), "a later token runs in an earlier pass"
+
+
+@pytest.fixture
+def slot():
+    """A slot of eight tokens."""
+    device = CpuDevice(1)
+    made = DecodeSlot(
+        device, max_rows=8, max_pages=2, max_prompt=8, width=1, vocab_size=9, dtype=torch.float32
+    )
+    for host in made.staged.hosts:
+        for field in host.values():
+            field.fill(77)
+    yield made
+    device.close()
+
+
+def staged(slot, copy, count):
+    """The front of what says where tokens stand."""
+    fields = ("row", "source", "position", "fresh")
+    return [slot.staged.hosts[copy][field][:count].tolist() for field in fields]
+
+
+def test_a_pass_is_staged_with_what_it_writes_first(slot):
+    """`fresh` is the first position of the token's row in this very pass; the rest is padding."""
+    passes = cut_passes([decode(1, 20)], [prompt(2, 5, 3), prompt(3, 0, 3)], 4)
+    assert len(passes) == 2
+    stage_pass(slot, 0, passes[0], 4, 6)
+    assert staged(slot, 0, 4) == [[2, 2, 3, 6], [-1, -1, -1, 6], [5, 6, 0, 0], [5, 5, 0, 0]]
+    stage_pass(slot, 1, passes[1], 8, 6)
+    assert staged(slot, 1, 8) == [
+        [1, 2, 3, 3, 6, 6, 6, 6],
+        [1, -1, -1, -1, 6, 6, 6, 6],
+        [20, 7, 2, 1, 0, 0, 0, 0],
+        [20, 7, 1, 1, 0, 0, 0, 0],
+    ]
+    assert slot.staged.hosts[1]["token"][1:4].tolist() == [2007, 3002, 3001]
+    assert np.all(slot.staged.hosts[1]["payload"][:4] == 0)
+
+
+def test_a_step_is_staged_up_to_its_bucket(slot):
+    """Every row feeds its own newest token."""
+    stage_step(slot, [decode(1, 20), decode(4, 9)], 4, 6)
+    expected = [[1, 4, 6, 6], [1, 4, 6, 6], [20, 9, 0, 0], [20, 9, 0, 0]]
+    assert staged(slot, 0, 4) == expected
+    assert staged(slot, 0, 8)[0][4:] == [77] * 4
