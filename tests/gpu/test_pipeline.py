@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import gc
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 
 import msgspec
 import numpy as np
@@ -16,6 +18,7 @@ from legato_engine.core import (
     CachedImage,
     CaptionTask,
     DetectTask,
+    Event,
     FinishReason,
     ImageInfo,
     QueryTask,
@@ -23,12 +26,14 @@ from legato_engine.core import (
     SamplingParams,
     TaskResult,
     TaskSpec,
+    TokenInfo,
 )
 from legato_engine.engine import make_sequence
 from legato_engine.models.model import PreparedImage
-from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence
+from legato_engine.token_events import tokens_of
 from PIL import Image
 
 pytestmark = [
@@ -38,19 +43,37 @@ pytestmark = [
 
 
 class Watch(SilentSink):
-    """Keeps every request's result and the kinds of all launches."""
+    """Keeps every request's result, its tokens where it tells them, and the plans of all
+    launches.
+    """
 
     def __init__(self) -> None:
         self.results: dict[str, TaskResult] = {}
-        self.kinds: list[LaunchKind] = []
+        self.tokens: dict[str, list[TokenInfo]] = collections.defaultdict(list)
+        self.plans: list[Plan] = []
+
+    @property
+    def kinds(self) -> list[LaunchKind]:
+        """Those of all launches."""
+        return [plan.kind for plan in self.plans]
+
+    @property
+    def shared(self) -> tuple[int, int]:
+        """How many launches had riders, and how many several prompts."""
+        riding = [plan for plan in self.plans if plan.num_riding]
+        return len(riding), sum(len(plan.prefills) > 1 for plan in self.plans)
+
+    def delta(self, sequence: Sequence, events: Many[Event]) -> None:
+        """Remember the tokens."""
+        self.tokens[sequence.request.request_id] += tokens_of(events)
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         """Remember it."""
         self.results[sequence.request.request_id] = sequence.task.result(finish_reason)
 
     def committed(self, record: StepRecord) -> None:
-        """Remember its kind."""
-        self.kinds.append(record.launch.plan.kind)
+        """Remember its plan."""
+        self.plans.append(record.launch.plan)
 
 
 def picture(assembly: Assembly, seed: int) -> PreparedImage:
@@ -60,18 +83,28 @@ def picture(assembly: Assembly, seed: int) -> PreparedImage:
     return assembly.frontend.prepare_image(Image.fromarray(pixels), f"noise-{seed}", info)
 
 
-def run(assembly: Assembly, depth: int, *, crops: int = 5, temperature: float = 0.0) -> Watch:
-    """Pictures that arrive while others decode, and a question without one."""
+def run(
+    assembly: Assembly,
+    depth: int,
+    *,
+    crops: int = 5,
+    temperature: float = 0.0,
+    count: int = 6,
+    steps: int = 4,
+    shares: bool = True,
+    logprobs: bool = False,
+) -> Watch:
+    """Pictures that arrive while others decode, a request every few steps; a question without."""
     config = msgspec.structs.replace(assembly.config, crops_per_launch=crops)
     watch = Watch()
     changed = dataclasses.replace(assembly, config=config)
-    scheduler = changed.scheduler(watch, pipeline_depth=depth, observer=watch)
+    scheduler = changed.scheduler(watch, pipeline_depth=depth, shares=shares, observer=watch)
     tasks: list[TaskSpec] = [
         QueryTask(question="What?" * 9),
         DetectTask(object="cat"),
         CaptionTask(),
     ]
-    for index in range(6):
+    for index in range(count):
         image = picture(assembly, index // 2) if index != 0 else None
         task = tasks[index % 3] if index else QueryTask(question="x" * 99)
         request = Request(
@@ -79,9 +112,11 @@ def run(assembly: Assembly, depth: int, *, crops: int = 5, temperature: float = 
             task=task,
             image=CachedImage(image_id="any") if image else None,
             sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=24),
+            return_tokens=logprobs,
+            logprobs=logprobs,
         )
         scheduler.submit(make_sequence(assembly.frontend, request, image))
-        for _ in range(4):
+        for _ in range(steps):
             scheduler.step()
     scheduler.drain()
     load = scheduler.load()
@@ -93,7 +128,7 @@ def run(assembly: Assembly, depth: int, *, crops: int = 5, temperature: float = 
 def large() -> Iterator[Assembly]:
     """Moondream 2's shape with random weights, its kernels and graphs."""
     assembly = assemble(
-        EngineConfig(model="moondream2", random_weights=True, device="cuda", max_running=4)
+        EngineConfig(model="moondream2", random_weights=True, device="cuda", max_running=6)
     )
     yield assembly
     assembly.device.close()
@@ -113,16 +148,42 @@ def test_neither_depth_nor_splitting_changes_a_token(large: Assembly, temperatur
         assert (LaunchKind.ENCODE in watch.kinds) == (crops > 0)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_sharing_changes_no_bit(large: Assembly, temperature: float) -> None:
+    """Prompts in the same passes, and decodes that ride with them: the same tokens, as likely."""
+    expected = run(
+        large, 1, temperature=temperature, count=12, crops=0, shares=False, logprobs=True
+    )
+    assert expected.shared == (0, 0)
+    for depth, steps in ((1, 3), (2, 3), (2, 0), (2, 1)):
+        watch = run(
+            large,
+            depth,
+            temperature=temperature,
+            count=12,
+            steps=steps,
+            crops=0,
+            logprobs=True,
+        )
+        assert watch.tokens == expected.tokens
+        assert watch.results == expected.results
+        assert watch.shared[0] > 0
+        assert watch.shared[1] > 0 or steps > 0
+
+
 def test_a_warm_loop_never_synchronises_nor_allocates(large: Assembly) -> None:
     """Torch is told to raise at any synchronisation, and its allocator is not asked once."""
     run(large, 2)
+    run(large, 2, steps=0)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(large, 2)
+        watches = run(large, 2), run(large, 2, steps=0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert watches[0].shared[0] > 0
+    assert min(watches[1].shared) > 0
 
 
 def test_graphs_change_no_token(large: Assembly) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ NO_VALUE = (0.0, 0.0)
 
 def decode(row, position):
     """A row that feeds its newest token."""
-    return Row(SimpleNamespace(row=row), position)
+    sequence: Any = SimpleNamespace(row=row)
+    return Row(sequence, position)
 
 
 def prompt(row, start, count):
