@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, repeat
 from typing import Any
 
-import numpy as np
-
 from legato_engine.device.base import Device, Event
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import KVCache, Model, StepKernels
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.drafts import Drafts
-from legato_engine.runtime.passes import stage_step
 from legato_engine.runtime.program import Program
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
+from legato_engine.runtime.step_staging import StepStaging, num_lanes
 from legato_engine.runtime.torch_program import TorchProgram
 from legato_engine.scheduler.launch import Launch, LaunchKind, Row, SharedLimits
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
@@ -78,8 +76,6 @@ class ModelRunner:
         share no pass of the weights, and with a proposer.
         """
         max_pages = -(-model.max_context // kv.page_size)
-        self._max_pages = max_pages
-        self._page_size = kv.page_size
         self._device = device
         self._drafts = None
         if proposer is not None:
@@ -116,6 +112,7 @@ class ModelRunner:
             model, kernels, device, kv, self._state, self._slots, adapters, tuple(buckets), capture
         )
         self._buckets = self._program.buckets
+        self._staging = StepStaging(self._state, self._buckets, kv.page_size)
 
     @property
     def encodes_pictures(self) -> bool:
@@ -130,10 +127,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Capture (or once run) every shape, so that no launch pays for it later."""
         for slot in self._slots:
-            for field in ("row", "source", "sample_row"):
-                slot.staged.host[field].fill(self._state.scratch_row)
-            slot.prompt.host["row"].fill(self._state.scratch_row)
-            slot.grown.host["entry"].fill(self._state.scratch_row * self._max_pages)
+            self._staging.padding(slot)
             slot.grown.upload(self._device.compute)
             slot.staged.upload(self._device.compute)
             slot.prompt.upload(self._device.compute)
@@ -153,7 +147,7 @@ class ModelRunner:
         rows, compute, flight = launch.plan.rows, self._device.compute, self._flights[launch.slot]
         slot = self._slots[launch.slot]
         if launch.plan.kind is LaunchKind.DECODE:
-            bucket = self._stage_rows(slot, rows)
+            bucket = self._staging.rows(slot, rows)
             flight.forward_start = compute.record(flight.forward_start)
             slot.staged.upload(compute)
             self._grow(launch.slot, rows)
@@ -174,14 +168,14 @@ class ModelRunner:
         compute, copy = self._device.compute, self._device.copy
         rows = launch.plan.sampled_rows
         if rows:
-            num_lanes = self._stage_constraints(slot, rows, constraints)
+            num_sampled = self._staging.constraints(slot, rows, constraints)
             slot.constraint.upload(copy)
             flight.copy_end = copy.record(flight.copy_end)
             compute.wait_event(flight.copy_end)
         flight.sample_start = compute.record(flight.sample_start)
         if rows:
             sampled, payload, flight.logprobs = _needs(rows)
-            bucket = self._bucket(num_lanes)
+            bucket = self._staging.bucket(num_sampled)
             self._program.sample(launch.slot, bucket, sampled=sampled, payload=payload)
             if flight.logprobs:
                 self._program.logprobs(launch.slot, bucket, payload=payload)
@@ -196,7 +190,7 @@ class ModelRunner:
         flight, rows = self._flights[launch.slot], launch.plan.sampled_rows
         flight.copy_end.wait()
         outputs = self._slots[launch.slot].outputs.host
-        count = len(rows) if self._drafts is None else sum(map(_num_lanes, rows))
+        count = len(rows) if self._drafts is None else sum(map(num_lanes, rows))
         fields: list[Iterable[Any]] = [
             outputs["token"][:count].tolist(),
             map(tuple, outputs["payload"][:count].tolist()),
@@ -235,67 +229,12 @@ class ModelRunner:
             return 0
         return self._adapters.bucket(max(row.sequence.adapter_rank for row in rows))
 
-    def _grow(self, index: int, rows: Sequence[Row]) -> None:
-        """Tell the device of the pages that this decode is the first to name."""
-        size = self._page_size
-        if self._drafts is None:
-            rows = [row for row in rows if row.position % size == 0]
-        grown = [(row.sequence, page) for row in rows for page in row.new_pages(size)]
-        if not grown:
-            return
-        staged = self._slots[index].grown
-        staged.host["entry"].fill(self._state.scratch_row * self._max_pages)
-        staged.host["page"].fill(0)
-        for place, (sequence, page) in enumerate(grown):
-            staged.host["entry"][place] = sequence.row * self._max_pages + page
-            staged.host["page"][place] = sequence.page_ids[page]
-        staged.upload(self._device.compute)
-        self._program.grow(index)
-
-    def _bucket(self, num_tokens: int) -> int:
-        return next(bucket for bucket in self._buckets if bucket >= num_tokens)
-
-    def _stage_rows(self, slot: DecodeSlot, rows: Sequence[Row]) -> int:
-        """What each row feeds, its last token or its lanes, and padding up to the bucket."""
-        if self._drafts is not None:
-            return self._stage_lanes(slot, rows)
-        staged, bucket = slot.staged.host, self._bucket(len(rows))
-        stage_step(slot, rows, bucket, self._state.scratch_row)
-        staged["sample_row"][:bucket] = staged["row"][:bucket]
-        np.add(staged["position"][:bucket], 1, out=staged["sample_position"][:bucket])
-        return bucket
-
-    def _stage_lanes(self, slot: DecodeSlot, rows: Sequence[Row]) -> int:
-        """Which lanes there are; the device knows where they stand."""
-        staged = slot.staged.host
-        row_B = [row.sequence.row for row in rows for _ in range(_num_lanes(row))]
-        lane_B = [lane for row in rows for lane in range(_num_lanes(row))]
-        assert self._drafts is not None
-        assert max(lane_B) <= self._drafts.max_block, "a row proposes more than there is room for"
-        bucket = self._bucket(len(row_B))
-        staged["row"][:bucket] = self._state.scratch_row
-        staged["row"][: len(row_B)] = row_B
-        staged["lane"][:bucket] = 0
-        staged["lane"][: len(row_B)] = lane_B
-        return bucket
-
-    def _stage_constraints(
-        self, slot: DecodeSlot, rows: Sequence[Row], constraints: Sequence[int]
-    ) -> int:
-        """A row's constraint for each of its tokens; how many there are."""
-        if self._drafts is not None:
-            constraints = [
-                constraint
-                for row, constraint in zip(rows, constraints, strict=True)
-                for _ in range(_num_lanes(row))
-            ]
-        slot.constraint.host["constraint"][: len(constraints)] = constraints
-        return len(constraints)
-
-
-def _num_lanes(row: Row) -> int:
-    """Tokens of a row that are sampled from; of a prefill's only the last is."""
-    return 1 + row.num_drafts
+    def _grow(self, index: int, decodes: Sequence[Row]) -> None:
+        """Tell the device of the pages that these are the first to name."""
+        slot = self._slots[index]
+        if self._staging.grown(slot, decodes):
+            slot.grown.upload(self._device.compute)
+            self._program.grow(index)
 
 
 def _by_row(
@@ -308,7 +247,7 @@ def _by_row(
     outputs, first = [], 0
     for row in rows:
         outputs.append(RowTokens(tokens[first : first + counts[first]], proposed[first]))
-        first += _num_lanes(row)
+        first += num_lanes(row)
     return outputs
 
 
