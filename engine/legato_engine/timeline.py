@@ -133,6 +133,7 @@ def _spans(step: Step, previous_copy_end: int) -> list[TraceEvent]:
         "launch": launch.launch_id,
         "kind": launch.plan.kind.value,
         "rows": len(launch.plan.rows),
+        "riding": launch.plan.num_riding,
         "zombies": record.zombies,
     }
     return [

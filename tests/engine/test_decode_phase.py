@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
@@ -38,6 +39,19 @@ def assembly():
     made = assemble(EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=3))
     yield made
     made.device.close()
+
+
+def test_the_phase_holds_decodes_alone_where_prefills_may_be_shared(assembly):
+    """Every stream is prefilled first, alone, whatever the engine shares when it serves."""
+    shared = assemble(msgspec.structs.replace(assembly.config, max_prefill_rows=3))
+    workload = Workload(shared, kind="query", count=3, length=6, context=0)
+    for depth in (1, 2):
+        steps = run(shared, workload, depth)
+        assert all(step.record.launch.plan.num_riding == 0 for step in steps)
+        kinds = [step.record.launch.plan.kind for step in steps]
+        assert kinds[:3] == [PREFILL] * 3
+        assert len(decode_phase(steps, 3)) == len(steps) - 3
+    shared.device.close()
 
 
 def test_step_cost():

@@ -79,6 +79,16 @@ def test_only_decode_behind_decode_is_measured():
     assert stats.snapshot().num_tokens == 1 + 4 * 2
 
 
+def test_a_shared_launch_is_no_decode_step():
+    """Its period is a prefill's, so it and the step behind it are counted by their tokens alone."""
+    stats = fed([make_step(0), make_step(1)])
+    assert stats.snapshot().num_steps == 1
+    stats.add(make_step(2, kind=LaunchKind.PREFILL, rows=3, riding=2))
+    stats.add(make_step(3))
+    assert stats.snapshot().num_steps == 1
+    assert stats.snapshot().num_tokens == 3 * 2 + 3
+
+
 def test_the_window_slides():
     """Old steps are forgotten, their tokens are not."""
     slow = [make_step(2 * i) for i in range(5)]
