@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Collection
 
 from legato_engine.core import FinishReason, Request
-from legato_engine.errors import (
-    DeadlineExceeded,
-    InternalError,
-    InvalidField,
-    LegatoError,
-)
+from legato_engine.errors import DeadlineExceeded, InvalidField
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import Load
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
 from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import ALONE, Launch, LaunchKind, Row, SharedLimits
+from legato_engine.scheduler.launch import ALONE, Launch, LaunchKind, SharedLimits
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
-from legato_engine.scheduler.runner import RowTokens, Runner
+from legato_engine.scheduler.runner import Runner
 from legato_engine.scheduler.running import Running
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import Observer, StepRecord
+from legato_engine.scheduler.token_reader import TokenReader
 from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence, SequenceStatus
-from legato_engine.tasks import SampledToken
 
 FREE = 0
 """The constraint that allows every token."""
-
-NOT_FINITE = -1
-"""The token id that reports logits that were not finite."""
-
-log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -76,7 +65,7 @@ class Scheduler:
         self._pipeline = pipeline
         self._clock = clock
         self._sink = sink
-        self._block_sizes = block_sizes
+        self._speculates = block_sizes is not None
         self._observer = observer
         self._queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=priority_seconds)
         limits = limits if block_sizes is None else ALONE
@@ -95,11 +84,13 @@ class Scheduler:
             max_waiting=max_waiting,
             max_waiting_per_tenant=max_waiting_per_tenant,
         )
+        self._reader = TokenReader(
+            manager, self._admission, clock, sink, block_sizes, finalize=self._finalize
+        )
         self._live: dict[str, Sequence] = {}  # by request id: all that are not finalized
         self._records: deque[StepRecord] = deque()  # one per launch in flight, same order
         self._next_deadline = math.inf  # no live sequence has an earlier one
         self.steps_committed = 0
-        self._tokens_committed = 0
 
     # ------------------------------------------------------------ requests in
 
@@ -217,7 +208,7 @@ class Scheduler:
             return
         for sequence in list(self._live.values()):
             if deadline_of(sequence.request) <= now and not sequence.finalized:
-                self._fail(sequence, DeadlineExceeded("the deadline passed"))
+                self._reader.fail(sequence, DeadlineExceeded("the deadline passed"))
         deadlines = (deadline_of(sequence.request) for sequence in self._live.values())
         self._next_deadline = min(deadlines, default=math.inf)
 
@@ -273,21 +264,21 @@ class Scheduler:
         record.wait_start = self._clock.perf_ns()
         outputs = self._runner.collect(launch)
         record.wait_end = self._clock.perf_ns()
-        before, plan = self._tokens_committed, launch.plan
-        drafting = self._block_sizes is not None and plan.kind is LaunchKind.DECODE
+        before, plan = self._reader.num_tokens, launch.plan
+        drafting = self._speculates and plan.kind is LaunchKind.DECODE
         num_decodes = len(plan.decodes)
         for place, (row, output) in enumerate(zip(plan.sampled_rows, outputs, strict=True)):
             sequence = row.sequence
             if sequence.finalized:
                 record.zombies += 1
             elif drafting:
-                self._commit_block(record, row, output)
+                self._reader.read_block(record, row, output)
             else:
                 (token,) = output.tokens
                 if place >= num_decodes:
-                    self._prefilled(sequence, token)
-                self._consume(sequence, token)
-        record.tokens = self._tokens_committed - before
+                    self._reader.prefilled(sequence, token)
+                self._reader.read(sequence, token)
+        record.tokens = self._reader.num_tokens - before
         for sequence in self._pipeline.commit(launch):
             self._running.settle(sequence)
         self.steps_committed += 1
@@ -295,64 +286,7 @@ class Scheduler:
         if self._observer is not None:
             self._observer.committed(record)
 
-    def _prefilled(self, sequence: Sequence, token: SampledToken) -> None:
-        """Note what the commit of a prefill makes true of a live sequence."""
-        sequence.status = SequenceStatus.RUNNING
-        if token.token_id == NOT_FINITE:  # what it read may be what is broken
-            self._manager.forget(sequence)
-        elif sequence.num_committed == 0:
-            sequence.first_token = self._clock.now()
-
-    def _commit_block(self, record: StepRecord, row: Row, output: RowTokens) -> None:
-        """Commit a live sequence's tokens, none behind the one that ends it, and their pages."""
-        sequence, accepted = row.sequence, len(output.tokens) - 1
-        assert accepted >= 0, f"sequence {sequence.seq_id} lives behind its last token"
-        record.proposed += output.num_proposed
-        record.accepted += accepted
-        sequence.settle(row.num_drafts, accepted)
-        if self._block_sizes is not None and sequence.may_draft:
-            self._block_sizes.learn(sequence, accepted, output.num_proposed)
-        for token in output.tokens:
-            self._consume(sequence, token)
-            if sequence.finalized:
-                break
-        end = sequence.last_position  # the launch behind may write to what it has proposed for
-        self._manager.commit_to(sequence, end, reserved=end + sequence.num_drafted)
-
-    def _consume(self, sequence: Sequence, token: SampledToken) -> None:
-        """Commit one token of a live sequence, and end it when the token does."""
-        task = sequence.task
-        if token.token_id == NOT_FINITE:
-            self._manager.forget(sequence, sequence.prompt_length)
-            self._fail(sequence, InternalError("non-finite logits", reason="NUMERIC"))
-            return
-        try:
-            events = task.consume(token)
-        except Exception:  # a skill's bug ends its own request, not its batch mates
-            log.exception("task of request %s failed", sequence.request.request_id)
-            self._fail(sequence, InternalError("the task could not read its tokens"))
-            return
-        sequence.num_committed += 1
-        self._tokens_committed += 1
-        sequence.tokens.append((token.token_id, token.payload))
-        if events:
-            self._sink.delta(sequence, events)
-        if task.finish_reason is not None or sequence.num_committed == task.max_tokens:
-            self._complete(sequence)
-
-    def _complete(self, sequence: Sequence) -> None:
-        """End a sequence behind its last token, unless its listener has just given it up."""
-        if sequence.finalized:
-            return
-        self._finalize(sequence)
-        self._admission.completed(sequence)
-        self._sink.done(sequence, sequence.task.finish_reason or FinishReason.LENGTH)
-
     # ------------------------------------------------------------ the end of a sequence
-
-    def _fail(self, sequence: Sequence, error: LegatoError) -> None:
-        self._finalize(sequence)
-        self._sink.failed(sequence, error)
 
     def _finalize(self, sequence: Sequence) -> None:
         """End a sequence now; release what it holds unless a launch in flight still names it."""

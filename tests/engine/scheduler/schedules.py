@@ -19,7 +19,8 @@ from legato_engine.messages import KVReport
 from legato_engine.scheduler.launch import Launch, Row
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
-from legato_engine.scheduler.scheduler import NOT_FINITE, Scheduler
+from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.token_reader import NOT_FINITE
 from legato_engine.sequence import NO_PAYLOAD, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken
