@@ -105,7 +105,7 @@ def run(
         CaptionTask(),
     ]
     for index in range(count):
-        image = picture(assembly, index // 2) if index != 0 else None
+        image = picture(assembly, index % 3) if index != 0 else None
         task = tasks[index % 3] if index else QueryTask(question="x" * 99)
         request = Request(
             request_id=str(index),

@@ -89,7 +89,8 @@ class FusedProgram:
                     self.decode(slot, bucket, int(adapted))
                 for payload in (False, True):
                     self.sample(slot, bucket, sampled=False, payload=payload)
-                    self.logprobs(slot, bucket, payload=payload)
+            for payload in (False, True):
+                self.logprobs(slot, self.buckets[-1], payload=payload)
         if self._encoder is not None:
             for count in range(1, self._encoder.max_crops + 1):
                 self._submit("crops", count)
@@ -111,8 +112,12 @@ class FusedProgram:
         self._submit("sample", slot, bucket, payload)
 
     def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
-        """See `program.Program`; by torch's operations, on the buffers that the kernels fill."""
-        self._submit("logprobs", slot, bucket, payload)
+        """See `program.Program`; by torch's operations, on the buffers that the kernels fill.
+
+        Whatever the bucket, all rows of the slot are read: how torch adds up a row's exponentials
+        depends on how many rows there are.
+        """
+        self._submit("logprobs", slot, payload)
 
     def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row]) -> None:
         """See `program.Program`."""
@@ -265,8 +270,9 @@ class FusedProgram:
 
         return work
 
-    def _logprobs_work(self, slot: int, bucket: int, payload: bool) -> Work:
-        step = LogprobStep(self._model, self._slots[slot], self._constraints_CV, bucket)
+    def _logprobs_work(self, slot: int, payload: bool) -> Work:
+        rows, table_CV = self.buckets[-1], self._constraints_CV
+        step = LogprobStep(self._model, self._slots[slot], table_CV, rows)
         return lambda: step(payload)
 
     def _crops_work(self, count: int) -> Work:
