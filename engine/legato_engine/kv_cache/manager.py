@@ -175,6 +175,12 @@ class KVCacheManager:
         source = holding.source
         return PrefixWork(compute, None if source is None else (source.pages[-1], private[0]))
 
+    def planned(self, sequence: Sequence) -> None:
+        """Its prefill is planned: those planned behind it, in the same launch too, may find its
+        picture.
+        """
+        self._sharing.planned(self._held[sequence])
+
     def launched(self, sequence: Sequence) -> None:
         """The launch that fills its pages is enqueued: those enqueued later may read them.
 

@@ -34,7 +34,7 @@ class Node:
     were enqueued before it came here.
 
     `holders` counts the sequences whose table goes through here; so it is never less than a
-    child's. `ready` is False while the launch that computes a unit is not enqueued. `attached` is
+    child's. `ready` is False while the prefill that computes a unit is not planned. `attached` is
     False once it must not be found any more; it goes with its last holder then.
     """
 

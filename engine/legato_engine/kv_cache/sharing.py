@@ -55,14 +55,18 @@ class Sharing:
 
     # ------------------------------------------------------------ publishing
 
+    def planned(self, holding: Holding) -> None:
+        """The prefill that computes its unit is planned: whoever is planned now may find it."""
+        if holding.node is not None:
+            for node in holding.node.path:
+                node.ready = True
+
     def launched(self, sequence: Sequence, holding: Holding) -> None:
         """The launch that fills its pages is enqueued, its copy and its picture's included."""
         if holding.source is not None:
             self._tree.drop(holding.source, sequence.request.priority)
             holding.source = None
-        if holding.node is not None:
-            for node in holding.node.path:
-                node.ready = True
+        self.planned(holding)
         self.publish(sequence, holding)
 
     def publish(self, sequence: Sequence, holding: Holding, *, partial: bool = False) -> None:

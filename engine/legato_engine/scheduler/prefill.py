@@ -27,7 +27,7 @@ class PrefillPlanner:
 
     Short prompts share a launch, as `limits` has it. A picture to be computed only ever begins one,
     so that nobody waits for a picture who would have run before it; those who join have been in
-    the queue behind it. Whoever has an adapter runs alone.
+    the queue behind it, and may ask about that very picture. Whoever has an adapter runs alone.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class PrefillPlanner:
         if _is_split(begun, max_crops):
             return self._encode(begun, max_crops)
         self._encoding = None
+        self._manager.planned(begun.sequence)
         prompts = [_prefill_row(begun.sequence, begun.work)]
         if not self._joins(begun.sequence, len(riding), len(riding)):
             riding = ()

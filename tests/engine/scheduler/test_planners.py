@@ -225,7 +225,9 @@ def test_a_prefill_batch_has_bounded_rows() -> None:
 
 
 def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
-    """Nobody waits for a picture who would have run before it; who asks about a known one joins."""
+    """Nobody waits for a picture who would have run before it; who asks about a known one joins,
+    and who asks about the same.
+    """
     manager = KVCacheManager(33, PAGE, 9)
     planner = make_planner(manager, limits=SharedLimits(9, tokens=99, sampled=9))
     keys = ("a", "a", "b", None, "a")
@@ -235,14 +237,13 @@ def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
     ]
     for sequence in sequences[:4]:
         planner.add(sequence)
-    assert planned(planner.plan()) == [0], "what is next computes a picture"
-    sequences[0].last_position = sequences[0].prompt_length
-    manager.launched(sequences[0])
+    plan = planner.plan()
+    assert planned(plan) == [0, 1], "what is next computes a picture"
+    assert plan is not None
+    assert [bool(row.prefix.compute_pages) for row in plan.rows] == [True, False]
     planner.add(sequences[4])
-    assert planned(planner.plan()) == [1]
-    assert sequences[1].cached_tokens == 4
     assert planned(planner.plan()) == [2, 3, 4]
-    assert sequences[4].cached_tokens == 4
+    assert [sequence.cached_tokens for sequence in sequences] == [0, 4, 0, 0, 4]
 
 
 def riders(*sequences: Sequence) -> tuple[Row, ...]:
