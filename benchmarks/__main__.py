@@ -15,6 +15,7 @@ BENCHMARKS = (
     "image",
     "intake",
     "kernels",
+    "kv",
     "peers",
     "reference",
     "serve",

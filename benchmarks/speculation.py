@@ -1,4 +1,4 @@
-"""What speculation buys: `legato_engine.bench --speculation`, recorded."""
+"""What speculation buys: `legato_engine.bench --speculation`, recorded and drawn."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from benchmarks import record
+from benchmarks.plots import Line, Panel, write_svg
+
+Row = dict[str, Any]
+_ADAPTIVE = ("seed", "budget")
+_COLUMNS = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the engine's bench in a process of its own and record its figures."""
+    """Run the engine's bench in a process of its own; record its figures, draw its series."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks speculation", description=__doc__)
     parser.add_argument("--name", default="speculation", help="of the record")
     arguments, options = parser.parse_known_args(argv)
@@ -20,11 +27,39 @@ def main(argv: Sequence[str]) -> int:
     done = subprocess.run([*bench, *options], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         return done.returncode
-    figures = json.loads(done.stdout)
-    model = figures["model"]
-    title = f"Speculation: {model['name']} ({model['dtype']}) on {model['device']}"
-    record.write(arguments.name, title, figures, [*_note(model["device"]), _table(figures["rows"])])
+    write(arguments.name, json.loads(done.stdout))
     return 0
+
+
+def write(name: str, figures: dict[str, Any]) -> Path:
+    """The record, its plots and the series they were drawn from; returns the Markdown's path."""
+    model, rows = figures["model"], figures["rows"]
+    title = f"Speculation: {model['name']} ({model['dtype']}) on {model['device']}"
+    series = [row.pop("series") for row in rows]
+    names = [f"{name}_{kind}.svg" for kind in _PLOTS]
+    pictures = [f"![{kind}]({each})" for kind, each in zip(_PLOTS, names, strict=True)]
+    parts = [
+        *_note(model["device"]),
+        *("## Speed", "", _speed(rows), "", "## Proposals and pages", "", _pages(rows), ""),
+        *("## Blocks that requests settle at", "", _settled(rows), ""),
+        *("## Over the time of a run, the most streams", "", *pictures),
+    ]
+    path = record.write(name, title, figures, parts)
+    drawn = [{**row, "series": each} for row, each in zip(rows, series, strict=True)]
+    most = max(row["streams"] for row in rows)
+    drawn = [row for row in drawn if row["streams"] == most]
+    for file, draw in zip(names, _PLOTS.values(), strict=True):
+        write_svg(path.parent / file, list(draw(drawn)), columns=_COLUMNS)
+    kept = [
+        {**{key: row[key] for key in ("workload", "streams", "setting")}, **row["series"]}
+        for row in drawn
+    ]
+    text = json.dumps(kept, separators=(",", ":"), default=float)
+    (path.parent / f"{name}_series.json").write_text(text + "\n")
+    return path
+
+
+# ---------------------------------------------------------------- tables
 
 
 def _note(device: str) -> list[str]:
@@ -37,28 +72,117 @@ def _note(device: str) -> list[str]:
     ]
 
 
-def _table(rows: Sequence[dict]) -> str:
-    plain = {
-        (row["workload"], row["streams"]): row["tokens_per_second"]
-        for row in rows
-        if row["setting"] == "off"
-    }
-    heads = ("tokens/s", "gain", "tokens per verify", "accepted", "mean block", "variance")
+def _speed(rows: Sequence[Row]) -> str:
+    plain = {_load(row): row["tokens_per_second"] for row in rows if row["setting"] == "off"}
+    heads = ("tokens/s", "gain", "forward ms", "sample ms", "tick us", "first token ms")
     gaps = ("p50", "p95", "p99")
     return record.table(
-        ("workload", "streams", "setting", *heads, *(f"gap {gap} ms" for gap in gaps), "identical"),
+        (*_HEAD, *heads, *(f"gap {gap} ms" for gap in gaps), "identical"),
         [
             [
-                *(row["workload"], row["streams"], row["setting"]),
+                *_head(row),
                 f"{row['tokens_per_second']:.0f}",
-                f"{row['tokens_per_second'] / plain[row['workload'], row['streams']]:.2f}",
-                f"{row['tokens_per_verify']:.2f}",
-                f"{row['acceptance']:.0%}",
-                f"{row['mean_block_size']:.2f}",
-                f"{row['block_size_variance']:.2f}",
+                f"{row['tokens_per_second'] / plain[_load(row)]:.2f}",
+                *(f"{row['forward_ms']:.3f}", f"{row['sample_ms']:.3f}", f"{row['tick_us']:.0f}"),
+                f"{row['first_token_ms']['p50']:.1f}",
                 *(f"{row['gap_ms'][gap]:.2f}" for gap in gaps),
                 "yes" if row["identical"] else "NO",
             ]
             for row in rows
         ],
     )
+
+
+def _pages(rows: Sequence[Row]) -> str:
+    heads = ("tokens per verify", "accepted", "mean block", "variance", "KV hits", "wasted drafts")
+    return record.table(
+        (*_HEAD, *heads, "KV peak", "preempted"),
+        [
+            [
+                *_head(row),
+                f"{row['tokens_per_verify']:.2f}",
+                f"{row['acceptance']:.0%}",
+                f"{row['mean_block_size']:.2f}",
+                f"{row['block_size_variance']:.2f}",
+                *(f"{row[key]:.0%}" for key in ("kv_hit_rate", "fragmentation", "kv_peak")),
+                row["preemptions"],
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _settled(rows: Sequence[Row]) -> str:
+    """Means over the last quarter of each request, of the policies that choose."""
+    return record.table(
+        (*_HEAD, "by request"),
+        [
+            [*_head(row), ", ".join(f"{size:.1f}" for size in row["settled_blocks"])]
+            for row in rows
+            if row["setting"] in _ADAPTIVE
+        ],
+    )
+
+
+_HEAD = ("workload", "streams", "setting")
+
+
+def _head(row: Row) -> tuple[str, ...]:
+    return tuple(str(row[key]) for key in _HEAD)
+
+
+def _load(row: Row) -> tuple[str, int]:
+    return row["workload"], row["streams"]
+
+
+# ---------------------------------------------------------------- plots
+
+
+def _blocks(rows: Sequence[Row]) -> Iterator[Panel]:
+    """Tokens proposed, by request, of the policies that choose."""
+    return _by_request(rows, "tokens proposed", 1)
+
+
+def _averages(rows: Sequence[Row]) -> Iterator[Panel]:
+    return _by_request(rows, "average acceptance", 2)
+
+
+def _by_request(rows: Sequence[Row], y_name: str, field: int) -> Iterator[Panel]:
+    for row in rows:
+        if row["setting"] in _ADAPTIVE:
+            lines = [
+                Line(f"request {i}", [(point[0], point[field]) for point in points], steps=True)
+                for i, points in enumerate(row["series"]["blocks"][:8])
+            ]
+            yield Panel(f"{row['workload']}: {row['setting']}", "ms", y_name, lines)
+
+
+def _pressure(rows: Sequence[Row]) -> Iterator[Panel]:
+    """Pages that live requests hold."""
+    return _by_setting(rows, "ms", "share of KV pages", lambda row: row["series"]["kv_use"])
+
+
+def _latency(rows: Sequence[Row]) -> Iterator[Panel]:
+    """Times between two tokens of a request."""
+    return _by_setting(
+        rows,
+        "percentile",
+        "ms between tokens",
+        lambda row: list(enumerate(row["series"]["gaps_ms"])),
+    )
+
+
+def _by_setting(
+    rows: Sequence[Row], x_name: str, y_name: str, points: Callable[[Row], Sequence[Any]]
+) -> Iterator[Panel]:
+    for workload in dict.fromkeys(row["workload"] for row in rows):
+        lines = [Line(r["setting"], points(r)) for r in rows if r["workload"] == workload]
+        yield Panel(workload, x_name, y_name, lines)
+
+
+_PLOTS: dict[str, Callable[[Sequence[Row]], Iterator[Panel]]] = {
+    "blocks": _blocks,
+    "acceptance": _averages,
+    "pressure": _pressure,
+    "latency": _latency,
+}

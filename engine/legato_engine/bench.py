@@ -28,13 +28,13 @@ from legato_engine.bench_tables import (
 )
 from legato_engine.config import EngineConfig
 from legato_engine.decode_phase import MIN_LENGTH, Comparison, compare, measure
-from legato_engine.speculation_bench import Plan
+from legato_engine.speculation_bench import SETTINGS, WORKLOADS, Plan
 from legato_engine.speculation_bench import measure as measure_speculation
 from legato_engine.workload import KINDS, Workload
 
 _TABLES = {"full": full_tables, "photon": photon_tables}
 _TABLE_WIDTH = 120
-_WIDE_TABLE = 160
+_WIDE_TABLE = 220
 _COMPARED = ("query", "detect")
 
 
@@ -78,7 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def compare_speculation(assembly: Assembly, arguments: argparse.Namespace) -> int:
     """Print what each setting of speculation comes to."""
-    plan = Plan(streams=arguments.streams, length=arguments.length, repeats=arguments.repeats)
+    plan = Plan(
+        streams=arguments.streams,
+        length=arguments.length,
+        repeats=arguments.repeats,
+        settings=arguments.settings,
+        workloads=arguments.workloads,
+        context=arguments.context,
+    )
     rows = measure_speculation(assembly, plan)
     console = Console()
     console.width = max(console.width, _WIDE_TABLE)
@@ -160,6 +167,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="fixed blocks and policies beside plain decoding, on real and synthetic requests",
     )
+    parser.add_argument(
+        "--settings", default=SETTINGS, type=_names, help="of speculation: fixed:4,seed,..."
+    )
+    parser.add_argument(
+        "--workloads", default=WORKLOADS, type=_names, help=f"of {', '.join(WORKLOADS)}"
+    )
     parser.add_argument("--table", default="full", choices=sorted(_TABLES))
     parser.add_argument("--json", action="store_true", help="figures instead of tables")
     arguments = parser.parse_args(argv)
@@ -193,6 +206,10 @@ def model_config(arguments: argparse.Namespace) -> EngineConfig:
         threads=arguments.threads,
         cuda_graphs=not arguments.no_cuda_graphs,
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _numbers(text: str) -> list[int]:

@@ -90,7 +90,8 @@ def speculation_table(rows: Sequence[Figures], title: str) -> Table:
     """Settings beside each other; the gain is over plain decoding of the same workload."""
     heads = (
         *("workload", "streams", "setting", "tok/s", "gain", "tok/verify", "accepted", "block"),
-        *("variance", "first ms", "gap P50 ms", "P95 ms", "P99 ms", "same tokens"),
+        *("variance", "step ms", "first ms", "gap P50 ms", "P95 ms", "P99 ms"),
+        *("hits", "wasted", "KV peak", "same tokens"),
     )
     table = _table(f"Speculation: {title}", heads)
     plain = {(row.workload, row.streams): row for row in rows if row.setting == SPECULATION_OFF}
@@ -100,8 +101,9 @@ def speculation_table(rows: Sequence[Figures], title: str) -> Table:
             *(row.workload, str(row.streams), row.setting, f"{row.tokens_per_second:.0f}"),
             *(f"{gain:.2f}", f"{row.tokens_per_verify:.2f}", f"{row.acceptance:.0%}"),
             *(f"{row.mean_block_size:.2f}", f"{row.block_size_variance:.2f}"),
-            f"{row.first_token_ms:.1f}",
+            *(f"{row.forward_ms + row.sample_ms:.3f}", f"{row.first_token_ms['p50']:.1f}"),
             *(f"{row.gap_ms[p]:.2f}" for p in ("p50", "p95", "p99")),
+            *(f"{row.kv_hit_rate:.0%}", f"{row.fragmentation:.0%}", f"{row.kv_peak:.0%}"),
             "yes" if row.identical else "NO",
         )
     return table

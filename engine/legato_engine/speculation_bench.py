@@ -1,49 +1,37 @@
 """What speculation buys: fixed blocks beside policies, on real answers and on known quality.
 
 The same requests run once plainly and then with each setting, and their tokens are compared. Real
-ones are captions of pictures and questions about them, by prompt lookup. Synthetic ones are answers
-of fixed length whose tokens are proposed right at known rates, by a replay of the plain run.
+ones are captions of pictures and questions about them, by the engine's own proposals. Synthetic
+ones are answers whose tokens are proposed right at known rates, by a replay of the plain run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
+from itertools import cycle
 
 import msgspec
-import numpy as np
-from PIL import Image
 
 from legato_engine.assembly import Assembly, speculating
 from legato_engine.config import SPECULATION_OFF
-from legato_engine.core import (
-    CachedImage,
-    CaptionLength,
-    CaptionTask,
-    ImageInfo,
-    QueryTask,
-    Request,
-    SamplingParams,
-    TaskSpec,
-)
-from legato_engine.engine import make_sequence
-from legato_engine.models.model import PreparedImage
-from legato_engine.models.moondream.family import shipped
+from legato_engine.errors import InvalidField
 from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.speculation_loads import (
+    PROFILES,
+    REAL,
+    cache_for,
+    real_requests,
+    sample_pictures,
+    synthetic_requests,
+)
 from legato_engine.speculation_run import Figures, Run
-from legato_engine.speculative.proposer import Proposer
+from legato_engine.speculative.proposer import UNKNOWN
 from legato_engine.speculative.replay import ReplayProposer, known_history
-from legato_engine.workload import FixedLengthTask
 
 SETTINGS = ("fixed:1", "fixed:2", "fixed:4", "fixed:8", "seed", "budget")
-PROFILES = {"0.4": (0.4,), "0.6": (0.6,), "0.8": (0.8,), "mixed": (0.95, 0.1, 0.6, 0.8)}
-"""Rates at which synthetic proposals are right, by request in turn."""
-
-REAL = "captions and queries"
-_QUESTIONS = ("What is in the picture?", "How many things are there?")
-_SHIPPED = "legato_tiny"
+WORKLOADS = (REAL, *PROFILES)
 
 _Make = Callable[[], list[EngineSequence]]
 
@@ -52,111 +40,104 @@ _Make = Callable[[], list[EngineSequence]]
 class Plan:
     """What to measure; of `repeats` runs the fastest counts.
 
-    `length` is of synthetic answers, `profiles` are names of `PROFILES`.
+    `length` is of synthetic answers and `context` the position of their first token (0: as it
+    comes). `workloads` are `REAL` and names of `PROFILES`.
     """
 
     streams: Sequence[int]
     length: int
     repeats: int
     settings: Sequence[str] = SETTINGS
-    profiles: Sequence[str] = tuple(PROFILES)
+    workloads: Sequence[str] = WORKLOADS
+    context: int = 0
 
 
 def measure(assembly: Assembly, plan: Plan) -> list[Figures]:
-    """Every workload and setting, plain decoding first; nobody else uses the assembly meanwhile."""
-    pictures = sample_pictures(assembly)
+    """Every workload and setting, plain decoding first; nobody else uses the assembly meanwhile.
+
+    Raises `InvalidField` for a setting or workload that does not exist.
+    """
+    unknown = [name for name in plan.workloads if name not in WORKLOADS]
+    if unknown:
+        raise InvalidField(f"there are {', '.join(WORKLOADS)}, no {unknown[0]}", field="workloads")
     rows: list[Figures] = []
     for streams in plan.streams:
         config = msgspec.structs.replace(assembly.config, max_running=streams)
         some = dataclasses.replace(assembly, config=config)
-        requests = max(streams, len(PROFILES["mixed"]))
-        rows += _compare(some, plan, REAL, partial(real_requests, assembly, pictures), ())
-        synthetic = partial(synthetic_requests, assembly, requests, plan.length)
-        for name in plan.profiles:
-            rows += _compare(some, plan, name, synthetic, PROFILES[name])
+        off = speculating(some, SPECULATION_OFF)
+        rows += _real(off, plan)
+        rows += _synthetic(off, plan)
+    return rows
+
+
+def _real(off: Assembly, plan: Plan) -> list[Figures]:
+    """Real requests with every setting."""
+    if REAL not in plan.workloads:
+        return []
+    make = partial(real_requests, off, sample_pictures(off))
+    changed = ((setting, speculating(off, setting)) for setting in plan.settings)
+    return _compare(off, _plain(off, make, plan), make, changed, plan, REAL)
+
+
+def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
+    """The profiles with every setting; one replay knows the answers of one after the other."""
+    names = [name for name in plan.workloads if name in PROFILES]
+    makes = {
+        name: partial(
+            synthetic_requests, off, PROFILES[name], length=plan.length, context=plan.context
+        )
+        for name in names
+    }
+    if not names:
+        return []
+    everyone = [make() for make in makes.values()]
+    room = max(map(len, everyone)), off.model.max_context
+    replay = ReplayProposer(
+        [[UNKNOWN]],
+        off.device.torch_device,
+        rates=[1.0],
+        vocab_size=off.model.vocab_size,
+        room=room,
+    )
+    speculative = {setting: speculating(off, setting, replay) for setting in plan.settings}
+    rows: list[Figures] = []
+    for name, make in makes.items():
+        profile, requests = PROFILES[name], make()
+        cramped = cache_for(off, profile, requests)
+        plain = _plain(cramped, make, plan)
+        rates = [rate for rate, _ in zip(cycle(profile.rates), requests, strict=False)]
+        replay.know(list(map(_history, plain.sequences, plain.tokens)), rates=rates)
+        changed = (
+            (setting, cache_for(each, profile, requests)) for setting, each in speculative.items()
+        )
+        rows += _compare(cramped, plain, make, changed, plan, name)
     return rows
 
 
 def _compare(
-    assembly: Assembly, plan: Plan, workload: str, make: _Make, rates: Sequence[float]
+    off: Assembly,
+    plain: Run,
+    make: _Make,
+    changed: Iterable[tuple[str, Assembly]],
+    plan: Plan,
+    workload: str,
 ) -> list[Figures]:
-    streams = assembly.config.max_running
-    off = speculating(assembly, SPECULATION_OFF)
-    Run(off, make())  # nothing is cold in what is timed
-    plain = _fastest(off, make, plan.repeats)
+    streams = off.config.max_running
     rows = [plain.figures(workload, streams, SPECULATION_OFF, plain)]
-    for setting in plan.settings:
-        proposer = _replay(assembly, plain, rates) if rates else None
-        run = _fastest(speculating(assembly, setting, proposer), make, plan.repeats)
+    for setting, assembly in changed:
+        run = _fastest(assembly, make, plan.repeats)
         rows.append(run.figures(workload, streams, setting, plain))
     return rows
+
+
+def _plain(off: Assembly, make: _Make, plan: Plan) -> Run:
+    Run(off, make())  # nothing is cold in what is timed
+    return _fastest(off, make, plan.repeats)
 
 
 def _fastest(assembly: Assembly, make: _Make, repeats: int) -> Run:
     return min((Run(assembly, make()) for _ in range(repeats)), key=lambda run: run.seconds)
 
 
-def _replay(assembly: Assembly, plain: Run, rates: Sequence[float]) -> Proposer:
-    known = [
-        known_history(sequence.prefix_length, sequence.prompt, tokens)
-        for sequence, tokens in zip(plain.sequences, plain.tokens, strict=True)
-    ]
-    return ReplayProposer(
-        known,
-        assembly.device.torch_device,
-        rates=[rates[index % len(rates)] for index in range(len(known))],
-        vocab_size=assembly.model.vocab_size,
-    )
-
-
-def sample_pictures(assembly: Assembly) -> list[PreparedImage]:
-    """The pictures that come with legato-tiny."""
-    folder = shipped(_SHIPPED) / "samples"
-    return [_prepared(assembly, path) for path in sorted(folder.iterdir()) if _is_picture(path)]
-
-
-def _is_picture(path: Path) -> bool:
-    return path.suffix in (".png", ".jpg", ".webp")
-
-
-def _prepared(assembly: Assembly, path: Path) -> PreparedImage:
-    with Image.open(path) as opened:
-        picture = opened.convert("RGB")
-    width, height = picture.size
-    info = ImageInfo(image_id=path.name, width=width, height=height, cache_hit=False)
-    return assembly.frontend.prepare_image(np.asarray(picture), path.name, info)
-
-
-def real_requests(assembly: Assembly, pictures: Sequence[PreparedImage]) -> list[EngineSequence]:
-    """A caption of each length and two questions for every picture; greedy."""
-    tasks: list[TaskSpec] = [CaptionTask(length=length) for length in CaptionLength]
-    tasks += [QueryTask(question=question) for question in _QUESTIONS]
-    return [
-        _sequence(assembly, f"{picture.key}-{index}", task, picture)
-        for picture in pictures
-        for index, task in enumerate(tasks)
-    ]
-
-
-def synthetic_requests(assembly: Assembly, count: int, length: int) -> list[EngineSequence]:
-    """Questions without a picture, no two alike, each answered with `length` tokens."""
-    sequences = []
-    constraints = range(len(assembly.frontend.constraints))
-    for index in range(count):
-        task = QueryTask(question=f"{index}: what is there?")
-        sequence = _sequence(assembly, str(index), task, None)
-        sequence.task = FixedLengthTask(sequence.task, length, sequence.prompt, constraints)
-        sequences.append(sequence)
-    return sequences
-
-
-def _sequence(
-    assembly: Assembly, request_id: str, task: TaskSpec, picture: PreparedImage | None
-) -> EngineSequence:
-    request = Request(
-        request_id=request_id,
-        task=task,
-        image=None if picture is None else CachedImage(image_id=picture.key),
-        sampling=SamplingParams(temperature=0.0, seed=0),
-    )
-    return make_sequence(assembly.frontend, request, picture)
+def _history(sequence: EngineSequence, tokens: Sequence[int]) -> list[int]:
+    return known_history(sequence.prefix_length, sequence.prompt, tokens)

@@ -12,38 +12,67 @@ import numpy as np
 from legato_engine.assembly import Assembly, SilentSink
 from legato_engine.core import Event, FinishReason, TaskResult
 from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.runner import LaunchTimes
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken, Task
 
 _PERCENTILES = (50, 95, 99)
 _MS = 1e3
+_NS_PER_US, _NS_PER_MS = 1e3, 1e6
+_SETTLED = 4  # a request's last part of so many
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Series:
+    """A run over its time, in milliseconds since its start.
+
+    By request, for each of its verifies: when it was committed, how many tokens it had proposed,
+    and the average acceptance that followed. For each decode: the share of all KV pages that live
+    requests hold. `gaps_ms` are the percentiles 0 to 100 of the time between two tokens.
+    """
+
+    blocks: list[list[tuple[float, int, float]]]
+    kv_use: list[tuple[float, float]]
+    gaps_ms: list[float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
     """One setting on one workload.
 
-    Times are in milliseconds, rates count prefills too. `gap_ms` are percentiles of the time
-    between two tokens of a request as they are delivered: those of a block come together. Blocks
-    are what was really proposed; `tokens_per_verify` is what a row committed a step. `identical`:
-    every token is that of the plain run.
+    Times are in milliseconds, `tick_us` in microseconds of the host; rates count prefills too.
+    `first_token_ms` counts from a request's submission, `gap_ms` is between two tokens of a request
+    as they are delivered: those of a block come together. `forward_ms` and `sample_ms` are of the
+    device, medians over decodes of the most rows. Blocks are what was really proposed;
+    `settled_blocks` are their means over the last quarter of each request. `tokens_per_verify` is
+    what a row committed a step. `kv_hit_rate` and `fragmentation` are the cache's own over the run,
+    `kv_peak` the largest share of its pages that live requests held. `identical`: every token is
+    that of the plain run.
     """
 
     workload: str
     streams: int
     setting: str
     tokens_per_second: float
-    first_token_ms: float
+    first_token_ms: dict[str, float]
     gap_ms: dict[str, float]
+    forward_ms: float
+    sample_ms: float
+    tick_us: float
     num_tokens: int
     num_steps: int
     acceptance: float
     mean_block_size: float
     block_size_variance: float
+    settled_blocks: list[float]  # by request
     tokens_per_verify: float
+    kv_hit_rate: float
+    fragmentation: float
+    kv_peak: float
+    preemptions: int
     identical: bool
-    block_size_history: list[list[int]]  # by request
+    series: Series
 
 
 class RecordedTask:
@@ -89,30 +118,46 @@ class Run(SilentSink):
 
     def __init__(self, assembly: Assembly, sequences: Sequence[EngineSequence]) -> None:
         self.sequences = sequences
+        self._runner = assembly.runner
         self._tasks = [RecordedTask(sequence.task) for sequence in sequences]
         self._submitted: list[float] = []
         self._records: list[StepRecord] = []
-        scheduler = assembly.scheduler(
+        self._times: list[LaunchTimes] = []
+        self._averages: dict[str, list[tuple[float, float]]] = {}
+        self._kv_use: list[tuple[float, float]] = []
+        self._scheduler = assembly.scheduler(
             self,
             pipeline_depth=2,
             prefills_per_decode=len(sequences),
             shares=False,
             observer=self,
         )
-        start = time.perf_counter()
-        for sequence, task in zip(sequences, self._tasks, strict=True):
+        self._start = time.perf_counter()
+        for index, (sequence, task) in enumerate(zip(sequences, self._tasks, strict=True)):
             sequence.task = task
+            sequence.seq_id = index  # among those of one age it says who keeps its pages
             self._submitted.append(time.perf_counter())
-            scheduler.submit(sequence)
+            self._scheduler.submit(sequence)
             if assembly.config.max_running == 1:
-                scheduler.drain()
-        scheduler.drain()
-        self.seconds = time.perf_counter() - start
+                self._scheduler.drain()
+        self._scheduler.drain()
+        self.seconds = time.perf_counter() - self._start
 
     def committed(self, record: StepRecord) -> None:
-        """Keep a decode's record."""
-        if record.launch.plan.kind is LaunchKind.DECODE:
-            self._records.append(record)
+        """Keep a decode's record, the device's times, and where the policy and the cache stand."""
+        if record.launch.plan.kind is not LaunchKind.DECODE:
+            return
+        self._records.append(record)
+        self._times.append(self._runner.times(record.launch))
+        load, now = self._scheduler.load(), self._now()
+        self._kv_use.append((now, load.pages_used / load.pages_total))
+        for row in record.launch.plan.rows:
+            drafting = row.sequence.drafting
+            if drafting is None:
+                continue
+            averages = self._averages.setdefault(row.sequence.request.request_id, [])
+            if len(averages) < len(drafting.block_size_history):
+                averages.append((now, drafting.ema_acceptance_rate))
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -124,24 +169,76 @@ class Run(SilentSink):
         records, tasks = self._records, self._tasks
         rows = sum(len(each.launch.plan.rows) - each.zombies for each in records)
         proposed = sum(each.proposed for each in records)
-        gaps = [gap for task in tasks for gap in np.diff(task.times)]
+        gaps = [gap * _MS for task in tasks for gap in np.diff(task.times)]
         firsts = [task.times[0] - at for task, at in zip(tasks, self._submitted, strict=True)]
         histories = [s.drafting.block_size_history for s in self.sequences if s.drafting]
         blocks = [size for history in histories for size in history] or [0]
         num_tokens = sum(map(len, self.tokens))
+        forward_ms, sample_ms = self._device_times()
+        kv = self._scheduler.load().kv
+        assert kv is not None, "a scheduler has a KV cache"
         return Figures(
             workload=workload,
             streams=streams,
             setting=setting,
             tokens_per_second=num_tokens / self.seconds,
-            first_token_ms=statistics.median(firsts) * _MS,
-            gap_ms={f"p{p}": float(np.percentile(gaps, p)) * _MS for p in _PERCENTILES},
+            first_token_ms=_percentiles([each * _MS for each in firsts]),
+            gap_ms=_percentiles(gaps),
+            forward_ms=forward_ms,
+            sample_ms=sample_ms,
+            tick_us=statistics.median(map(_tick_ns, records)) / _NS_PER_US,
             num_tokens=num_tokens,
             num_steps=len(records),
             acceptance=sum(each.accepted for each in records) / max(1, proposed),
             mean_block_size=statistics.fmean(blocks),
             block_size_variance=statistics.pvariance(blocks),
+            settled_blocks=[_settled(history) for history in histories if history],
             tokens_per_verify=sum(each.tokens for each in records) / rows,
+            kv_hit_rate=kv.hit_rate,
+            fragmentation=kv.fragmentation_ratio,
+            kv_peak=max(use for _, use in self._kv_use),
+            preemptions=kv.preemptions,
             identical=self.tokens == plain.tokens,
-            block_size_history=histories,
+            series=self._series(gaps),
         )
+
+    def _series(self, gaps: Sequence[float]) -> Series:
+        blocks = [
+            [
+                (now, size, average)
+                for (now, average), size in zip(
+                    self._averages.get(sequence.request.request_id, ()),
+                    sequence.drafting.block_size_history if sequence.drafting else (),
+                    strict=True,
+                )
+            ]
+            for sequence in self.sequences
+        ]
+        return Series(blocks, self._kv_use, np.percentile(gaps, range(101)).tolist())
+
+    def _device_times(self) -> tuple[float, float]:
+        """Of forwards and samplings, in milliseconds; what fewer rows take says nothing."""
+        most = max(len(record.launch.plan.rows) for record in self._records)
+        times = [
+            each
+            for record, each in zip(self._records, self._times, strict=True)
+            if len(record.launch.plan.rows) == most
+        ]
+        forward = statistics.median(each.forward_end - each.forward_start for each in times)
+        sample = statistics.median(each.sample_end - each.sample_start for each in times)
+        return forward / _NS_PER_MS, sample / _NS_PER_MS
+
+    def _now(self) -> float:
+        return (time.perf_counter() - self._start) * _MS
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{p}": float(np.percentile(values, p)) for p in _PERCENTILES}
+
+
+def _settled(history: Sequence[int]) -> float:
+    return statistics.fmean(history[-max(1, len(history) // _SETTLED) :])
+
+
+def _tick_ns(record: StepRecord) -> int:
+    return record.plan_ns + record.launch_ns + record.finalize_ns + record.commit_ns

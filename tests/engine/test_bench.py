@@ -4,7 +4,8 @@ import json
 
 import pytest
 from legato_engine import bench, speculation_bench
-from legato_engine.speculation_bench import synthetic_requests
+from legato_engine.errors import InvalidField
+from legato_engine.speculation_loads import PROFILES, synthetic_requests
 
 OPTIONS = ["--model", "random-tiny", "--device", "cpu", "--threads", "1"]
 OPTIONS += ["--length", "12", "--repeats", "1"]
@@ -59,32 +60,64 @@ def test_tables(capsys):
         assert words in printed
 
 
+WORKLOADS = (speculation_bench.REAL, "0.8", "0.4", "near the end")
+
+
 def test_speculation(capsys, monkeypatch):
     """Every setting stands beside plain decoding, with the same tokens and its own figures."""
     monkeypatch.setattr(speculation_bench, "sample_pictures", lambda assembly: [])
+    profile = PROFILES["0.4"]
     monkeypatch.setattr(
-        speculation_bench, "real_requests", lambda assembly, _: synthetic_requests(assembly, 1, 9)
+        speculation_bench,
+        "real_requests",
+        lambda assembly, _: synthetic_requests(assembly, profile, length=9),
     )
-    rows = figures(capsys, "--speculation", "--streams", "2")["rows"]
+    options = ("--streams", "2", "--workloads", ",".join(WORKLOADS))
+    rows = figures(capsys, "--speculation", *options)["rows"]
     settings = ("off", *speculation_bench.SETTINGS)
-    workloads = (speculation_bench.REAL, *speculation_bench.PROFILES)
     assert [(row["workload"], row["setting"]) for row in rows] == [
-        (workload, setting) for workload in workloads for setting in settings
+        (workload, setting) for workload in WORKLOADS for setting in settings
     ]
     assert all(row["identical"] for row in rows)
     for row in rows:
-        assert row["tokens_per_second"] > 0
+        assert min(row["tokens_per_second"], row["forward_ms"], row["tick_us"]) > 0
+        assert row["gap_ms"]["p50"] <= row["gap_ms"]["p95"] <= row["gap_ms"]["p99"]
         is_plain = row["setting"] == "off"
         assert (row["tokens_per_verify"] == 1.0) == (is_plain or row["acceptance"] == 0.0)
-        assert is_plain == (not row["block_size_history"])
+        series = row["series"]["blocks"]
+        assert is_plain == (not any(series)) == (not row["settled_blocks"])
+        assert all(
+            block <= 8 and 0 <= average <= 1 for line in series for _, block, average in line
+        )
+        assert max(use for _, use in row["series"]["kv_use"]) == row["kv_peak"] < 0.5
     right, wrong = (
         next(r for r in rows if (r["workload"], r["setting"]) == (rate, "fixed:8"))
         for rate in ("0.8", "0.4")
     )
     assert right["tokens_per_verify"] > wrong["tokens_per_verify"]
     assert right["num_steps"] < wrong["num_steps"]
-    assert bench.main([*OPTIONS, "--speculation", "--streams", "1"]) == 0
+    short = next(r for r in rows if (r["workload"], r["setting"]) == ("near the end", "fixed:8"))
+    assert short["num_tokens"] < right["num_tokens"]
+    assert short["mean_block_size"] < right["mean_block_size"]
+
+
+def test_speculation_under_pressure(capsys):
+    """With pages for a part of the requests they give way to each other, and answers stay."""
+    options = ("--streams", "4", "--length", "48", "--settings", "fixed:8,seed")
+    rows = figures(capsys, "--speculation", *options, "--workloads", "under pressure")["rows"]
+    assert all(row["identical"] for row in rows)
+    assert all(row["kv_peak"] > 0.85 and row["kv_hit_rate"] > 0.3 for row in rows)
+    assert sum(row["preemptions"] for row in rows) > 0
+    assert all(row["fragmentation"] > 0 for row in rows if row["setting"] != "off")
+
+
+def test_tables_of_speculation(capsys):
+    """Without --json the figures come as a table; what is not there is said by name."""
+    options = (*OPTIONS, "--speculation", "--streams", "1", "--settings", "fixed:2")
+    assert bench.main([*options, "--workloads", "0.6"]) == 0
     assert "same tokens" in capsys.readouterr().out
+    with pytest.raises(InvalidField, match=r"no 0\.5"):
+        bench.main([*options, "--workloads", "0.5"])
 
 
 def test_too_short(capsys):

@@ -48,3 +48,17 @@ def test_tokens_are_right_as_often_as_asked(rate):
     assert all(len(tokens) == 1 for tokens in said.values()), "a place is said in two ways"
     right = sum(known[place] in tokens for place, tokens in said.items()) / len(said)
     assert right == pytest.approx(rate, abs=0.03)
+
+
+def test_another_run_can_be_known():
+    """What it knows is exchanged in place; of those before nothing is left."""
+    first, second = known_history(0, PROMPT, [5, 6, 7, 8]), known_history(0, PROMPT, [5, 9])
+    proposer = ReplayProposer([first], CPU, rates=[1.0], vocab_size=100, room=(2, 8))
+    tokens_RC = torch.tensor([[3, 4, 5, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN]])
+    said = []
+    for known in ([first], [second], [second, first]):
+        proposer.know(known, rates=[1.0])
+        draft_RK = torch.zeros(1, 3, dtype=torch.int64)
+        proposer.propose(TokenHistory(tokens_RC, torch.tensor([2])), draft_RK)
+        said.append(draft_RK[0].tolist())
+    assert said == [[6, 7, 8], [9, UNKNOWN, UNKNOWN], [9, UNKNOWN, UNKNOWN]]
