@@ -5,7 +5,7 @@ import json
 import pytest
 from legato_engine import bench, speculation_bench
 from legato_engine.errors import InvalidField
-from legato_engine.speculation_loads import PROFILES, synthetic_requests
+from legato_engine.speculation_loads import PROFILES, REAL, synthetic_requests
 
 OPTIONS = ["--model", "random-tiny", "--device", "cpu", "--threads", "1"]
 OPTIONS += ["--length", "12", "--repeats", "1"]
@@ -60,7 +60,7 @@ def test_tables(capsys):
         assert words in printed
 
 
-WORKLOADS = (speculation_bench.REAL, "0.8", "0.4", "near the end")
+WORKLOADS = (REAL, "0.8", "0.4", "near the end")
 
 
 def test_speculation(capsys, monkeypatch):
