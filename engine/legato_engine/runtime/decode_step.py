@@ -39,7 +39,7 @@ class DecodeStep:
         """Last sampled tokens in, and those proposed behind them; residual stream, logits out."""
         model, state, slot, batch = self._model, self._state, self._slot, self._batch
         if state.drafts is not None:
-            state.drafts.place(slot, batch)
+            state.drafts.place(slot, batch, state.page_table_RM)
         row_B = slot.staged.device["row"][:batch]
         token_B = state.token_R[row_B]
         if state.drafts is not None:

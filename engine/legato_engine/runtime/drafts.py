@@ -4,15 +4,20 @@ A launch's row has a lane for each token that it feeds: lane 0 feeds the newest 
 j-th proposed one. The host stages which lanes there are; where they stand is known here alone, as
 the launch in front may not be read yet. A lane that has nothing to feed becomes padding.
 
-Shape legend: R rows of the state, B lanes of a launch, K proposed tokens, C positions.
+Shape legend: R rows of the state, B lanes of a launch, K proposed tokens, C positions, D width.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.speculative.proposer import UNKNOWN, Proposer, TokenHistory
+from legato_engine.speculative.proposer import UNKNOWN, Proposer, RowHistory
+
+if TYPE_CHECKING:
+    from legato_engine.kernels.cuda.drafting import DraftKernels
 
 _NO_LANE = -2  # in place of a sampled token, which may also be -1: not finite
 
@@ -32,43 +37,54 @@ class Drafts:
         num_rows: int,
         max_context: int,
         vocab_size: int,
+        width: int,
         max_block: int,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """`num_rows` without the scratch row, which is one more."""
         rows = num_rows + 1
         self.max_block = max_block
-        self._proposer = proposer
-        self._scratch = num_rows
-        self._vocab_size = vocab_size
-        self._tokens_RC = torch.full((rows, max_context + 1), UNKNOWN, device=device)
-        self._position_R = torch.zeros(rows, dtype=torch.int64, device=device)  # of the newest
-        self._limit_R = torch.full((rows,), -1, device=device)  # the last that may be fed
-        self._draft_RK = torch.full((rows, max_block), UNKNOWN, device=device)
+        self.scratch_row = num_rows
+        self.tokens_RC = torch.full((rows, max_context + 1), UNKNOWN, device=device)
+        self.position_R = torch.zeros(rows, dtype=torch.int64, device=device)  # of the newest
+        self.hidden_RD = torch.zeros(rows, width, dtype=dtype, device=device)  # it came from
+        self.limit_R = torch.full((rows,), -1, device=device)  # the last that may be fed
+        self.draft_RK = torch.full((rows, max_block), UNKNOWN, device=device)
         self._sampled_RL = torch.full((rows, max_block + 1), _NO_LANE, device=device)  # by lane
+        self._proposer = proposer
+        self._vocab_size = vocab_size
+        self._kernels = _kernels(max_block, vocab_size, device)
 
     def admit(self, slot: DecodeSlot) -> None:
         """Take what is known of a sequence from its staged prefill, and where it ends."""
         staged = slot.prompt.device
-        self._tokens_RC.index_copy_(0, staged["row"], staged["history"])
-        self._limit_R.index_copy_(0, staged["row"], staged["limit"])
+        self.tokens_RC.index_copy_(0, staged["row"], staged["history"])
+        self.limit_R.index_copy_(0, staged["row"], staged["limit"])
 
-    def place(self, slot: DecodeSlot, batch: int) -> None:
+    def place(self, slot: DecodeSlot, batch: int, page_table_RM: torch.Tensor) -> None:
         """Propose, and give each staged lane its token and its position, or nothing to feed."""
-        self._propose()
+        history = RowHistory(self.tokens_RC, self.position_R, self.hidden_RD, page_table_RM)
+        self._proposer.propose(history, self.draft_RK)
+        if self._kernels is not None:
+            self._kernels.place(self, slot.staged.device, batch)
+            return
+        draft_RK = self.draft_RK
+        known_RK = (draft_RK >= 0) & (draft_RK < self._vocab_size)
+        draft_RK.masked_fill_(known_RK.cumprod(1) == 0, UNKNOWN)
         staged = {name: field[:batch] for name, field in slot.staged.device.items()}
         row_B, lane_B = staged["row"], staged["lane"]
-        first_B = self._position_R[row_B]
-        draft_B = self._draft_RK[row_B, (lane_B - 1).clamp(min=0)]
+        first_B = self.position_R[row_B]
+        draft_B = draft_RK[row_B, (lane_B - 1).clamp(min=0)]
         position_B = first_B + lane_B
         is_newest_B = lane_B == 0
-        idle_B = (position_B > self._limit_R[row_B]) | ~(is_newest_B | (draft_B != UNKNOWN))
+        idle_B = (position_B > self.limit_R[row_B]) | ~(is_newest_B | (draft_B != UNKNOWN))
         staged["source"].copy_(row_B.masked_fill(~is_newest_B, -1).masked_fill(idle_B, -1))
         staged["token"].copy_(draft_B.masked_fill(is_newest_B | idle_B, 0))
         staged["position"].copy_(position_B.masked_fill(idle_B, 0))
         staged["fresh"].copy_(first_B.masked_fill(idle_B, 0))
         staged["sample_position"].copy_((position_B + 1).masked_fill(idle_B, 0))
-        row_B.masked_fill_(idle_B, self._scratch)
+        row_B.masked_fill_(idle_B, self.scratch_row)
         staged["sample_row"].copy_(row_B)
 
     def settle(self, slot: DecodeSlot, batch: int, token_R: torch.Tensor) -> None:
@@ -78,27 +94,34 @@ class Drafts:
         it followed a token that is not there. Leaves the counts in the slot's outputs.
         """
         staged, outputs = slot.staged.device, slot.outputs.device
-        row_B, lane_B = staged["row"][:batch], staged["lane"][:batch]
+        if self._kernels is not None:
+            sampled, hidden = slot.tokens_R, slot.hidden_RD
+            self._kernels.settle(self, staged, sampled, hidden, token_R, outputs, batch)
+            return
+        row_B, lane_B = staged["sample_row"][:batch], staged["lane"][:batch]
         position_B, token_B = staged["sample_position"][:batch], slot.tokens_R[:batch]
         sampled_RL = self._sampled_RL.fill_(_NO_LANE)
         sampled_RL[row_B, lane_B] = token_B
-        sampled_RL[self._scratch].fill_(_NO_LANE)
+        sampled_RL[self.scratch_row].fill_(_NO_LANE)
         was_fed_RK = sampled_RL[:, 1:] != _NO_LANE
-        right_RK = (sampled_RL[:, :-1] == self._draft_RK) & was_fed_RK
+        right_RK = (sampled_RL[:, :-1] == self.draft_RK) & was_fed_RK
         accepted_R = right_RK.cumprod(1).sum(1)
         accepted_B = accepted_R[row_B]
         count_R = accepted_R + (sampled_RL[:, 0] != _NO_LANE)
         outputs["count"][:batch].copy_(count_R[row_B])
         outputs["proposed"][:batch].copy_(was_fed_RK.sum(1)[row_B])
-        stands_B = row_B.masked_fill(lane_B > accepted_B, self._scratch)
-        self._tokens_RC[stands_B, position_B] = token_B
-        newest_B = row_B.masked_fill(lane_B != accepted_B, self._scratch)
-        self._position_R[newest_B] = position_B
+        stands_B = row_B.masked_fill(lane_B > accepted_B, self.scratch_row)
+        self.tokens_RC[stands_B, position_B] = token_B
+        newest_B = row_B.masked_fill(lane_B != accepted_B, self.scratch_row)
+        self.position_R[newest_B] = position_B
+        self.hidden_RD[newest_B] = slot.hidden_RD[:batch]
         token_R[newest_B] = token_B.clamp(min=0)
 
-    def _propose(self) -> None:
-        """Fill `_draft_RK`; what is no token of the model ends a proposal."""
-        draft_RK = self._draft_RK
-        self._proposer.propose(TokenHistory(self._tokens_RC, self._position_R), draft_RK)
-        known_RK = (draft_RK >= 0) & (draft_RK < self._vocab_size)
-        draft_RK.masked_fill_(known_RK.cumprod(1) == 0, UNKNOWN)
+
+def _kernels(max_block: int, vocab_size: int, device: torch.device) -> DraftKernels | None:
+    """Two launches where torch would make thirty, on a GPU."""
+    if device.type != "cuda":
+        return None
+    from legato_engine.kernels.cuda.drafting import DraftKernels
+
+    return DraftKernels(max_block, vocab_size)

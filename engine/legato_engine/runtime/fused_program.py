@@ -224,7 +224,7 @@ class FusedProgram:
         drafts = self._state.drafts
         assert drafts is not None, "only proposed tokens are placed by the device"
         # Never one graph with the forward: its kernels read places ahead of the one in front.
-        return lambda: drafts.place(self._slots[slot], bucket)
+        return lambda: drafts.place(self._slots[slot], bucket, self._state.page_table_RM)
 
     def _forward_work(self, slot: int, bucket: int, adapted: bool) -> Work:
         buffers, state = self._slots[slot], self._state

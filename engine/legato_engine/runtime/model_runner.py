@@ -84,7 +84,9 @@ class ModelRunner:
                 num_rows=max_running,
                 max_context=model.max_context,
                 vocab_size=model.vocab_size,
+                width=model.width,
                 max_block=max_block,
+                dtype=model.dtype,
                 device=device.torch_device,
             )
         self._state = RowState(max_running, max_pages, device.torch_device, self._drafts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from legato_engine.speculative.proposer import UNKNOWN, TokenHistory
+from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
 
 class LookupProposer:
@@ -23,7 +23,7 @@ class LookupProposer:
         self._shortest = shortest
         self._longest = longest
 
-    def propose(self, history: TokenHistory, draft_RK: torch.Tensor) -> None:
+    def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
         """See `proposer.Proposer`."""
         tokens_RC, newest_R1 = history.tokens_RC, history.position_R[:, None]
         place_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)

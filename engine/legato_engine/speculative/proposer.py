@@ -1,6 +1,6 @@
 """The seam between a row's known tokens and whoever guesses the next ones.
 
-Shape legend: R rows of the device's state, C positions, K proposed tokens.
+Shape legend: R rows of the device's state, C positions, K proposed tokens, D width, M pages.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ UNKNOWN = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TokenHistory:
-    """The tokens of all rows as the device knows them, a step ahead of the host; int64.
+class RowHistory:
+    """All rows as the device knows them, a step ahead of the host; ids are int64.
 
     `tokens_RC` holds ids by position, the prompt's and those committed behind it up to
-    `position_R`, the newest. All else is `UNKNOWN`: the shared prefix too.
+    `position_R`, the newest. All else is `UNKNOWN`: the shared prefix too. `hidden_RD` is the
+    residual stream that the newest token was sampled from. `page_table_RM` names the pages of the
+    KV cache, in which the model has written what stands before `position_R`.
     """
 
     tokens_RC: torch.Tensor
     position_R: torch.Tensor
+    hidden_RD: torch.Tensor
+    page_table_RM: torch.Tensor
 
 
 class Proposer(Protocol):
@@ -34,7 +38,7 @@ class Proposer(Protocol):
     samples.
     """
 
-    def propose(self, history: TokenHistory, draft_RK: torch.Tensor) -> None:
+    def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
         """Write up to K tokens behind each row's newest, `UNKNOWN` from the first missing one on.
 
         All rows at once, by work on the compute stream that reads nothing on the host, so that it

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from legato_engine.config import LARGEST_BLOCK
 from legato_engine.core import PromptToken
-from legato_engine.speculative.proposer import UNKNOWN, TokenHistory
+from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
 _NOBODY = -2  # in place of every token of a sequence that nobody is like
 
@@ -18,7 +19,7 @@ _NOBODY = -2  # in place of every token of a sequence that nobody is like
 def known_history(
     prefix_length: int, prompt: Sequence[PromptToken], tokens: Sequence[int]
 ) -> list[int]:
-    """What `TokenHistory` holds of a sequence that has sampled `tokens`."""
+    """What `RowHistory` holds of a sequence that has sampled `tokens`."""
     return [UNKNOWN] * prefix_length + [token.token_id for token in prompt] + list(tokens)
 
 
@@ -41,11 +42,15 @@ class ReplayProposer:
         room: tuple[int, int] = (0, 0),
     ) -> None:
         """`room` is for how many sequences and positions it may come to `know`, at least these."""
-        shape = max(room[0], len(known)), max(room[1], *map(len, known))
+        count, self._length = max(room[0], len(known)), max(room[1], *map(len, known))
+        shape = count + 1, self._length + LARGEST_BLOCK  # the last is like every row, and is silent
         self._vocab_size = vocab_size
         self._seed = seed
         self._known_NC = torch.full(shape, UNKNOWN, device=device)
         self._said_NC = torch.full(shape, UNKNOWN, device=device)
+        self._place_C = torch.arange(shape[1], device=device)
+        self._is_any_NC = torch.zeros(shape, dtype=torch.bool, device=device)
+        self._is_any_NC[-1] = True
         self.know(known, rates=rates)
 
     def know(self, known: Sequence[Sequence[int]], *, rates: Sequence[float]) -> None:
@@ -53,28 +58,25 @@ class ReplayProposer:
 
         There is a rate for each, or one for all.
         """
-        length = self._known_NC.shape[1]
-        rows = [[*tokens, *[UNKNOWN] * (length - len(tokens))] for tokens in known]
+        rows = [[*tokens, *[UNKNOWN] * (self._length - len(tokens))] for tokens in known]
         known_NC = torch.tensor(rows)
         luck_NC = torch.rand(known_NC.shape, generator=torch.Generator().manual_seed(self._seed))
         right_NC = luck_NC < torch.tensor(rates)[:, None]
         said_NC = torch.where(right_NC, known_NC, (known_NC + 1) % self._vocab_size)
+        said_NC.masked_fill_(known_NC == UNKNOWN, UNKNOWN)
+        here = (slice(len(known)), slice(self._length))
         self._known_NC.fill_(_NOBODY)
-        self._known_NC[: len(known)] = known_NC.to(self._known_NC.device)
-        self._said_NC[: len(known)] = said_NC.masked_fill(known_NC == UNKNOWN, UNKNOWN).to(
-            self._said_NC.device
-        )
+        self._known_NC[here] = known_NC.to(self._known_NC.device)
+        self._said_NC.fill_(UNKNOWN)
+        self._said_NC[here] = said_NC.to(self._said_NC.device)
 
-    def propose(self, history: TokenHistory, draft_RK: torch.Tensor) -> None:
+    def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
         """See `proposer.Proposer`."""
         length = min(self._known_NC.shape[1], history.tokens_RC.shape[1])
-        place_C = torch.arange(length, device=draft_RK.device)
-        behind_R1C = (place_C > history.position_R[:, None])[:, None]
+        newest_R1 = history.position_R[:, None]
+        behind_R1C = (self._place_C[:length] > newest_R1)[:, None]
         same_RNC = history.tokens_RC[:, None, :length] == self._known_NC[None, :, :length]
-        like_RN = (same_RNC | behind_R1C).all(-1)
-        which_R = like_RN.long().argmax(1)
-        step_K = torch.arange(1, draft_RK.shape[1] + 1, device=draft_RK.device)
-        place_RK = history.position_R[:, None] + step_K
-        guess_RK = self._said_NC[which_R[:, None], place_RK.clamp(max=length - 1)]
-        unknown_RK = ~like_RN.any(1)[:, None] | (place_RK >= length)
-        draft_RK.copy_(guess_RK.masked_fill(unknown_RK, UNKNOWN))
+        like_RN = (same_RNC | behind_R1C | self._is_any_NC[:, :length]).all(-1)
+        which_R1 = like_RN.to(torch.uint8).argmax(1, keepdim=True)
+        next_RK = newest_R1 + self._place_C[1 : draft_RK.shape[1] + 1]
+        draft_RK.copy_(self._said_NC[which_R1, next_RK])

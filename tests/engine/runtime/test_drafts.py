@@ -42,7 +42,9 @@ class Rows:
             num_rows=ROWS,
             max_context=CONTEXT,
             vocab_size=VOCABULARY,
+            width=1,
             max_block=BLOCK,
+            dtype=torch.float32,
             device=device.torch_device,
         )
         self.slot = DecodeSlot(
@@ -79,7 +81,7 @@ class Rows:
         """Place lanes, given as (row, lane); what they are to feed."""
         padded = [*lanes, *[(ROWS, 0)] * (8 - len(lanes))]
         self.stage(row=[row for row, _ in padded], lane=[lane for _, lane in padded])
-        self.drafts.place(self.slot, 8)
+        self.drafts.place(self.slot, 8, torch.zeros(ROWS + 1, 2, dtype=torch.int64))
         names = ("row", "source", "token", "position", "sample_position")
         fields = [self.slot.staged.device[name][: len(lanes)].tolist() for name in names]
         return list(zip(*fields, strict=True))

@@ -4,7 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legato_engine.speculative.lookup import LookupProposer
-from legato_engine.speculative.proposer import UNKNOWN, TokenHistory
+from legato_engine.speculative.proposer import UNKNOWN
+
+from tests.engine.speculative.histories import row_history
 
 LENGTH, BLOCK = 24, 5
 
@@ -32,7 +34,7 @@ def proposals(rows, **orders):
     tokens_RC = torch.full((len(rows), LENGTH), UNKNOWN)
     for tokens_C, row in zip(tokens_RC, rows, strict=True):
         tokens_C[: len(row)] = torch.tensor(row)
-    history = TokenHistory(tokens_RC, torch.tensor([len(row) - 1 for row in rows]))
+    history = row_history(tokens_RC, torch.tensor([len(row) - 1 for row in rows]))
     draft_RK = torch.full((len(rows), BLOCK), 77)
     LookupProposer(**orders).propose(history, draft_RK)
     return draft_RK.tolist()

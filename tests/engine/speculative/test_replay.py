@@ -3,8 +3,10 @@
 import pytest
 import torch
 from legato_engine.core import PromptToken
-from legato_engine.speculative.proposer import UNKNOWN, TokenHistory
+from legato_engine.speculative.proposer import UNKNOWN
 from legato_engine.speculative.replay import ReplayProposer, known_history
+
+from tests.engine.speculative.histories import row_history
 
 CPU = torch.device("cpu")
 PROMPT = (PromptToken(3), PromptToken(4))
@@ -27,7 +29,7 @@ def test_rows_are_recognised_by_what_they_hold():
         ]
     )
     draft_RK = torch.zeros(3, 3, dtype=torch.int64)
-    proposer.propose(TokenHistory(tokens_RC, torch.tensor([3, 4, 3])), draft_RK)
+    proposer.propose(row_history(tokens_RC, torch.tensor([3, 4, 3])), draft_RK)
     assert draft_RK.tolist() == [[6, 7, UNKNOWN], [9, 10, UNKNOWN], [UNKNOWN] * 3]
 
 
@@ -42,7 +44,7 @@ def test_tokens_are_right_as_often_as_asked(rate):
         draft_RK = torch.zeros(1, 8, dtype=torch.int64)
         row_RC = tokens_RC.clone()
         row_RC[:, newest + 1 :] = UNKNOWN
-        proposer.propose(TokenHistory(row_RC, torch.tensor([newest])), draft_RK)
+        proposer.propose(row_history(row_RC, torch.tensor([newest])), draft_RK)
         for place, token in enumerate(draft_RK[0].tolist(), start=newest + 1):
             said.setdefault(place, set()).add(token)
     assert all(len(tokens) == 1 for tokens in said.values()), "a place is said in two ways"
@@ -59,6 +61,6 @@ def test_another_run_can_be_known():
     for known in ([first], [second], [second, first]):
         proposer.know(known, rates=[1.0])
         draft_RK = torch.zeros(1, 3, dtype=torch.int64)
-        proposer.propose(TokenHistory(tokens_RC, torch.tensor([2])), draft_RK)
+        proposer.propose(row_history(tokens_RC, torch.tensor([2])), draft_RK)
         said.append(draft_RK[0].tolist())
     assert said == [[6, 7, 8], [9, UNKNOWN, UNKNOWN], [9, UNKNOWN, UNKNOWN]]

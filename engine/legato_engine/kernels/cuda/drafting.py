@@ -1,0 +1,75 @@
+"""Speculation around a forward on the current GPU: one launch each, in place of torch's many.
+
+Shape legend: R rows of the state, B tokens of a step, K proposed tokens, C positions, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from legato_engine.kernels.cuda.module import Module
+
+SOURCE = "drafting.cu"
+_THREADS = 128
+_VECTOR_BYTES = 16
+
+
+class DraftTensors(Protocol):
+    """What the device remembers of every row that drafts; all int64 but the residual streams."""
+
+    tokens_RC: torch.Tensor
+    position_R: torch.Tensor
+    limit_R: torch.Tensor
+    draft_RK: torch.Tensor
+    hidden_RD: torch.Tensor
+    scratch_row: int
+
+
+class DraftKernels:
+    """See `runtime.drafts.Drafts`, whose operations these are. Can be captured."""
+
+    def __init__(self, max_block: int, vocab_size: int) -> None:
+        module = Module(SOURCE, {"BLOCK": max_block, "VOCAB": vocab_size})
+        self._place = module.kernel("place")
+        self._settle = module.kernel("settle")
+
+    def place(self, state: DraftTensors, staged: Mapping[str, torch.Tensor], batch: int) -> None:
+        """Give each staged lane its token and position; `staged` is a slot's, int64."""
+        fed = ("row", "lane", "source", "token", "position", "fresh")
+        names = (*fed, "sample_row", "sample_position")
+        self._place.launch(
+            (-(-batch // _THREADS), 1, 1),
+            _THREADS,
+            [
+                *(state.draft_RK, state.position_R, state.limit_R),
+                *(staged[name] for name in names),
+                *(batch, state.scratch_row),
+            ],
+        )
+
+    def settle(
+        self,
+        state: DraftTensors,
+        staged: Mapping[str, torch.Tensor],
+        sampled_B: torch.Tensor,
+        hidden_BD: torch.Tensor,
+        token_R: torch.Tensor,
+        outputs: Mapping[str, torch.Tensor],
+        batch: int,
+    ) -> None:
+        """Accept what was proposed and sampled alike; a row's bytes of D are a multiple of 16."""
+        width = hidden_BD.shape[1] * hidden_BD.element_size()
+        assert width % _VECTOR_BYTES == 0, f"rows of {width} bytes"
+        self._settle.launch(
+            (batch, 1, 1),
+            _THREADS,
+            [
+                *(state.draft_RK, staged["sample_row"], staged["lane"], staged["sample_position"]),
+                *(sampled_B, hidden_BD, state.tokens_RC, state.position_R, token_R),
+                *(state.hidden_RD, outputs["count"], outputs["proposed"]),
+                *(batch, state.tokens_RC.shape[1], width // _VECTOR_BYTES, state.scratch_row),
+            ],
+        )

@@ -1,0 +1,112 @@
+"""On a GPU: the two launches around a forward do what torch's operations do.
+
+Shape legend: R rows of the state, B tokens of a step, K proposed tokens, C positions, D width.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from legato_engine.device.cuda import CudaDevice
+from legato_engine.runtime.decode_slot import DecodeSlot
+from legato_engine.runtime.drafts import Drafts
+from legato_engine.speculative.proposer import UNKNOWN
+
+ROWS, BLOCK, CONTEXT, VOCABULARY, WIDTH = 20, 8, 40, 32, 64
+STAGED = ("row", "source", "token", "position", "fresh", "sample_position")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Told:
+    """Proposes what it was told to."""
+
+    def __init__(self, says_RK):
+        self.says_RK = says_RK
+
+    def propose(self, history, draft_RK):
+        """Say it."""
+        draft_RK.copy_(self.says_RK)
+
+
+class Side:
+    """Drafts over a slot, by kernels or by torch, from one random state."""
+
+    def __init__(self, device, seed, by_kernels):
+        draw = torch.Generator().manual_seed(seed)
+
+        def ints(*shape, low, high):
+            return torch.randint(low, high, shape, generator=draw).to(device.torch_device)
+
+        says_RK = ints(ROWS + 1, BLOCK, low=0, high=VOCABULARY)
+        gaps_RK = ints(ROWS + 1, BLOCK, low=0, high=8) == 0
+        says_RK[gaps_RK] = ints(ROWS + 1, BLOCK, low=-2, high=VOCABULARY + 3)[gaps_RK]
+        self.drafts = Drafts(
+            Told(says_RK),
+            num_rows=ROWS,
+            max_context=CONTEXT,
+            vocab_size=VOCABULARY,
+            width=WIDTH,
+            max_block=BLOCK,
+            dtype=torch.bfloat16,
+            device=device.torch_device,
+        )
+        if not by_kernels:
+            self.drafts._kernels = None
+        self.slot = DecodeSlot(
+            device,
+            max_rows=ROWS * (BLOCK + 1),
+            max_pages=2,
+            max_prompt=CONTEXT,
+            width=WIDTH,
+            vocab_size=VOCABULARY,
+            dtype=torch.bfloat16,
+            speculates=True,
+        )
+        self.token_R = ints(ROWS + 1, low=0, high=VOCABULARY)
+        self.drafts.position_R.copy_(ints(ROWS + 1, low=3, high=CONTEXT - BLOCK - 2))
+        self.drafts.limit_R.copy_(self.drafts.position_R + ints(ROWS + 1, low=-1, high=BLOCK + 4))
+        noise = torch.randn(self.slot.hidden_RD.shape, generator=draw)
+        self.slot.hidden_RD.copy_(noise.to(device.torch_device))
+        # What is sampled is mostly what was proposed, so that blocks end everywhere.
+        wrong = ints(ROWS + 1, BLOCK + 1, low=0, high=6) == 0
+        self.right_RL = torch.cat([says_RK, says_RK[:, :1]], 1).clamp(0, VOCABULARY - 1)
+        self.right_RL[wrong] = ints(ROWS + 1, BLOCK + 1, low=-1, high=VOCABULARY)[wrong]
+
+    def run(self, lanes):
+        """Place lanes, sample, settle; what can be read of it, scratch row and padding left out."""
+        staged, batch = self.slot.staged.device, -(-len(lanes) // 8) * 8
+        padded = [*lanes, *[(ROWS, 0)] * (batch - len(lanes))]
+        row_B, lane_B = (torch.tensor(part).to(staged["row"]) for part in zip(*padded, strict=True))
+        staged["row"][:batch], staged["lane"][:batch] = row_B, lane_B
+        self.drafts.place(self.slot, batch, torch.zeros(1, 1, dtype=torch.int64))
+        placed = [staged[name][:batch].tolist() for name in STAGED]
+        self.slot.tokens_R[:batch] = self.right_RL[row_B, lane_B]
+        self.drafts.settle(self.slot, batch, self.token_R)
+        first = [b for b, (_, lane) in enumerate(padded) if lane == 0]
+        outputs = self.slot.outputs.device
+        counts = [[outputs[name][b].item() for b in first] for name in ("count", "proposed")]
+        state = (self.drafts.tokens_RC, self.drafts.position_R, self.drafts.hidden_RD, self.token_R)
+        return placed, counts, [each[:ROWS].tolist() for each in state]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_launches_are_what_torch_does(seed):
+    """Random rows, blocks, gaps, ends and luck: the same places, counts, tokens and states."""
+    device = CudaDevice(0)
+    draw = random.Random(seed)
+    rows = draw.sample(range(ROWS), draw.randint(1, ROWS))
+    lanes = [(row, lane) for row in rows for lane in range(draw.randint(1, BLOCK + 1))]
+    with torch.inference_mode():
+        kernels, reference = (
+            Side(device, seed, by_kernels).run(lanes) for by_kernels in (True, False)
+        )
+    device.close()
+    assert kernels == reference
+    assert any(count > 1 for count in reference[1][0]), "nothing was accepted"
+    assert UNKNOWN in reference[2][0][0]
