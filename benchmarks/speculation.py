@@ -73,16 +73,29 @@ def _note(device: str) -> list[str]:
 
 
 def _speed(rows: Sequence[Row]) -> str:
-    plain = {_load(row): row["tokens_per_second"] for row in rows if row["setting"] == "off"}
-    heads = ("tokens/s", "gain", "forward ms", "sample ms", "tick us", "first token ms")
+    rates = ("tokens_per_second", "decode_tokens_per_second")
+    plain = {_load(row): [row[key] for key in rates] for row in rows if row["setting"] == "off"}
+    heads = (
+        "tokens/s",
+        "gain",
+        "decoding",
+        "gain",
+        "forward ms",
+        "sample ms",
+        "tick us",
+        "first token ms",
+    )
     gaps = ("p50", "p95", "p99")
     return record.table(
         (*_HEAD, *heads, *(f"gap {gap} ms" for gap in gaps), "identical"),
         [
             [
                 *_head(row),
-                f"{row['tokens_per_second']:.0f}",
-                f"{row['tokens_per_second'] / plain[_load(row)]:.2f}",
+                *(
+                    text
+                    for key, without in zip(rates, plain[_load(row)], strict=True)
+                    for text in (f"{row[key]:.0f}", f"{row[key] / without:.2f}")
+                ),
                 *(f"{row['forward_ms']:.3f}", f"{row['sample_ms']:.3f}", f"{row['tick_us']:.0f}"),
                 f"{row['first_token_ms']['p50']:.1f}",
                 *(f"{row['gap_ms'][gap]:.2f}" for gap in gaps),

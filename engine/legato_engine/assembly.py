@@ -14,7 +14,12 @@ from PIL import Image
 
 from legato_engine.adapter_store import AdapterStore
 from legato_engine.blob_reader import BlobReader
-from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig, largest_block
+from legato_engine.config import (
+    HIGHEST_ADAPTER_RANK,
+    LOOKUP_DRAFT,
+    EngineConfig,
+    largest_block,
+)
 from legato_engine.core import (
     CachedImage,
     CaptionTask,
@@ -76,6 +81,7 @@ class Assembly:
     num_pages: int  # of those of `kv`, that its schedulers use
     adapter_folders: tuple[Path, ...]
     bank: AdapterBank | None  # None where no folder has adapters, or the model takes none
+    draft: Path | None  # that the model brings
     costs: CostTable | None  # of a decode step, where proposals are weighed against them
 
     @property
@@ -208,10 +214,14 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
 def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = None) -> Assembly:
     """The same model and KV cache with another `speculation`; use one of the two at a time.
 
-    Without a `proposer` it is the engine's. Raises `InvalidField` for an unknown setting.
+    Without a `proposer` it is the engine's. Raises `InvalidField` for an unknown setting, or a
+    draft that cannot be used.
     """
     config = msgspec.structs.replace(assembly.config, speculation=setting)
-    runner = _runner(config, assembly.model, assembly.device, assembly.kv, assembly.bank, proposer)
+    model, kv = assembly.model, assembly.kv
+    if proposer is None:
+        proposer = _proposer(config, assembly.draft, model, kv)
+    runner = _runner(config, model, assembly.device, kv, assembly.bank, proposer)
     costs = _costs(config, runner)
     return dataclasses.replace(assembly, config=config, runner=runner, costs=costs)
 
@@ -231,13 +241,14 @@ def _with_runner(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
     kv = allocate(model, device, num_pages, config.page_size)
-    runner = _runner(config, model, device, kv, bank, None)
+    proposer = _proposer(config, bundle.draft, model, kv)
+    runner = _runner(config, model, device, kv, bank, proposer)
     frontend = bundle.frontend
     if runner.encodes_pictures:
         frontend = frontend.resizing_on_device()
     costs = _costs(config, runner)
     assembly = Assembly(
-        config, frontend, model, device, runner, kv, num_pages, folders, bank, costs
+        config, frontend, model, device, runner, kv, num_pages, folders, bank, bundle.draft, costs
     )
     _warm_up_requests(assembly)
     return assembly
@@ -251,7 +262,7 @@ def _runner(
     bank: AdapterBank | None,
     proposer: Proposer | None,
 ) -> ModelRunner:
-    """A warm runner, with a proposer if the configuration has tokens proposed."""
+    """A warm runner, that proposes if the configuration has tokens proposed."""
     block = largest_block(config.speculation)
     runner = ModelRunner(
         model,
@@ -261,7 +272,7 @@ def _runner(
         buckets=decode_buckets(device, config.max_running * (1 + block)),
         cuda_graphs=config.cuda_graphs,
         adapters=bank,
-        proposer=(proposer or LookupProposer()) if block else None,
+        proposer=proposer if block else None,
         max_block=block,
         max_prompts=config.max_prefill_rows,
     )
@@ -269,11 +280,34 @@ def _runner(
     return runner
 
 
+def _proposer(config: EngineConfig, own: Path | None, model: Model, kv: KVCache) -> Proposer | None:
+    """Who the configuration says; `own` is the draft that the model brings."""
+    if not largest_block(config.speculation):
+        return None
+    path = Path(config.draft) if config.draft else own
+    if path is None or config.draft == LOOKUP_DRAFT:
+        return _lookup(kv.k_LNHSE.device)
+    return model.draft_proposer(path, kv)
+
+
+def _lookup(device: torch.device) -> Proposer:
+    if device.type != "cuda":
+        return LookupProposer()
+    from legato_engine.kernels.cuda.drafting import LookupKernel
+
+    return LookupKernel()
+
+
 def _costs(config: EngineConfig, runner: ModelRunner) -> CostTable | None:
-    """What steps cost here, measured where it is asked for."""
+    """What steps and proposals cost here, measured where it is asked for."""
     if config.speculation != "budget":
         return None
-    return CostTable(steps=runner.step_seconds(), prefill=0.0)
+    steps: list[tuple[int, float]] = []
+    for bucket, seconds in runner.step_seconds():
+        if steps and bucket > steps[-1][0] + 1:
+            steps.append((steps[-1][0] + 1, seconds))  # a step is padded to its bucket
+        steps.append((bucket, seconds))
+    return CostTable(steps=tuple(steps), prefill=0.0, propose=runner.propose_seconds())
 
 
 def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:

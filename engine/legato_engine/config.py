@@ -8,6 +8,7 @@ from legato_engine.errors import InvalidField
 
 HIGHEST_ADAPTER_RANK = 512
 SPECULATION_OFF = "off"
+LOOKUP_DRAFT = "lookup"
 LARGEST_BLOCK = 16
 """Most tokens that a row may propose, whatever is asked for."""
 
@@ -29,6 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `pipeline_depth` 1 is the blocking loop, 2 the pipelined one.
     `speculation` says how many tokens a row proposes for one forward to verify: `off`, `fixed:K`,
     `seed` (the rule of adaptive block sizes) or `budget` (by what they are worth on this device).
+    `draft` says who proposes them: a file of a draft for the model, or `lookup` (what followed when
+    the same words stood there before); empty is the draft that the model brings, else `lookup`.
     `max_context` bounds the positions of a sequence, prompt and answer, and with them the KV pool.
     `adapters` is a folder of adapter files by name, beside those that the model brings; they are
     read when first asked for, and `adapter_cache_bytes` bounds how much of them the host keeps.
@@ -52,6 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0  # intra-op threads on CPU; 0: all cores
     pipeline_depth: int = 2
     speculation: str = SPECULATION_OFF
+    draft: str = ""
     max_running: int = 16
     max_waiting: int = 256
     max_waiting_per_tenant: int = 0  # 0: no bound of its own

@@ -41,7 +41,9 @@ class Series:
 class Figures:
     """One setting on one workload.
 
-    Times are in milliseconds, `tick_us` in microseconds of the host; rates count prefills too.
+    Times are in milliseconds, `tick_us` in microseconds of the host. `tokens_per_second` counts the
+    time of prefills too, `decode_tokens_per_second` that from each request's first token to its
+    last, for as many requests as there are streams.
     `first_token_ms` counts from a request's submission, `gap_ms` is between two tokens of a request
     as they are delivered: those of a block come together. `forward_ms` and `sample_ms` are of the
     device, medians over decodes of the most rows. Blocks are what was really proposed;
@@ -55,6 +57,7 @@ class Figures:
     streams: int
     setting: str
     tokens_per_second: float
+    decode_tokens_per_second: float
     first_token_ms: dict[str, float]
     gap_ms: dict[str, float]
     forward_ms: float
@@ -182,6 +185,7 @@ class Run(SilentSink):
             streams=streams,
             setting=setting,
             tokens_per_second=num_tokens / self.seconds,
+            decode_tokens_per_second=streams * statistics.fmean(map(_rate, tasks)),
             first_token_ms=_percentiles([each * _MS for each in firsts]),
             gap_ms=_percentiles(gaps),
             forward_ms=forward_ms,
@@ -230,6 +234,11 @@ class Run(SilentSink):
 
     def _now(self) -> float:
         return (time.perf_counter() - self._start) * _MS
+
+
+def _rate(task: RecordedTask) -> float:
+    """Tokens a second behind the first."""
+    return (len(task.times) - 1) / (task.times[-1] - task.times[0])
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:

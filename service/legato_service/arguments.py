@@ -111,6 +111,12 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         metavar="off|seed|budget|fixed:K",
         help="tokens of text that a task proposes for one step to verify; answers stay the same",
     )
+    add(
+        "--draft",
+        default=engine.draft,
+        metavar="FILE|lookup",
+        help="who proposes them; by default the draft that the model brings, else prompt lookup",
+    )
 
 
 def _add_queue(add: _Add, engine: EngineConfig) -> None:

@@ -351,7 +351,7 @@ class Foolish:
     def propose(self, history, draft_RK):
         """The same everywhere, with a gap."""
         draft_RK.fill_(self._token)
-        draft_RK[:, 1] = -1
+        draft_RK[:, 1:2] = -1
 
 
 @pytest.mark.parametrize("token", [-5, -1, 0, 5, 6, 299, 300, 2**40])

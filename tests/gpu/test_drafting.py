@@ -10,9 +10,13 @@ import random
 import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
+from legato_engine.kernels.cuda.drafting import LookupKernel
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.drafts import Drafts
+from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import UNKNOWN
+
+from tests.engine.speculative.histories import row_history
 
 ROWS, BLOCK, CONTEXT, VOCABULARY, WIDTH = 20, 8, 40, 32, 64
 STAGED = ("row", "source", "token", "position", "fresh", "sample_position")
@@ -84,7 +88,7 @@ class Side:
         padded = [*lanes, *[(ROWS, 0)] * (batch - len(lanes))]
         row_B, lane_B = (torch.tensor(part).to(staged["row"]) for part in zip(*padded, strict=True))
         staged["row"][:batch], staged["lane"][:batch] = row_B, lane_B
-        self.drafts.place(self.slot, batch, torch.zeros(1, 1, dtype=torch.int64))
+        self.drafts.place(self.slot, batch, torch.zeros(1, 1, dtype=torch.int64), BLOCK)
         placed = [staged[name][:batch].tolist() for name in STAGED]
         self.slot.tokens_R[:batch] = self.right_RL[row_B, lane_B]
         self.drafts.settle(self.slot, batch, self.token_R)
@@ -93,6 +97,29 @@ class Side:
         counts = [[outputs[name][b].item() for b in first] for name in ("count", "proposed")]
         state = (self.drafts.tokens_RC, self.drafts.position_R, self.drafts.hidden_RD, self.token_R)
         return placed, counts, [each[:ROWS].tolist() for each in state]
+
+
+@pytest.mark.parametrize("lengths", [(1, 4), (2, 3), (1, 1)])
+def test_lookup_is_what_torch_does(lengths):
+    """Random words of a few kinds, prefixes, gaps and newest places: the same proposals."""
+    draw = torch.Generator().manual_seed(sum(lengths))
+    shape = (60, 300)
+    tokens_RC = torch.randint(0, 5, shape, generator=draw)
+    newest_R = torch.randint(0, shape[1], (shape[0],), generator=draw)
+    place_C = torch.arange(shape[1])
+    tokens_RC[place_C > newest_R[:, None]] = UNKNOWN
+    tokens_RC[place_C < torch.randint(0, 9, (shape[0], 1), generator=draw)] = UNKNOWN
+    tokens_RC[:7] = torch.randint(0, 1000, (7, shape[1]), generator=draw)  # nothing comes again
+    history = row_history(tokens_RC.cuda(), newest_R.cuda())
+    shortest, longest = lengths
+    said = []
+    for lookup in (LookupProposer, LookupKernel):
+        draft_RK = torch.full((shape[0], 8), 7).cuda()
+        lookup(shortest=shortest, longest=longest).propose(history, draft_RK[:, :6])
+        said.append(draft_RK.tolist())
+    assert said[0] == said[1]
+    assert any(UNKNOWN in row for row in said[0])
+    assert sum(UNKNOWN not in row for row in said[0]) > 20
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -42,6 +42,11 @@ class ModelBundle(Protocol):
         ...
 
     @property
+    def draft(self) -> Path | None:
+        """The file of a draft that came with it."""
+        ...
+
+    @property
     def max_context(self) -> int:
         """Positions of one sequence, generated ones included."""
         ...

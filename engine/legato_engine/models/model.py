@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from legato_engine.core import ImageInfo, Request
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from legato_engine.kernels.cuda.sampling import RowTensors
     from legato_engine.layers.lora import AdaptedRows, AdapterBank, MlpWeights
+    from legato_engine.speculative.proposer import Proposer
 
 
 @dataclasses.dataclass(slots=True)
@@ -242,6 +244,13 @@ class Model(Protocol):
         """An adapter's file; safe on any thread, and apart from the compute stream.
 
         Raises `AdapterUnusable` saying what does not fit this model.
+        """
+        ...
+
+    def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
+        """The draft of a file, that guesses this model's next tokens from what is in its cache.
+
+        Raises `InvalidField` saying why the file or the model cannot have it.
         """
         ...
 

@@ -61,6 +61,7 @@ class DecodeSlot:
         counts = dict.fromkeys(("count", "proposed"), rows)
         self.speculates = speculates
         self.max_prompts = max_prompts
+        self.num_drafts = 0  # the most that a row of the staged decode proposes
         self.staged = StagingBuffer(
             device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PASSES
         )

@@ -15,7 +15,10 @@ from legato_engine.runtime.sampler import greedy, sample
 
 
 class DecodeStep:
-    """One batch size over one slot's buffers; `rank` 0 reads no adapters."""
+    """One batch size over one slot's buffers; `rank` 0 reads no adapters.
+
+    Its forward proposes `block` tokens a row.
+    """
 
     def __init__(
         self,
@@ -26,6 +29,7 @@ class DecodeStep:
         batch: int,
         bank: AdapterBank | None,
         rank: int,
+        block: int = 0,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -34,12 +38,13 @@ class DecodeStep:
         self._batch = batch
         self._bank = bank if rank else None
         self._rank = rank
+        self._block = block
 
     def forward(self) -> None:
         """Last sampled tokens in, and those proposed behind them; residual stream, logits out."""
         model, state, slot, batch = self._model, self._state, self._slot, self._batch
         if state.drafts is not None:
-            state.drafts.place(slot, batch, state.page_table_RM)
+            state.drafts.place(slot, batch, state.page_table_RM, self._block)
         row_B = slot.staged.device["row"][:batch]
         token_B = state.token_R[row_B]
         if state.drafts is not None:

@@ -45,6 +45,7 @@ class Drafts:
         """`num_rows` without the scratch row, which is one more."""
         rows = num_rows + 1
         self.max_block = max_block
+        self.blocks = tuple(sorted({0, *_powers(max_block), max_block}))
         self.scratch_row = num_rows
         self.tokens_RC = torch.full((rows, max_context + 1), UNKNOWN, device=device)
         self.position_R = torch.zeros(rows, dtype=torch.int64, device=device)  # of the newest
@@ -62,14 +63,20 @@ class Drafts:
         self.tokens_RC.index_copy_(0, staged["row"], staged["history"])
         self.limit_R.index_copy_(0, staged["row"], staged["limit"])
 
-    def place(self, slot: DecodeSlot, batch: int, page_table_RM: torch.Tensor) -> None:
-        """Propose, and give each staged lane its token and its position, or nothing to feed."""
-        history = RowHistory(self.tokens_RC, self.position_R, self.hidden_RD, page_table_RM)
-        self._proposer.propose(history, self.draft_RK)
+    def block(self, slot: DecodeSlot) -> int:
+        """How many tokens `place` has to propose for what is staged: one of `blocks`."""
+        return next(block for block in self.blocks if block >= slot.num_drafts)
+
+    def place(self, slot: DecodeSlot, batch: int, page_table_RM: torch.Tensor, block: int) -> None:
+        """Propose `block` tokens, and give each staged lane its token and its position, or nothing
+        to feed.
+        """
+        self._propose(slot, batch, page_table_RM, block)
         if self._kernels is not None:
             self._kernels.place(self, slot.staged.device, batch)
             return
         draft_RK = self.draft_RK
+        draft_RK[:, block:] = UNKNOWN
         known_RK = (draft_RK >= 0) & (draft_RK < self._vocab_size)
         draft_RK.masked_fill_(known_RK.cumprod(1) == 0, UNKNOWN)
         staged = {name: field[:batch] for name, field in slot.staged.device.items()}
@@ -86,6 +93,22 @@ class Drafts:
         staged["sample_position"].copy_((position_B + 1).masked_fill(idle_B, 0))
         row_B.masked_fill_(idle_B, self.scratch_row)
         staged["sample_row"].copy_(row_B)
+
+    def _propose(
+        self, slot: DecodeSlot, batch: int, page_table_RM: torch.Tensor, block: int
+    ) -> None:
+        """Fill the front of `draft_RK`; where shapes are free, only of the rows that are staged."""
+        tensors = (self.tokens_RC, self.position_R, self.hidden_RD, page_table_RM)
+        if not block:
+            return
+        if self.draft_RK.device.type != "cpu":
+            self._proposer.propose(RowHistory(*tensors), self.draft_RK[:, :block])
+            return
+        row_B, lane_B = (slot.staged.device[name][:batch] for name in ("row", "lane"))
+        row_P = row_B[(lane_B == 0) & (row_B != self.scratch_row)]
+        draft_PK = self.draft_RK[row_P, :block]
+        self._proposer.propose(RowHistory(*(each[row_P] for each in tensors)), draft_PK)
+        self.draft_RK[row_P, :block] = draft_PK
 
     def settle(self, slot: DecodeSlot, batch: int, token_R: torch.Tensor) -> None:
         """Accept what was proposed and sampled alike, and put the newest token into `token_R`.
@@ -116,6 +139,11 @@ class Drafts:
         self.position_R[newest_B] = position_B
         self.hidden_RD[newest_B] = slot.hidden_RD[:batch]
         token_R[newest_B] = token_B.clamp(min=0)
+
+
+def _powers(limit: int) -> list[int]:
+    """1, 2, 4 and so on, as long as they are below `limit`."""
+    return [1 << bit for bit in range(limit.bit_length()) if 1 << bit < limit]
 
 
 def _kernels(max_block: int, vocab_size: int, device: torch.device) -> DraftKernels | None:

@@ -12,6 +12,7 @@ torch's operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 from legato_engine.device.base import Device
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
@@ -81,11 +82,14 @@ class FusedProgram:
         """Every bucket of both slots, with and without adapters, payloads and log-probabilities;
         every number of crops.
         """
+        blocks = (0,) if self._state.drafts is None else self._state.drafts.blocks
+        adapters = (False,) if self._bank is None else (False, True)
         for slot in range(len(self._slots)):
             self._submit("admit", slot)
             self.grow(slot)
             for bucket in self.buckets:
-                for adapted in (False, True)[: 1 if self._bank is None else 2]:
+                for adapted, block in product(adapters, blocks):
+                    self._slots[slot].num_drafts = block
                     self.decode(slot, bucket, int(adapted))
                 for payload in (False, True):
                     self.sample(slot, bucket, sampled=False, payload=payload)
@@ -99,8 +103,9 @@ class FusedProgram:
 
     def decode(self, slot: int, bucket: int, rank: int) -> None:
         """See `program.Program`."""
-        if self._state.drafts is not None:
-            self._submit("place", slot, bucket)
+        drafts = self._state.drafts
+        if drafts is not None:
+            self._submit("place", slot, bucket, drafts.block(self._slots[slot]))
         self._submit("forward", slot, bucket, rank > 0)
 
     def grow(self, slot: int) -> None:
@@ -220,11 +225,11 @@ class FusedProgram:
     def _grow_work(self, slot: int) -> Work:
         return lambda: self._state.grow(self._slots[slot])
 
-    def _place_work(self, slot: int, bucket: int) -> Work:
+    def _place_work(self, slot: int, bucket: int, block: int) -> Work:
         drafts = self._state.drafts
         assert drafts is not None, "only proposed tokens are placed by the device"
         # Never one graph with the forward: its kernels read places ahead of the one in front.
-        return lambda: drafts.place(self._slots[slot], bucket, self._state.page_table_RM)
+        return lambda: drafts.place(self._slots[slot], bucket, self._state.page_table_RM, block)
 
     def _forward_work(self, slot: int, bucket: int, adapted: bool) -> Work:
         buffers, state = self._slots[slot], self._state

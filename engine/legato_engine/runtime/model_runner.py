@@ -144,6 +144,13 @@ class ModelRunner:
         seconds = accumulate(map(self._step_seconds, self._buckets), max)
         return tuple(zip(self._buckets, seconds, strict=True))
 
+    def propose_seconds(self) -> float:
+        """What a proposed token of a row takes, measured as `step_seconds` is."""
+        assert self._drafts is not None, "nobody proposes"
+        block, bucket = self._drafts.max_block, self._buckets[0]
+        more = self._step_seconds(bucket, block) - self._step_seconds(bucket)
+        return max(0.0, more / block)
+
     def forward(self, launch: Launch) -> None:
         """Stage the rows and enqueue the forward pass."""
         rows, compute, flight = launch.plan.rows, self._device.compute, self._flights[launch.slot]
@@ -214,9 +221,12 @@ class ModelRunner:
             copy_end=flight.copy_end.time_ns(),
         )
 
-    def _step_seconds(self, bucket: int) -> float:
-        compute, seconds = self._device.compute, []
+    def _step_seconds(self, bucket: int, block: int = 0) -> float:
+        compute, seconds, slot = self._device.compute, [], self._slots[0]
+        slot.num_drafts = block
         for _ in range(_TIMED_STEPS):
+            slot.staged.host["row"][0] = 0  # nobody has it, and it has something proposed
+            slot.staged.upload(compute)
             start = compute.record()
             self._program.decode(0, bucket, 0)
             self._program.sample(0, bucket, sampled=False, payload=False)

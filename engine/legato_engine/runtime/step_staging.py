@@ -77,7 +77,7 @@ class StepStaging:
         lane_B = [lane for row in rows for lane in range(num_lanes(row))]
         assert self._drafts is not None
         assert max(lane_B) <= self._drafts.max_block, "a row proposes more than there is room for"
-        bucket = self.bucket(len(row_B))
+        bucket, slot.num_drafts = self.bucket(len(row_B)), max(lane_B)
         staged["row"][:bucket] = self._scratch_row
         staged["row"][: len(row_B)] = row_B
         staged["lane"][:bucket] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 from legato_engine.device.base import Device
 from legato_engine.layers.lora import AdapterBank
@@ -49,7 +50,7 @@ class TorchProgram:
         self._constraints_CV = constraint_table(model.constraints, model.vocab_size).to(
             device.torch_device
         )
-        self._forwards: dict[tuple[int, int, int], Callable[[], None]] = {}
+        self._forwards: dict[tuple[int, int, int, int], Callable[[], None]] = {}
         self._grows: dict[int, Callable[[], None]] = {}
         self._samples: dict[tuple[int, int, bool, bool], Callable[[], None]] = {}
         self._logprobs: dict[tuple[int, int, bool], Callable[[], None]] = {}
@@ -58,10 +59,12 @@ class TorchProgram:
         """Every bucket of both slots and every rank, with and without sampling, payloads and
         log-probabilities.
         """
+        blocks = (0,) if self._state.drafts is None else self._state.drafts.blocks
         for slot in range(len(self._slots)):
             self.grow(slot)
             for bucket in self.buckets:
-                for rank in self._ranks:
+                for rank, block in product(self._ranks, blocks):
+                    self._slots[slot].num_drafts = block
                     self.decode(slot, bucket, rank)
                 for sampled in (False, True):
                     for payload in (False, True):
@@ -71,9 +74,11 @@ class TorchProgram:
 
     def decode(self, slot: int, bucket: int, rank: int) -> None:
         """See `program.Program`."""
-        key = (slot, bucket, rank)
+        drafts = self._state.drafts
+        block = drafts.block(self._slots[slot]) if drafts is not None else 0
+        key = (slot, bucket, rank, block)
         if key not in self._forwards:
-            self._forwards[key] = self._capture(self._step(slot, bucket, rank).forward)
+            self._forwards[key] = self._capture(self._step(*key).forward)
         self._device.compute.submit(self._forwards[key])
 
     def grow(self, slot: int) -> None:
@@ -124,6 +129,6 @@ class TorchProgram:
         """Never planned: pictures are split only for a program that has an encoder."""
         raise AssertionError("no picture is encoded apart from its prefill here")
 
-    def _step(self, slot: int, bucket: int, rank: int = 0) -> DecodeStep:
+    def _step(self, slot: int, bucket: int, rank: int = 0, block: int = 0) -> DecodeStep:
         buffers, bank = self._slots[slot], self._bank
-        return DecodeStep(self._model, self._kv, self._state, buffers, bucket, bank, rank)
+        return DecodeStep(self._model, self._kv, self._state, buffers, bucket, bank, rank, block)

@@ -19,9 +19,8 @@ class Told:
         self.says = torch.full((ROWS + 1, BLOCK), UNKNOWN)
 
     def propose(self, history, draft_RK):
-        """Say it; keep what is known."""
-        self.history = history
-        draft_RK.copy_(self.says)
+        """Say it, of the rows that are asked for: here their page tables name them."""
+        draft_RK.copy_(self.says[history.page_table_RM[:, 0]])
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ class Rows:
         """Place lanes, given as (row, lane); what they are to feed."""
         padded = [*lanes, *[(ROWS, 0)] * (8 - len(lanes))]
         self.stage(row=[row for row, _ in padded], lane=[lane for _, lane in padded])
-        self.drafts.place(self.slot, 8, torch.zeros(ROWS + 1, 2, dtype=torch.int64))
+        self.drafts.place(self.slot, 8, torch.arange(ROWS + 1)[:, None], BLOCK)
         names = ("row", "source", "token", "position", "sample_position")
         fields = [self.slot.staged.device[name][: len(lanes)].tolist() for name in names]
         return list(zip(*fields, strict=True))
@@ -95,8 +94,8 @@ class Rows:
 
     def known(self, row):
         """A row's tokens up to its newest."""
-        tokens_C = self.told.history.tokens_RC[row].tolist()
-        newest = int(self.told.history.position_R[row])
+        tokens_C = self.drafts.tokens_RC[row].tolist()
+        newest = int(self.drafts.position_R[row])
         assert set(tokens_C[newest + 1 :]) <= {UNKNOWN}, "something stands behind the newest token"
         return tokens_C[: newest + 1]
 

@@ -11,9 +11,12 @@ from typing import Protocol
 import torch
 
 from legato_engine.kernels.cuda.module import Module
+from legato_engine.speculative.proposer import RowHistory
 
 SOURCE = "drafting.cu"
+LOOKUP_SOURCE = "lookup.cu"
 _THREADS = 128
+_LOOKUP_THREADS = 256
 _VECTOR_BYTES = 16
 
 
@@ -71,5 +74,25 @@ class DraftKernels:
                 *(sampled_B, hidden_BD, state.tokens_RC, state.position_R, token_R),
                 *(state.hidden_RD, outputs["count"], outputs["proposed"]),
                 *(batch, state.tokens_RC.shape[1], width // _VECTOR_BYTES, state.scratch_row),
+            ],
+        )
+
+
+class LookupKernel:
+    """A `speculative.proposer.Proposer`, the one of `speculative.lookup` in a launch."""
+
+    def __init__(self, *, shortest: int = 1, longest: int = 4) -> None:
+        self._lengths = (shortest, longest)
+        self._lookup = Module(LOOKUP_SOURCE, {}).kernel("lookup")
+
+    def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
+        """See `proposer.Proposer`."""
+        rows, context = history.tokens_RC.shape
+        self._lookup.launch(
+            (rows, 1, 1),
+            _LOOKUP_THREADS,
+            [
+                *(history.tokens_RC, history.position_R, draft_RK),
+                *(context, draft_RK.stride(0), draft_RK.shape[1], *self._lengths),
             ],
         )

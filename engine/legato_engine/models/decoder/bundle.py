@@ -44,6 +44,7 @@ class DecoderBundle:
     frontend: TextFrontend
     weights: Path | None
     adapters: Path | None = None  # there never are any
+    draft: Path | None = None  # nor is there one
 
     @property
     def max_context(self) -> int:

@@ -6,10 +6,11 @@ Shape legend: T tokens, B rows, D text width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from legato_engine.errors import AdapterUnusable
+from legato_engine.errors import AdapterUnusable, InvalidField
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.decoder.frontend import FREE
 from legato_engine.models.decoder.network import DecoderNetwork
@@ -22,6 +23,7 @@ from legato_engine.models.model import (
     PreparedImage,
     StepKernels,
 )
+from legato_engine.speculative.proposer import Proposer
 
 
 class DecoderModel:
@@ -81,6 +83,10 @@ class DecoderModel:
     def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
         """Never asked for without a bank."""
         raise AdapterUnusable("this model takes no adapters")
+
+    def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
+        """There are none."""
+        raise InvalidField("this model takes no draft", field="draft")
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """None: torch's own operations run on every device."""

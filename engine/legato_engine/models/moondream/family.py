@@ -41,6 +41,7 @@ class MoondreamBundle:
     frontend: MoondreamFrontend
     weights: Path | None
     adapters: Path | None = None
+    draft: Path | None = None
 
     @property
     def max_context(self) -> int:
@@ -77,7 +78,8 @@ def find(source: ModelSource) -> ModelBundle:
     """Find a Moondream.
 
     `legato-tiny`: `weights` is a folder of config.json, model.safetensors, tokenizer.json and, if
-    it has some, adapters; by default the one that the package legato-tiny brings. `moondream2`,
+    it has them, adapters and draft.safetensors; by default the one that the package legato-tiny
+    brings. `moondream2`,
     `moondream3` and `moondream3.1`: `weights` is a file or a folder, `tokenizer` a tokenizer.json.
     `random-tiny` and `random-tiny3` have random weights always. With `random_weights` nothing is
     read, and text is made of bytes.
@@ -101,8 +103,12 @@ def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
         raise InvalidField(problem, field="weights") from None
     tokenizer = Path(source.tokenizer) if source.tokenizer else folder / "tokenizer.json"
     bundle = _bundle(source, config, BytePairTokenizer(tokenizer), folder)
-    adapters = folder / "adapters"
-    return dataclasses.replace(bundle, adapters=adapters if adapters.is_dir() else None)
+    adapters, draft = folder / "adapters", folder / "draft.safetensors"
+    return dataclasses.replace(
+        bundle,
+        adapters=adapters if adapters.is_dir() else None,
+        draft=draft if draft.is_file() else None,
+    )
 
 
 def _read_published(source: ModelSource, preset: Preset) -> MoondreamBundle:

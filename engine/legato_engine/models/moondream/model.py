@@ -6,6 +6,7 @@ Shape legend: T tokens, B rows, D text width, V vocabulary, P prefix positions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,11 +24,13 @@ from legato_engine.models.model import (
 from legato_engine.models.moondream.adapters import parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
+from legato_engine.models.moondream.draft import read_draft
 from legato_engine.models.moondream.fused import FusedMoondream, can_fuse
 from legato_engine.models.moondream.preprocess import Crops
 from legato_engine.models.moondream.region import Region
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision
+from legato_engine.speculative.proposer import Proposer
 
 
 class Network(nn.Module):
@@ -134,6 +137,10 @@ class MoondreamModel:
             weights = MlpWeights(*(tensor.pin_memory() for tensor in weights.tensors))
         num_bytes = sum(tensor.nbytes for tensor in weights.tensors)
         return Adapter(key, weights.tensors[0].shape[1], weights, num_bytes)
+
+    def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
+        """A layer behind the last; see `draft`."""
+        return read_draft(path, self._config, self._network.text, kv)
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """The kernels over this cache, None where only torch's own operations run."""

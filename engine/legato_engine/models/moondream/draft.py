@@ -1,0 +1,126 @@
+"""A draft of one layer behind the model's last, which guesses how its residual stream goes on.
+
+From the stream that the newest token was sampled from, and that token, it makes the stream of the
+next one, and so on by itself. It reads the keys and values that one of the model's own layers has
+cached, so it sees the picture and has no cache to keep; words and head are the model's, too.
+
+The file is safetensors of `DraftLayer`'s parameters; its metadata may name the `model` that it is
+for, and does name the `layer` whose keys and values it reads.
+
+Shape legend: R rows, K proposed tokens, D width, H heads, E head dim, F inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from legato_engine.errors import InvalidField
+from legato_engine.kernels import ops, reference
+from legato_engine.models.model import KVCache
+from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.models.moondream.text import Text
+from legato_engine.speculative.proposer import RowHistory
+
+_INNER = "fc1.weight"  # [F, D]
+
+
+class DraftLayer(nn.Module):
+    """The next stream, from the last one and the word behind it."""
+
+    def __init__(self, dim: int, inner: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.ln_state, self.ln_token, self.ln = (nn.LayerNorm(dim) for _ in range(3))
+        self.join = nn.Linear(2 * dim, dim)
+        self.query, self.proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.fc1, self.fc2 = nn.Linear(dim, inner), nn.Linear(inner, dim)
+
+    def joined(self, state_RD: torch.Tensor, word_RD: torch.Tensor) -> torch.Tensor:
+        """[R, D]: what both halves of the layer read."""
+        both_R2D = torch.cat([self.ln_state(state_RD), self.ln_token(word_RD)], dim=-1)
+        joined_RD: torch.Tensor = self.ln(self.join(both_R2D))
+        return joined_RD
+
+    def queries(self, joined_RD: torch.Tensor) -> torch.Tensor:
+        """[R, H, E], not rotated."""
+        query_RD: torch.Tensor = self.query(joined_RD)
+        return query_RD.view(len(query_RD), self.num_heads, -1)
+
+    def next_state(
+        self, state_RD: torch.Tensor, joined_RD: torch.Tensor, seen_RHE: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, D]; `seen_RHE` is what the queries found."""
+        inner_RF = F.gelu(self.fc1(joined_RD), approximate="tanh")
+        next_RD: torch.Tensor = state_RD + self.proj(seen_RHE.flatten(1)) + self.fc2(inner_RF)
+        return next_RD
+
+
+class DraftProposer:
+    """A `speculative.proposer.Proposer` by a `DraftLayer`; a token after the other, all rows."""
+
+    def __init__(self, draft: DraftLayer, text: Text, kv: KVCache, layer: int) -> None:
+        """`layer` is the one of `text` whose keys and values in `kv` are read."""
+        self._draft = draft
+        self._text = text
+        self._k_NHSE, self._v_NHSE = kv.k_LNHSE[layer], kv.v_LNHSE[layer]
+
+    def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
+        """See `proposer.Proposer`; the likeliest token each time."""
+        draft, text = self._draft, self._text
+        state_RD, newest_R = history.hidden_RD, history.position_R
+        token_R = history.tokens_RC.gather(1, newest_R[:, None])[:, 0].clamp(min=0)
+        written_R = (newest_R - 1).clamp(min=0)  # the last position that has keys and values
+        last = text.rope.cos_PR.shape[0] - 1
+        for step in range(draft_RK.shape[1]):
+            joined_RD = draft.joined(state_RD, text.wte[token_R])
+            angles = text.rope.at((newest_R + step).clamp(max=last))
+            q_RHE = reference.rotate(draft.queries(joined_RD), *angles)
+            seen_RHE = ops.decode_attention(
+                q_RHE, self._k_NHSE, self._v_NHSE, written_R, history.page_table_RM
+            )
+            state_RD = draft.next_state(state_RD, joined_RD, seen_RHE)
+            token_R = text.logits(state_RD).argmax(-1)
+            draft_RK[:, step] = token_R
+
+
+def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> DraftProposer:
+    """The draft of a file for this model.
+
+    Raises `InvalidField` saying what is wrong with the file.
+    """
+    tensors, notes = _read(path)
+    if notes.get("model", config.name) != config.name:
+        raise _unusable(path, f"is for the model {notes['model']}, not {config.name}")
+    layer, inner = notes.get("layer", ""), tensors.get(_INNER, torch.empty(0, 0)).shape[0]
+    if not (layer.isdecimal() and int(layer) < config.text.num_layers):
+        raise _unusable(path, f"reads layer {layer!r} of {config.text.num_layers}")
+    with torch.device("meta"):
+        draft = DraftLayer(config.text.dim, inner, config.text.num_heads)
+    expected = {name: tensor.shape for name, tensor in draft.state_dict().items()}
+    if (found := {name: tensor.shape for name, tensor in tensors.items()}) != expected:
+        wrong = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
+        raise _unusable(path, f"has missing or wrong {', '.join(wrong)}")
+    like = text.wte
+    draft.load_state_dict(
+        {name: tensor.to(like.device, like.dtype) for name, tensor in tensors.items()}, assign=True
+    )
+    return DraftProposer(draft.eval().requires_grad_(requires_grad=False), text, kv, int(layer))
+
+
+def _read(path: Path) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            names: list[str] = list(file.keys())
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise _unusable(path, f"cannot be read: {error}") from None
+
+
+def _unusable(path: Path, problem: str) -> InvalidField:
+    return InvalidField(f"{path} {problem}", field="draft")
