@@ -35,6 +35,16 @@ def test_pictures_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch
         made.device.close()
 
 
+def test_a_draft_that_cannot_be_read_stops_the_start(tmp_path):
+    """Whoever names a file wants that one, and hears what is wrong with it; without speculation
+    nobody asks for it.
+    """
+    config = msgspec.structs.replace(CONFIG, draft=str(tmp_path / "absent"))
+    assembly.assemble(config).device.close()
+    with pytest.raises(InvalidField, match="absent cannot be read"):
+        assembly.assemble(msgspec.structs.replace(config, speculation="fixed:2"))
+
+
 @pytest.fixture
 def moondream2(monkeypatch, tmp_path):
     """A small checkpoint under the name moondream2, with a tokenizer from elsewhere."""

@@ -25,6 +25,8 @@ from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.speculative.replay import ReplayProposer, known_history
 from PIL import Image
 
+from tests.engine.models.moondream.test_draft import draft_file, random_draft
+
 MAX_RUNNING = 4
 TASKS = {
     "query": (QueryTask(question="what is it?"), None),
@@ -173,6 +175,20 @@ def test_answers_are_those_without(assembly, setting, temperature):
         run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
         assert run.answers == plain.answers
         assert changed is not replay or run.total("accepted") > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("setting", ["fixed:3", "budget"])
+def test_answers_are_those_without_a_draft(assembly, tmp_path, setting, temperature):
+    """A draft that says anything at all changes no answer; it speaks for every row that may."""
+    plain = mixed(assembly, draw=random.Random(0), depth=1, temperature=temperature)
+    path = draft_file(tmp_path / "draft.safetensors", random_draft())
+    config = msgspec.structs.replace(assembly.config, draft=str(path))
+    changed = speculating(dataclasses.replace(assembly, config=config), setting)
+    for depth in (1, 2):
+        run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
+        assert run.answers == plain.answers
+        assert run.total("proposed") > 0
 
 
 @pytest.mark.slow

@@ -248,6 +248,8 @@ def test_arguments_reach_the_configuration():
     assert (engine.model, engine.threads, engine.max_running) == ("m", 2, 3)
     assert engine.random_weights
     assert engine.pipeline_depth == 1
+    speculating = parse(["--speculation", "seed", "--draft", "lookup"]).engine
+    assert (speculating.speculation, speculating.draft) == ("seed", "lookup")
     shares = parse(["--max-waiting-per-tenant", "4", "--priority-seconds", "0.5"]).engine
     assert (shares.max_waiting_per_tenant, shares.priority_seconds) == (4, 0.5)
     adapters = parse(

@@ -35,7 +35,7 @@ class DraftLayer(nn.Module):
 
     def __init__(self, dim: int, inner: int, num_heads: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self._heads = (num_heads, dim // num_heads)
         self.ln_state, self.ln_token, self.ln = (nn.LayerNorm(dim) for _ in range(3))
         self.join = nn.Linear(2 * dim, dim)
         self.query, self.proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
@@ -50,7 +50,7 @@ class DraftLayer(nn.Module):
     def queries(self, joined_RD: torch.Tensor) -> torch.Tensor:
         """[R, H, E], not rotated."""
         query_RD: torch.Tensor = self.query(joined_RD)
-        return query_RD.view(len(query_RD), self.num_heads, -1)
+        return query_RD.view(-1, *self._heads)
 
     def next_state(
         self, state_RD: torch.Tensor, joined_RD: torch.Tensor, seen_RHE: torch.Tensor
