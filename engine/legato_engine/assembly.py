@@ -48,6 +48,7 @@ from legato_engine.models.model import KVCache, Model, ModelFrontend, PreparedIm
 from legato_engine.preprocess import Preprocessor
 from legato_engine.quota import image_quota
 from legato_engine.report_sink import ReportSink
+from legato_engine.runtime.draft_model import DraftModel
 from legato_engine.runtime.kv_pool import allocate, decode_buckets, num_pages_for
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.scheduler.clock import SystemClock
@@ -220,7 +221,7 @@ def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = No
     config = msgspec.structs.replace(assembly.config, speculation=setting)
     model, kv = assembly.model, assembly.kv
     if proposer is None:
-        proposer = _proposer(config, assembly.draft, model, kv)
+        proposer = _proposer(config, assembly.draft, model, assembly.device, kv)
     runner = _runner(config, model, assembly.device, kv, assembly.bank, proposer)
     costs = _costs(config, runner)
     return dataclasses.replace(assembly, config=config, runner=runner, costs=costs)
@@ -241,7 +242,7 @@ def _with_runner(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
     kv = allocate(model, device, num_pages, config.page_size)
-    proposer = _proposer(config, bundle.draft, model, kv)
+    proposer = _proposer(config, bundle.draft, model, device, kv)
     runner = _runner(config, model, device, kv, bank, proposer)
     frontend = bundle.frontend
     if runner.encodes_pictures:
@@ -280,18 +281,25 @@ def _runner(
     return runner
 
 
-def _proposer(config: EngineConfig, own: Path | None, model: Model, kv: KVCache) -> Proposer | None:
+def _proposer(
+    config: EngineConfig, own: Path | None, model: Model, device: Device, kv: KVCache
+) -> Proposer | None:
     """Who the configuration says; `own` is the draft that the model brings."""
     if not largest_block(config.speculation):
         return None
+    name, colon, folder = config.draft.partition(":")
+    if colon:
+        draft = registry.resolve(name, folder).load(device.torch_device, model.dtype)
+        rows, vocab_size = config.max_running, model.vocab_size
+        return DraftModel(draft, device, num_rows=rows, vocab_size=vocab_size)
     path = Path(config.draft) if config.draft else own
     if path is None or config.draft == LOOKUP_DRAFT:
-        return _lookup(kv.k_LNHSE.device)
+        return _lookup(device)
     return model.draft_proposer(path, kv)
 
 
-def _lookup(device: torch.device) -> Proposer:
-    if device.type != "cuda":
+def _lookup(device: Device) -> Proposer:
+    if device.torch_device.type != "cuda":
         return LookupProposer()
     from legato_engine.kernels.cuda.drafting import LookupKernel
 

@@ -189,7 +189,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", default="")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--dtype", default="auto", help="auto, f32, bf16")
-    parser.add_argument("--draft", default="", help="of speculation: a file, or lookup")
+    parser.add_argument("--draft", default="", help="FILE, NAME:FOLDER or lookup")
     parser.add_argument("--threads", default=0, type=int, help="CPU cores; 0: all")
     parser.add_argument("--task", default="query", choices=KINDS)
     parser.add_argument("--no-cuda-graphs", action="store_true")

@@ -30,8 +30,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `pipeline_depth` 1 is the blocking loop, 2 the pipelined one.
     `speculation` says how many tokens a row proposes for one forward to verify: `off`, `fixed:K`,
     `seed` (the rule of adaptive block sizes) or `budget` (by what they are worth on this device).
-    `draft` says who proposes them: a file of a draft for the model, or `lookup` (what followed when
-    the same words stood there before); empty is the draft that the model brings, else `lookup`.
+    `draft` says who proposes them: a file of a draft for the model; `NAME:FOLDER`, a model of text
+    with the same vocabulary; or `lookup`, what followed when the same words stood there before.
+    Empty is the draft that the model brings, else `lookup`.
     `max_context` bounds the positions of a sequence, prompt and answer, and with them the KV pool.
     `adapters` is a folder of adapter files by name, beside those that the model brings; they are
     read when first asked for, and `adapter_cache_bytes` bounds how much of them the host keeps.

@@ -114,7 +114,7 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
     add(
         "--draft",
         default=engine.draft,
-        metavar="FILE|lookup",
+        metavar="FILE|NAME:FOLDER|lookup",
         help="who proposes them; by default the draft that the model brings, else prompt lookup",
     )
 

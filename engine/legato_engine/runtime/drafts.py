@@ -53,6 +53,7 @@ class Drafts:
         self.limit_R = torch.full((rows,), -1, device=device)  # the last that may be fed
         self.draft_RK = torch.full((rows, max_block), UNKNOWN, device=device)
         self._sampled_RL = torch.full((rows, max_block + 1), _NO_LANE, device=device)  # by lane
+        self._row_R = torch.arange(rows, device=device)
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._kernels = _kernels(max_block, vocab_size, device)
@@ -98,16 +99,18 @@ class Drafts:
         self, slot: DecodeSlot, batch: int, page_table_RM: torch.Tensor, block: int
     ) -> None:
         """Fill the front of `draft_RK`; where shapes are free, only of the rows that are staged."""
-        tensors = (self.tokens_RC, self.position_R, self.hidden_RD, page_table_RM)
+        state = (self._row_R, self.tokens_RC, self.position_R, self.hidden_RD, page_table_RM)
         if not block:
             return
         if self.draft_RK.device.type != "cpu":
-            self._proposer.propose(RowHistory(*tensors), self.draft_RK[:, :block])
+            self._proposer.propose(RowHistory(*state), self.draft_RK[:, :block])
             return
         row_B, lane_B = (slot.staged.device[name][:batch] for name in ("row", "lane"))
         row_P = row_B[(lane_B == 0) & (row_B != self.scratch_row)]
+        if not len(row_P):
+            return
         draft_PK = self.draft_RK[row_P, :block]
-        self._proposer.propose(RowHistory(*(each[row_P] for each in tensors)), draft_PK)
+        self._proposer.propose(RowHistory(*(each[row_P] for each in state)), draft_PK)
         self.draft_RK[row_P, :block] = draft_PK
 
     def settle(self, slot: DecodeSlot, batch: int, token_R: torch.Tensor) -> None:

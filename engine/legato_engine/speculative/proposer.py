@@ -17,14 +17,16 @@ UNKNOWN = -1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowHistory:
-    """All rows as the device knows them, a step ahead of the host; ids are int64.
+    """Rows as the device knows them, a step ahead of the host; ids are int64.
 
-    `tokens_RC` holds ids by position, the prompt's and those committed behind it up to
-    `position_R`, the newest. All else is `UNKNOWN`: the shared prefix too. `hidden_RD` is the
-    residual stream that the newest token was sampled from. `page_table_RM` names the pages of the
-    KV cache, in which the model has written what stands before `position_R`.
+    `row_R` names them: all of the state's, or those alone that somebody asks about. `tokens_RC`
+    holds ids by position, the prompt's and those committed behind it up to `position_R`, the
+    newest. All else is `UNKNOWN`: the shared prefix too. `hidden_RD` is the residual stream that
+    the newest token was sampled from. `page_table_RM` names the pages of the KV cache, in which the
+    model has written what stands before `position_R`.
     """
 
+    row_R: torch.Tensor
     tokens_RC: torch.Tensor
     position_R: torch.Tensor
     hidden_RD: torch.Tensor
@@ -41,7 +43,7 @@ class Proposer(Protocol):
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
         """Write up to K tokens behind each row's newest, `UNKNOWN` from the first missing one on.
 
-        All rows at once, by work on the compute stream that reads nothing on the host, so that it
-        can be captured.
+        All these rows at once, by work on the compute stream that reads nothing on the host, so
+        that it can be captured.
         """
         ...

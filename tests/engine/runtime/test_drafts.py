@@ -19,8 +19,8 @@ class Told:
         self.says = torch.full((ROWS + 1, BLOCK), UNKNOWN)
 
     def propose(self, history, draft_RK):
-        """Say it, of the rows that are asked for: here their page tables name them."""
-        draft_RK.copy_(self.says[history.page_table_RM[:, 0]])
+        """Say it, of the rows that are asked for."""
+        draft_RK.copy_(self.says[history.row_R])
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ class Rows:
         """Place lanes, given as (row, lane); what they are to feed."""
         padded = [*lanes, *[(ROWS, 0)] * (8 - len(lanes))]
         self.stage(row=[row for row, _ in padded], lane=[lane for _, lane in padded])
-        self.drafts.place(self.slot, 8, torch.arange(ROWS + 1)[:, None], BLOCK)
+        self.drafts.place(self.slot, 8, torch.zeros(ROWS + 1, 2, dtype=torch.int64), BLOCK)
         names = ("row", "source", "token", "position", "sample_position")
         fields = [self.slot.staged.device[name][: len(lanes)].tolist() for name in names]
         return list(zip(*fields, strict=True))

@@ -109,12 +109,13 @@ def test_rows_say_what_each_says_by_hand(model, tmp_path):
         table_RM[row, : len(pages)] = torch.tensor(pages)
         start = (tensors, kv, pages, streams_TD[-1], newest, len(tokens))
         wanted.append(rolled(model, *start, BLOCK))
+    history = RowHistory(torch.arange(4), tokens_RC, position_R, hidden_RD, table_RM)
     draft_RK = torch.full((4, BLOCK), UNKNOWN)
-    proposer.propose(RowHistory(tokens_RC, position_R, hidden_RD, table_RM), draft_RK)
+    proposer.propose(history, draft_RK)
     assert draft_RK[:3].tolist() == wanted
     assert len({tuple(said) for said in wanted}) == 3
     shorter_RK = torch.full((4, 2), UNKNOWN)
-    proposer.propose(RowHistory(tokens_RC, position_R, hidden_RD, table_RM), shorter_RK)
+    proposer.propose(history, shorter_RK)
     assert shorter_RK[:3].tolist() == [said[:2] for said in wanted]
 
 
@@ -127,7 +128,8 @@ def test_the_end_of_the_context_is_no_place_to_fail(model, tmp_path):
     position_R = torch.tensor([TEXT.max_context - 1])
     table_RM = torch.zeros(1, PAGES, dtype=torch.int64)
     draft_RK = torch.full((1, BLOCK), UNKNOWN)
-    history = RowHistory(tokens_RC, position_R, torch.zeros(1, TEXT.dim), table_RM)
+    hidden_RD, row_R = torch.zeros(1, TEXT.dim), torch.arange(1)
+    history = RowHistory(row_R, tokens_RC, position_R, hidden_RD, table_RM)
     proposer.propose(history, draft_RK)
     assert 0 <= draft_RK.min() <= draft_RK.max() < TEXT.vocab_size
 
