@@ -72,7 +72,7 @@ class Rows:
         prompt["limit"].fill_(limit)
         self.drafts.admit(self.slot)
         pads = [ROWS] * 7
-        self.stage(row=[row, *pads], lane=[0] * 8)
+        self.stage(sample_row=[row, *pads], lane=[0] * 8)
         self.stage(sample_position=[START + len(PROMPT), *[0] * 7])
         self.settle([token, *[0] * 7])
 
