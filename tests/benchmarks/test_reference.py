@@ -145,7 +145,7 @@ def test_the_engine_replays_its_own_answers(tmp_path):
     """What the scheduler answered is what the model gives when it is fed the same tokens again."""
     family = FAMILIES[-1]
     folder = write_checkpoint(make_config("tiny", 1, 1, family), family, 0, tmp_path / "model")
-    engine = Engine(folder, "f32", 1)
+    engine = Engine(folder, "f32", 1, torch.device("cpu"))
     try:
         asked = cases(family.name, [(60, 40)])
         image = engine.prepare(Image.effect_noise((60, 40), 90).convert("RGB"), (60, 40))
