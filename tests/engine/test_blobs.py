@@ -1,10 +1,12 @@
 """Shared-memory blobs."""
 
+import contextlib
 import errno
 import mmap
 import os
 import stat
 import struct
+from random import Random
 
 import msgspec
 import numpy as np
@@ -277,5 +279,37 @@ def test_full_memory_is_told(store, monkeypatch):
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(QueueFull):
         store.put(b"x")
+    assert len(store) == 0
+    assert left(store) == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_lives(store, reader, seed):
+    """In whatever order blobs are taken, let go and discarded, each is read as it was written."""
+    random = Random(seed)
+    waiting: list[tuple[BlobRef, bytes]] = []  # not taken
+    views: list[tuple[memoryview, bytes]] = []
+    told: list[BlobRef] = []  # not discarded
+    for step in range(600):
+        match random.choice(("put", "take", "let go", "discard")):
+            case "put" if len(told) < 12:
+                content = step.to_bytes(4) * random.choice((1, 5000, 40_000))
+                ref = store.put(content)
+                waiting.append((ref, content))
+                told.append(ref)
+            case "take" if waiting:
+                ref, content = waiting.pop(random.randrange(len(waiting)))
+                if ref in told:
+                    views.append((reader.take(ref), content))
+                else:  # discarded before: all of it, or nothing
+                    with contextlib.suppress(InternalError):
+                        views.append((reader.take(ref), content))
+            case "let go" if views:
+                views.pop(random.randrange(len(views)))
+            case "discard" if told:
+                store.discard(told.pop(random.randrange(len(told))))
+        assert all(view == content for view, content in views)
+    for ref in told:
+        store.discard(ref)
     assert len(store) == 0
     assert left(store) == []
