@@ -81,7 +81,7 @@ class RequestStream(AsyncIterator[StreamReport]):
         while not self._pending:
             if self._ended:
                 raise StopAsyncIteration
-            await self._wait()
+            await self._news()
         head = self._pending.popleft()
         if isinstance(head, LegatoError):
             raise head
@@ -96,7 +96,7 @@ class RequestStream(AsyncIterator[StreamReport]):
         self._waits_for_end = True
         try:
             while not self._ended:
-                await self._wait()
+                await self._news()
         finally:
             self._waits_for_end = False
         last = self._pending.pop() if self._pending else None
@@ -130,9 +130,10 @@ class RequestStream(AsyncIterator[StreamReport]):
         self._ended = True
         self._wake()
 
-    async def _wait(self) -> None:
+    def _news(self) -> asyncio.Future[None]:
+        """What `_wake` ends: a future and no coroutine, as every call waits here."""
         self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        return self._waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
