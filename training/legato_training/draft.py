@@ -63,7 +63,9 @@ class Draft(nn.Module):
             rotate(query, *rope).to(k.dtype), k, v, attn_mask=bias
         )
         return (
-            state + self.proj(looked.transpose(1, 2).flatten(2)) + self.fc2(gelu(self.fc1(joined)))
+            state
+            + self.proj(looked.transpose(1, 2).flatten(2).to(joined.dtype))
+            + self.fc2(gelu(self.fc1(joined)))
         )
 
 
@@ -122,7 +124,7 @@ def roll(
     draft: Draft, teacher: Teacher, lesson: Lesson, depth: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """For each drafted token: its logits, the teacher's, and where both mean something."""
-    model, state = teacher.model, lesson.hidden_BGD
+    model, state = teacher.model, lesson.hidden_BGD.float()
     logits_BGV = model.token_logits(state).float()
     valid_BG = lesson.said_BG >= 0
     seen = lesson.k_BHLC, lesson.v_BHLC, teacher.bias_SL[-TEXT:].to(lesson.k_BHLC.dtype)
