@@ -22,6 +22,7 @@ TINY_FILES = (
     "config.json",
     "tokenizer.json",
     "model.safetensors",
+    "draft.safetensors",
     "adapters/hazard.safetensors",
     "MODEL_CARD.md",
 )

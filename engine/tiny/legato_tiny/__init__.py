@@ -1,4 +1,4 @@
-"""The files of legato-tiny: config.json, tokenizer.json, model.safetensors and MODEL_CARD.md."""
+"""The files of legato-tiny: its configuration, tokenizer, weights, draft and MODEL_CARD.md."""
 
 from __future__ import annotations
 
