@@ -5,6 +5,8 @@ Shape legend as in `ops`.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 import torch.nn.functional as F
 
@@ -137,16 +139,22 @@ def decode_attention_rows(
     positions_B: torch.Tensor,
     page_table_BM: torch.Tensor,
 ) -> torch.Tensor:
-    """See `ops.decode_attention`; row by row over exactly the row's context, freshly gathered."""
+    """See `ops.decode_attention`; row by row over exactly the row's context.
+
+    It is gathered anew for each sequence, whose rows stand beside each other.
+    """
     out_BHE = torch.zeros_like(q_BHE)
-    for row, (position, first_page) in enumerate(
-        zip(positions_B.tolist(), page_table_BM[:, 0].tolist(), strict=True)
-    ):
-        if first_page == _SCRATCH_PAGE:
+    lengths, tables = (positions_B + 1).tolist(), page_table_BM.tolist()
+    for table, rows in groupby(range(len(tables)), key=tables.__getitem__):
+        if table[0] == _SCRATCH_PAGE:
             continue
-        k_LHE = gather_pages(k_NHSE, page_table_BM[row], position + 1)
-        v_LHE = gather_pages(v_NHSE, page_table_BM[row], position + 1)
-        out_BHE[row] = _single_attention(q_BHE[row], k_LHE, v_LHE)
+        first, *others = rows
+        longest = max(lengths[first : first + 1 + len(others)])
+        k_LHE = gather_pages(k_NHSE, page_table_BM[first], longest)
+        v_LHE = gather_pages(v_NHSE, page_table_BM[first], longest)
+        for row in (first, *others):
+            seen = slice(lengths[row])
+            out_BHE[row] = _single_attention(q_BHE[row], k_LHE[seen], v_LHE[seen])
     return out_BHE
 
 

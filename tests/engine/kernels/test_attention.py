@@ -107,6 +107,22 @@ def test_on_the_cpu_a_suffix_has_the_bits_of_its_tokens_one_by_one(cache, count)
     assert torch.equal(together_THE, single_THE)
 
 
+def test_on_the_cpu_rows_of_a_sequence_have_the_bits_of_each_alone(cache):
+    """Tokens that a step feeds at several places of one sequence, in any order, among others."""
+    k_NHSE, v_NHSE, _, page_table_BM, _, _ = cache
+    rows = [(3, 11), (3, 4), (3, 9), (0, 0), (4, 0), (4, 0), (3, 11), (2, 4), (2, 2)]
+    tables_BM = page_table_BM[[row for row, _ in rows]]
+    positions_B = torch.tensor([position for _, position in rows])
+    q_BHE = torch.randn(9, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(8))
+    together_BHE = ops.decode_attention(q_BHE, k_NHSE, v_NHSE, positions_B, tables_BM)
+    for row in range(len(rows)):
+        only = slice(row, row + 1)
+        alone_BHE = ops.decode_attention(
+            q_BHE[only], k_NHSE, v_NHSE, positions_B[only], tables_BM[only]
+        )
+        assert torch.equal(together_BHE[only], alone_BHE)
+
+
 def test_gather_reads_what_was_written(cache):
     """Gathered pages are the positions in order, cut to the length asked for."""
     k_NHSE, _, _, page_table_BM, k_rows, _ = cache
