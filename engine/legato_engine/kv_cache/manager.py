@@ -134,7 +134,7 @@ class KVCacheManager:
 
     def finds_unit(self, sequence: Sequence) -> bool:
         """Whether `admit` would find its picture, if it has one: its prefill computes none."""
-        return not sequence.unit_length or self._sharing.match(sequence) is not None
+        return not sequence.unit_length or self._sharing.knows_unit(sequence)
 
     def admit(self, sequence: Sequence) -> PrefixWork:
         """Set `row`, `page_ids`, `adapter_slot` and what was found, having asked `can_admit`.

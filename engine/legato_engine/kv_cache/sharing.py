@@ -28,6 +28,12 @@ class Sharing:
         assert root.length == sequence.unit_length, f"{root.namespace} has two lengths"
         return self._tree.match(root, sequence, sequence.length - 1)
 
+    def knows_unit(self, sequence: Sequence) -> bool:
+        """Whether the tree has its unit, whatever else `match` would find."""
+        return (
+            sequence.prefix_key is not None and self._tree.root(_namespace(sequence)) is not None
+        )
+
     def uncopied(self, match: Match) -> Match:
         """The same without the page to copy, which needs room beside the copy."""
         tail = match.node.length % self._page_size > 0
