@@ -17,6 +17,7 @@ from legato_engine.blob_reader import BlobReader
 from legato_engine.config import (
     HIGHEST_ADAPTER_RANK,
     LOOKUP_DRAFT,
+    MOST_PREFILL_ROWS,
     EngineConfig,
     largest_block,
 )
@@ -263,8 +264,13 @@ def _runner(
     bank: AdapterBank | None,
     proposer: Proposer | None,
 ) -> ModelRunner:
-    """A warm runner, that proposes if the configuration has tokens proposed."""
+    """A warm runner, that proposes if the configuration has tokens proposed.
+
+    Raises `InvalidField` where more prompts are to share a launch than ever could.
+    """
     block = largest_block(config.speculation)
+    if not 0 <= config.max_prefill_rows <= MOST_PREFILL_ROWS:
+        raise InvalidField(f"0 to {MOST_PREFILL_ROWS}", field="max_prefill_rows")
     runner = ModelRunner(
         model,
         device,

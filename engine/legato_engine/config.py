@@ -7,6 +7,7 @@ import msgspec
 from legato_engine.errors import InvalidField
 
 HIGHEST_ADAPTER_RANK = 512
+MOST_PREFILL_ROWS = 32
 SPECULATION_OFF = "off"
 LOOKUP_DRAFT = "lookup"
 LARGEST_BLOCK = 16
@@ -65,7 +66,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int = 0
     kv_memory_fraction: float = 0.6
     crops_per_launch: int = 5  # 0: never split a picture
-    max_prefill_rows: int = 0
+    max_prefill_rows: int = 0  # at most `MOST_PREFILL_ROWS`
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     max_image_pixels: int = 40_000_000
     image_cache_bytes: int = 256 * 1024 * 1024

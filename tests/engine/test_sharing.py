@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
+from legato_engine.errors import InvalidField
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.scheduler.launch import LaunchKind
 
@@ -99,6 +100,14 @@ def test_adapters_share_nothing_and_change_no_answer(assembly):
     for plan in plans:
         if plan.kind is LaunchKind.PREFILL and len(plan.rows) > 1:
             assert not any(row.sequence.adapter_key for row in plan.rows)
+
+
+@pytest.mark.parametrize("count", [-1, 33])
+def test_more_prompts_than_could_share_are_refused(count):
+    """Every prompt is sampled from in one pass, so there is a most, and its name is told."""
+    with pytest.raises(InvalidField) as caught:
+        assemble(msgspec.structs.replace(CONFIG, max_prefill_rows=count))
+    assert caught.value.metadata["field"] == "max_prefill_rows"
 
 
 def test_nothing_is_shared_where_nothing_is_gained(assembly):

@@ -30,9 +30,7 @@ class Sharing:
 
     def knows_unit(self, sequence: Sequence) -> bool:
         """Whether the tree has its unit, whatever else `match` would find."""
-        return (
-            sequence.prefix_key is not None and self._tree.root(_namespace(sequence)) is not None
-        )
+        return sequence.prefix_key is not None and self._tree.root(_namespace(sequence)) is not None
 
     def uncopied(self, match: Match) -> Match:
         """The same without the page to copy, which needs room beside the copy."""
