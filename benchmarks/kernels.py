@@ -7,32 +7,55 @@ pages per row.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import msgspec
 import torch
 from legato_engine.device.cuda import CudaDevice
-from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, Part, Stages
+from legato_engine.kernels import ops
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, Stages
 from legato_engine.kernels.cuda.streams import tiles_for
+from legato_engine.kernels.experts import Routes
+from legato_engine.layers.moe import ExpertLinear
 from legato_engine.models.model import DecodeBatch, KVCache, StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.fused import FusedMoondream, can_fuse
 from legato_engine.models.moondream.model import MoondreamModel, Network
-from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
+from legato_engine.models.moondream.presets import (
+    legato_tiny_config,
+    moondream2_config,
+    moondream3_config,
+)
 from legato_engine.models.moondream.weights import random_weights
 
 from benchmarks import record
 
-MODELS = {"moondream2": moondream2_config, "legato-tiny": legato_tiny_config}
+
+def _moondream3() -> MoondreamConfig:
+    """In a context that the kernels of attention have."""
+    config = moondream3_config()
+    text = msgspec.structs.replace(config.text, max_context=2048)
+    return msgspec.structs.replace(config, text=text)
+
+
+MODELS = {
+    "moondream2": moondream2_config,
+    "moondream3": _moondream3,
+    "moondream3-e4m3": _moondream3,
+    "legato-tiny": legato_tiny_config,
+}
 BANDWIDTH = 4.68e12  # bytes a second that one H200 reads at most
 PAGE = 16
 CONTEXT = 850
 ROWS = 34
 DEVICE = torch.device("cuda")
+E4M3, E4M3_MOST = torch.float8_e4m3fn, 448
 DEPTHS = {
     1: ((9, 10, 2), (7, 7, 2), (8, 11, 2)),
     8: ((9, 10, 4), (8, 8, 4), (7, 11, 4)),
@@ -57,6 +80,8 @@ class Bench:
         """Everything on the GPU; pages are dealt in random order."""
         config = MODELS[name]()
         network = random_weights(config, 0, DEVICE, torch.bfloat16)
+        if name.endswith("e4m3"):
+            _quantise_experts(network)
         model = MoondreamModel(config, network)
         text = config.text
         pages = -(-text.max_context // PAGE)
@@ -99,6 +124,19 @@ class Bench:
         return hidden_BD, torch.full((batch, text.vocab_size), torch.nan, device=DEVICE)
 
 
+def _quantise_experts(network: Network) -> None:
+    """Experts in e4m3, a layer at a time."""
+    for module in network.modules():
+        if isinstance(module, ExpertLinear):
+            weight_XOI = module.weight
+            scale_XO = weight_XOI.abs().amax(-1).float() / E4M3_MOST
+            module.use_fp8()
+            for expert, weight_OI in enumerate(weight_XOI):
+                module.weight[expert] = (weight_OI / scale_XO[expert, :, None]).to(E4M3)
+            assert module.scale is not None
+            module.scale.copy_(scale_XO)
+
+
 def check(bench: Bench, exact: MoondreamModel, batch: int) -> dict[str, float]:
     """Relative errors of the kernels and of torch in bf16, against `exact` in float32."""
     inputs = bench.inputs(batch)
@@ -108,8 +146,9 @@ def check(bench: Bench, exact: MoondreamModel, batch: int) -> dict[str, float]:
     where = DecodeBatch(inputs.position_B, inputs.page_table_RM[inputs.row_B])
     x_BD = bench.model.embed(inputs.token_R[inputs.source_B], inputs.payload_R2[inputs.source_B])
     wide = KVCache(bench.kv.k_LNHSE.float(), bench.kv.v_LNHSE.float())
-    exact_BD = exact.decode(x_BD.float(), where, wide)
-    plain_BD = bench.model.decode(x_BD, where, bench.kv)
+    with _same_experts(bench):
+        exact_BD = exact.decode(x_BD.float(), where, wide)
+        plain_BD = bench.model.decode(x_BD, where, bench.kv)
     theirs = _written(bench.kv, inputs)
     exact_BV = exact.logits(exact_BD)
     return {
@@ -122,6 +161,27 @@ def check(bench: Bench, exact: MoondreamModel, batch: int) -> dict[str, float]:
         "rows_that_differ_alone": _differing(bench, inputs, logits_BV),
         **_check_bins(bench, plain_BD),
     }
+
+
+@contextlib.contextmanager
+def _same_experts(bench: Bench) -> Iterator[None]:
+    """Torch takes the experts that the kernels' last step took: near ties fall either way."""
+    route, experts_LBK = ops.route, bench.kernels.expert_LBK
+    if experts_LBK is None or bench.config.text.moe is None:
+        yield
+        return
+    layers = itertools.cycle(experts_LBK[bench.config.text.moe.first_layer :].long())
+
+    def same(logits_TX: torch.Tensor, num_active: int) -> Routes:
+        expert_TK = next(layers)[: len(logits_TX)]
+        best_TK = logits_TX.gather(1, expert_TK).float()
+        return Routes(expert_TK, best_TK.softmax(-1).to(logits_TX.dtype))
+
+    ops.route = same
+    try:
+        yield
+    finally:
+        ops.route = route
 
 
 def _differing(bench: Bench, inputs: StepInputs, logits_BV: torch.Tensor) -> float:
@@ -137,13 +197,14 @@ def _check_bins(bench: Bench, hidden_BD: torch.Tensor) -> dict[str, float]:
     """Relative errors of the bins; a batch of one needs the coord's alone."""
     tokens, exact = bench.config.tokens, copy.deepcopy(bench.network.region).float()
     errors = {}
+    normed_BD = hidden_BD.float() if exact.ln is None else exact.ln(hidden_BD.float())
     for name, token, decoder in (
         ("coord_bins", tokens.coord, exact.coord_decoder),
         ("size_bins", tokens.size, exact.size_decoder),
     ):
         token_B = torch.full((len(hidden_BD),), token, device=DEVICE)
         bins_BN = bench.kernels.bins(token_B, hidden_BD)[token == tokens.size]
-        errors[name] = _error(bins_BN, decoder(hidden_BD.float()))
+        errors[name] = _error(bins_BN, decoder(normed_BD))
     return errors
 
 
@@ -180,13 +241,35 @@ def timed(device: CudaDevice, work: Callable[[], object], repeats: int = 200) ->
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
 
-def floor_ms(config: MoondreamConfig, batch: int) -> float:
-    """The bytes that a step must read over the bandwidth."""
-    text = config.text
-    layer = 4 * text.dim**2 + 2 * text.dim * text.ff_dim
-    weights = text.num_layers * layer + text.vocab_size * text.dim
+def floor_ms(
+    config: MoondreamConfig, batch: int, touched: Sequence[int], expert_bytes: int
+) -> float:
+    """The bytes that a step must read over the bandwidth.
+
+    `touched` experts, by layer, whose weights have `expert_bytes`.
+    """
+    text, values = config.text, 0
+    for layer in range(text.num_layers):
+        values += 4 * text.dim**2
+        if text.tau is not None:
+            values += 6 * text.num_heads * text.dim
+        if text.moe is None or layer < text.moe.first_layer:
+            values += 2 * text.dim * text.ff_dim
+        else:
+            values += text.moe.num_experts * text.dim
+            experts = touched[layer] * 3 * text.dim * text.moe.inner_dim
+            values += experts * expert_bytes // 2
     context = text.num_layers * 2 * text.dim * min(CONTEXT, text.max_context - 1) * batch
-    return (weights + context) * 2 / BANDWIDTH * 1e3
+    return (values + text.vocab_size * text.dim + context) * 2 / BANDWIDTH * 1e3
+
+
+def _touched(bench: Bench, batch: int) -> list[int]:
+    """Experts that the last step's tokens chose, by layer; those of layers that have any."""
+    experts_LBK, moe = bench.kernels.expert_LBK, bench.config.text.moe
+    if experts_LBK is None or moe is None:
+        return [0] * bench.config.text.num_layers
+    counts = [len(layer.unique()) for layer in experts_LBK[:, :batch]]
+    return [0] * moe.first_layer + counts[moe.first_layer :]
 
 
 def steps(bench: Bench, device: CudaDevice, batch: int, repeats: int = 200) -> dict[str, float]:
@@ -200,10 +283,15 @@ def steps(bench: Bench, device: CudaDevice, batch: int, repeats: int = 200) -> d
         "head": lambda: kernels.head(hidden_BD, logits_BV),
         "coord_bins": lambda: kernels.bins(coord_B, hidden_BD),
     }
-    for part in Part:
+    for part in kernels.parts:
         works[part.name.lower()] = lambda part=part: kernels.layers(inputs, hidden_BD, (part,))
+    kernels.forward(inputs, hidden_BD, logits_BV)
+    touched = _touched(bench, batch)
+    expert_bytes = 1 if bench.network.text.has_fp8_experts else 2
     figures = {name: timed(device, work, repeats) for name, work in works.items()}
-    return {"floor": floor_ms(bench.config, batch), **figures}
+    if any(touched):
+        figures["experts_touched"] = sum(touched) / sum(map(bool, touched))
+    return {"floor": floor_ms(bench.config, batch, touched, expert_bytes), **figures}
 
 
 def tune(bench: Bench, device: CudaDevice) -> None:
@@ -226,9 +314,13 @@ def tune(bench: Bench, device: CudaDevice) -> None:
 def measure(name: str, arguments: argparse.Namespace, device: CudaDevice) -> dict[str, dict]:
     """One model's checks and times, by what they are of."""
     bench = Bench.make(name)
-    exact = MoondreamModel(bench.config, copy.deepcopy(bench.network).float())
+    checks = _numbers(arguments.checks)
+    exact = None
+    if checks:
+        exact = MoondreamModel(bench.config, copy.deepcopy(bench.network).float())
     figures: dict[str, dict] = {}
-    for batch in _numbers(arguments.checks):
+    for batch in checks:
+        assert exact is not None
         figures[f"{name} check {batch}"] = errors = check(bench, exact, batch)
         print(name, batch, {key: f"{value:.2e}" for key, value in errors.items()})
         if _bad(errors):

@@ -68,7 +68,8 @@ class Run:
         self._shape, _, self._dtype = name.partition("/")
         self._seed: int = arguments.seed
         self._threads: int = arguments.threads
-        self._layers = _LAYERS[self._shape] if arguments.layers is None else arguments.layers
+        vision, text = arguments.layers or _LAYERS[self._shape]
+        self._layers: tuple[int, int] = vision, text
         self._max_tokens: int = arguments.max_tokens
         self._families = [each for each in FAMILIES if each.name in arguments.families]
         few = arguments.full_sizes if self._shape == "full" else len(SIZES)

@@ -188,6 +188,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", default="")
     parser.add_argument("--tokenizer", default="")
     parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--max-context", default=0, type=int, help="positions; 0: the model's own")
     parser.add_argument("--dtype", default="auto", help="auto, f32, bf16")
     parser.add_argument("--draft", default="", help="FILE, NAME:FOLDER or lookup")
     parser.add_argument("--threads", default=0, type=int, help="CPU cores; 0: all")
@@ -202,6 +203,7 @@ def model_config(arguments: argparse.Namespace) -> EngineConfig:
         weights=arguments.weights,
         tokenizer=arguments.tokenizer,
         random_weights=arguments.random_weights,
+        max_context=arguments.max_context,
         device=arguments.device,
         dtype=arguments.dtype,
         draft=arguments.draft,

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 DEVICE = torch.device("cuda", 0)
-COUNT = 9
+COUNT, MANY = 9, 100
 
 
 def on_gpu(layer):
@@ -41,11 +41,12 @@ def weights(request):
     return *packed, *map(dequantised, packed)
 
 
+@pytest.mark.parametrize("count", [COUNT, MANY])
 @pytest.mark.parametrize("capturable", [False, True])
-def test_experts_are_the_formula(weights, capturable):
+def test_experts_are_the_formula(weights, capturable, count):
     """What the device takes for prefills and for steps stays near the formula."""
     up, down, up_numbers, down_numbers = weights
-    x_TD, routes = bfloat16(*tokens(COUNT))
+    x_TD, routes = bfloat16(*tokens(count))
     expected_TD = by_hand(x_TD, routes, up_numbers, down_numbers)
     there = Routes(routes.expert_TK.to(DEVICE), routes.share_TK.to(DEVICE))
     out_TD = ops.experts(x_TD.to(DEVICE), there, on_gpu(up), on_gpu(down), capturable=capturable)
@@ -53,10 +54,11 @@ def test_experts_are_the_formula(weights, capturable):
     assert error < 0.03 * expected_TD.abs().max()
 
 
-def test_a_captured_step_follows_its_routes(weights):
+@pytest.mark.parametrize("count", [COUNT, MANY])
+def test_a_captured_step_follows_its_routes(weights, count):
     """Replayed with other tokens, a graph gives what running the step with them gives."""
     up, down = map(on_gpu, weights[:2])
-    x_TD, routes = bfloat16(*tokens(COUNT))
+    x_TD, routes = bfloat16(*tokens(count))
     x_TD, expert_TK, share_TK = (
         tensor.to(DEVICE) for tensor in (x_TD, routes.expert_TK, routes.share_TK)
     )
@@ -69,7 +71,7 @@ def test_a_captured_step_follows_its_routes(weights):
     try:
         replay = device.capture(step)
         for seed in (1, 2):
-            other_TD, other = bfloat16(*tokens(COUNT, seed))
+            other_TD, other = bfloat16(*tokens(count, seed))
             x_TD.copy_(other_TD)
             expert_TK.copy_(other.expert_TK)
             share_TK.copy_(other.share_TK)
@@ -83,9 +85,11 @@ def test_a_captured_step_follows_its_routes(weights):
         device.close()
 
 
-def test_bfloat16_is_grouped(weights):
-    """Plain weights go to one product each; e4m3 has none and says so."""
+@pytest.mark.parametrize("count", [COUNT, MANY])
+def test_bfloat16_and_many_tokens_are_grouped(weights, count):
+    """Plain weights go to one product each, e4m3 where widening all of it pays."""
     up, down = map(on_gpu, weights[:2])
-    x_TD = tokens(COUNT)[0].to(DEVICE, torch.bfloat16)
+    x_TD = tokens(count)[0].to(DEVICE, torch.bfloat16)
     capable = torch.cuda.get_device_capability(DEVICE) >= (9, 0)
-    assert grouped.can_group(x_TD, up, down) is (capable and up.scale_XO is None)
+    grouped_anyway = up.scale_XO is None or count == MANY
+    assert grouped.can_group(x_TD, up, down) is (capable and grouped_anyway)

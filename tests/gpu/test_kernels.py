@@ -6,7 +6,10 @@ pages per row, L layers, N pages, H heads, S positions per page, E head dim, P p
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +17,26 @@ import msgspec
 import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
+from legato_engine.kernels import ops
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
+from legato_engine.kernels.experts import Routes
+from legato_engine.layers.moe import ExpertLinear
 from legato_engine.models.model import DecodeBatch, KVCache, StepInputs
-from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.models.moondream.config import (
+    ARCHITECTURE_3,
+    Gelu,
+    MoEConfig,
+    MoondreamConfig,
+    TauConfig,
+)
 from legato_engine.models.moondream.fused import FusedMoondream
 from legato_engine.models.moondream.model import MoondreamModel, Network
-from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
+from legato_engine.models.moondream.presets import (
+    legato_tiny_config,
+    moondream2_config,
+    moondream3_config,
+)
+from legato_engine.models.moondream.region import Region
 from legato_engine.models.moondream.weights import random_weights
 
 pytestmark = [
@@ -30,19 +47,54 @@ pytestmark = [
 DEVICE = torch.device("cuda")
 ROWS, TOKENS, PAGE = 40, 38, 16
 ONE_PASS = slice(0, MAX_TOKENS)
+NEAR = 0.1
+"""Logits of a router that far apart may be in either order: they are rounded on the way there."""
 
 
 def shallow_moondream2() -> MoondreamConfig:
     """Moondream 2's widths in few layers."""
-    config = moondream2_config()
+    return shallow(moondream2_config())
+
+
+def shallow_moondream3() -> MoondreamConfig:
+    """Moondream 3's widths in few layers, the first of them without experts."""
+    config = moondream3_config()
+    assert config.text.moe is not None
+    moe = msgspec.structs.replace(config.text.moe, first_layer=1)
+    return shallow(config, moe=moe, max_context=2048)
+
+
+def narrow_moondream3() -> MoondreamConfig:
+    """Moondream 3's kind at legato-tiny's widths, with gains of the other gelu."""
+    config = legato_tiny_config()
+    return msgspec.structs.replace(
+        shallow(
+            config,
+            tau=TauConfig(gelu=Gelu.EXACT),
+            moe=MoEConfig(first_layer=1, num_experts=16, num_active=3, inner_dim=192),
+        ),
+        architecture=ARCHITECTURE_3,
+        region=msgspec.structs.replace(config.region, inner_dim=None, coord_reaches_one=True),
+    )
+
+
+def shallow(config: MoondreamConfig, **text: Any) -> MoondreamConfig:
+    """Few layers, and other changes of the text part."""
     return msgspec.structs.replace(
         config,
-        text=msgspec.structs.replace(config.text, num_layers=3),
+        text=msgspec.structs.replace(config.text, num_layers=3, **text),
         vision=msgspec.structs.replace(config.vision, num_layers=1),
     )
 
 
-CONFIGS = {"legato-tiny": legato_tiny_config, "moondream2": shallow_moondream2}
+CONFIGS = {
+    "legato-tiny": legato_tiny_config,
+    "moondream2": shallow_moondream2,
+    "moondream3": shallow_moondream3,
+    "moondream3-e4m3": shallow_moondream3,
+    "narrow3": narrow_moondream3,
+    "narrow3-e4m3": narrow_moondream3,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +159,8 @@ def world(request):
     """A model with random weights; a row's pages are anywhere."""
     config = CONFIGS[request.param]()
     network = random_weights(config, 0, DEVICE, torch.bfloat16)
+    if request.param.endswith("e4m3"):
+        quantise_experts(network)
     text = config.text
     pages = -(-text.max_context // PAGE)
     shape = (text.num_layers, ROWS * pages + 1, text.num_heads, PAGE, text.head_dim)
@@ -117,6 +171,20 @@ def world(request):
     model, exact = (MoondreamModel(config, n) for n in (network, copy.deepcopy(network).float()))
     kernels = FusedMoondream(config, network.text, network.region, kv)
     return World(config, network, model, exact, kernels, kv, table_RM)
+
+
+def quantise_experts(network: Network) -> None:
+    """Experts in e4m3: every other one of numbers so small that most are below the normal ones."""
+    for module in network.modules():
+        if not isinstance(module, ExpertLinear):
+            continue
+        weight_XOI = module.weight
+        scale_XO = weight_XOI.float().abs().amax(-1) / 448
+        scale_XO[1::2] *= 448 / 2**-4
+        module.use_fp8()
+        module.weight.copy_(weight_XOI / scale_XO[..., None])
+        assert module.scale is not None
+        module.scale.copy_(scale_XO)
 
 
 def places(inputs: StepInputs) -> DecodeBatch:
@@ -130,6 +198,34 @@ def written(inputs: StepInputs) -> tuple[slice, torch.Tensor, slice, torch.Tenso
     return slice(None), page_B, slice(None), inputs.position_B % PAGE
 
 
+@contextlib.contextmanager
+def chosen(world: World) -> Iterator[None]:
+    """Torch's own operations take the experts that the kernels' last step took.
+
+    Near ties fall either way, and what follows then differs by more than rounding. They must be
+    near ties: no expert that was left out is much likelier than one that was taken.
+    """
+    if world.kernels.expert_LBK is None:
+        yield
+        return
+    assert world.config.text.moe is not None
+    first = world.config.text.moe.first_layer
+    layers = itertools.cycle(world.kernels.expert_LBK[first:].long())
+
+    def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
+        expert_TK = next(layers)[: len(logits_TX)]
+        taken_TK = logits_TX.gather(1, expert_TK).float()
+        left_TX = logits_TX.float().scatter(1, expert_TK, -torch.inf)
+        assert (taken_TK.amin(1) - left_TX.amax(1)).min() > -NEAR
+        assert (taken_TK[:, :-1] - taken_TK[:, 1:]).min() > -NEAR
+        assert (taken_TK.isfinite()).all()
+        return Routes(expert_TK, taken_TK.softmax(-1).to(logits_TX.dtype))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "route", route)
+        yield
+
+
 def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
     """Root mean square of the difference over that of the truth."""
     return float((ours.double() - truth.double()).norm() / truth.double().norm())
@@ -141,11 +237,12 @@ def test_a_step_is_as_exact_as_torch(world):
     x_BD, _ = world.empty(MAX_TOKENS)
     world.kernels.embed(inputs, x_BD)
     before, where = world.snapshot(), places(inputs)
-    plain_BD = world.model.decode(x_BD, where, before)
-    wide = KVCache(world.kv.k_LNHSE.float(), world.kv.v_LNHSE.float())
-    exact_BD = world.exact.decode(x_BD.float(), where, wide)
-    exact_BV = world.exact.logits(exact_BD)
     hidden_BD, logits_BV = world.forward(inputs)
+    wide = KVCache(before.k_LNHSE.float(), before.v_LNHSE.float())
+    with chosen(world):
+        plain_BD = world.model.decode(x_BD, where, before)
+        exact_BD = world.exact.decode(x_BD.float(), where, wide)
+    exact_BV = world.exact.logits(exact_BD)
     assert error(hidden_BD, exact_BD) <= 1.2 * error(plain_BD, exact_BD)
     assert error(logits_BV, exact_BV) <= 1.2 * error(world.model.logits(plain_BD), exact_BV)
     at = written(inputs)
@@ -264,18 +361,24 @@ def test_bins_are_as_exact_as_torch(world, batch):
     for token, which in ((tokens.coord, 0), (tokens.size, 1)):
         token_B = torch.full((batch,), token, device=DEVICE)
         bins_BN = world.kernels.bins(token_B, hidden_BD)[which].clone()
-        plain, truth = (
-            (part.coord_decoder, part.size_decoder)[which](hidden_BD.to(part.coord_features.dtype))
-            for part in (region, exact)
-        )
+        plain, truth = (torch_bins(part, hidden_BD)[which] for part in (region, exact))
         assert error(bins_BN, truth) <= 1.2 * error(plain, truth)
         for i in range(batch):
             alone_1N = world.kernels.bins(token_B[i : i + 1], hidden_BD[i : i + 1])[which]
             assert torch.equal(alone_1N[0], bins_BN[i])
 
 
+def torch_bins(region: Region, hidden_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bins of coords and of sizes by torch's own operations."""
+    hidden_BD = hidden_BD.to(region.coord_features.dtype)
+    normed_BD = hidden_BD if region.ln is None else region.ln(hidden_BD)
+    return region.coord_decoder(normed_BD), region.size_decoder(normed_BD)
+
+
 def test_bins_that_nobody_needs_are_left_alone(world):
     """A batch of words changes neither decoder's bins, one of sizes only those of sizes."""
+    if world.config.region.inner_dim is None:
+        pytest.skip("both are one map, which is small")
     hidden_BD = torch.randn(4, world.config.text.dim, device=DEVICE).to(world.model.dtype)
     words_B = torch.full((4,), 50, device=DEVICE)
     for bins in world.kernels.bins(words_B, hidden_BD):

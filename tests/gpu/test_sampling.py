@@ -202,7 +202,9 @@ def test_payloads_are_those_of_the_bins() -> None:
     state.token_R[row_B] = token_B
     state.payload_R2.fill_(7.0)
     payload_B2 = torch.full((9, 2), 7.0, device="cuda")
-    reader = PayloadReader(coord_bins=1024, size_bins=2048, coord=COORD, size=SIZE)
+    reader = PayloadReader(
+        coord_bins=1024, coord_divisor=1024, size_bins=2048, coord=COORD, size=SIZE
+    )
     reader.read(state, coord_BN, size_BN, row_B, payload_B2)
     coord_B = torch.from_numpy(coord_BN.cpu().numpy().argmax(-1)) / 1024
     bins_B2 = torch.from_numpy(size_BN.reshape(9, 2, 1024).cpu().numpy().argmax(-1)).float()

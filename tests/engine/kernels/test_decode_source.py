@@ -11,11 +11,23 @@ import struct
 import pytest
 from legato_engine.kernels.cuda import compiler, streams
 from legato_engine.kernels.cuda.decoder import SPLITS, attend_defines, decode_defines
-from legato_engine.kernels.cuda.regions import region_defines
+from legato_engine.kernels.cuda.gained import Rows, expert_defines, gained_defines
+from legato_engine.kernels.cuda.head import head_defines
+from legato_engine.kernels.cuda.regions import embed_defines, region_defines
 from legato_engine.kernels.cuda.sampling import sampling_defines
 
 from tests.engine.kernels.test_compiler import has_nvrtc
-from tests.engine.kernels.test_streams import CONFIGS, MOST, dynamic_shared, sizes_of
+from tests.engine.kernels.test_streams import (
+    CONFIGS,
+    EXPERT_DTYPES,
+    EXPERT_STATIC,
+    GAINS_STATIC,
+    MOST,
+    dynamic_shared,
+    expert_shared,
+    expert_sizes,
+    sizes_of,
+)
 
 pytestmark = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
 
@@ -24,9 +36,11 @@ RESERVED = 1024  # bytes of shared memory that the system takes, counted with th
 MOST_STACK = 32  # bytes of a thread's own memory: what sines take, or two spilled registers
 FRAME_SIZE = 0x11  # the number of that note
 KERNELS = {
-    "decode.cu": {"layer_in", "layer_out", "head"},
+    "decode.cu": {"layer_in", "layer_out"},
     "attend.cu": {"attend"},
-    "region.cu": {"embed", "region_inner", "region_bins"},
+    "head.cu": {"head"},
+    "embed.cu": {"embed"},
+    "region.cu": {"region_inner", "region_bins"},
 }
 
 
@@ -70,9 +84,14 @@ def usages(code: bytes) -> dict[str, Usage]:
 def defines(source: str, model: str, tiles: int) -> dict[str, int]:
     """Constants of a source; `tiles` is the number of splits for attention."""
     decode, region = sizes_of(model)
-    if source == "decode.cu":
-        return decode_defines(decode, tiles)
-    return region_defines(region, tiles) if source == "region.cu" else attend_defines(decode, tiles)
+    made = {
+        "decode.cu": lambda: decode_defines(decode, tiles),
+        "attend.cu": lambda: attend_defines(decode, tiles),
+        "head.cu": lambda: head_defines(decode.dim, CONFIGS[model].text.vocab_size, tiles),
+        "embed.cu": lambda: embed_defines(region),
+        "region.cu": lambda: region_defines(region, tiles),
+    }
+    return made[source]()
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +119,25 @@ def test_kernels_compile_without_spills(cache, source, tiles, model, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", EXPERT_DTYPES)
+@pytest.mark.parametrize("tiles", streams.TILES)
+def test_experts_compile_without_spills(cache, tiles, dtype, arch):
+    """So do the kernels of Moondream 3's layers; those of gains run beside those of experts."""
+    sizes = expert_sizes(dtype)
+    for routed in (False, True):
+        constants = gained_defines(sizes, tiles, routed=routed)
+        found = usages(compiler.compile_source("gained.cu", constants, arch))
+        assert set(found) == {"gained_in", "gains"}
+        assert max(usage.stack for usage in found.values()) <= MOST_STACK
+        assert found["gains"].static <= GAINS_STATIC + RESERVED
+    found = usages(compiler.compile_source("experts.cu", expert_defines(sizes, tiles), arch))
+    assert set(found) == set(expert_shared(dtype, 8 * tiles))
+    for kernel, usage in found.items():
+        assert usage.stack <= MOST_STACK, kernel
+        assert usage.static <= EXPERT_STATIC + RESERVED, kernel
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("model", CONFIGS)
 def test_sampling_compiles(cache, model, arch):
     """The choice of a token and the reading of its value compile at every model's sizes."""
@@ -108,6 +146,7 @@ def test_sampling_compiles(cache, model, arch):
     assert "sample" in usages(compiler.compile_source("sample.cu", constants, arch))
     region = region_defines(sizes_of(model)[1], 1)
     constants = {name: region[name] for name in ("COORD_BINS", "SIZE_BINS", "COORD", "SIZE")}
+    constants["COORD_DIVISOR"] = constants["COORD_BINS"]
     assert "payload" in usages(compiler.compile_source("payload.cu", constants, arch))
 
 
@@ -126,6 +165,25 @@ def test_a_kernel_that_spills_is_seen(cache, monkeypatch):
     )
     found = usages(compiler.compile_source("spill.cu", {}, "sm_90"))
     assert found["spill"].stack == 256
+
+
+ROWS_PROBE = """#include "unpacked.cuh"
+using R = Rows<{width}, {size}>;
+static_assert(R::CHUNK == {chunk} && R::STAGE == {stage} && R::BEHIND == {behind}, "rows");
+extern "C" __global__ void probe() {{}}
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("width", [64, 192, 320, 1024, 1280, 2048, 4096])
+def test_the_header_agrees_on_rows(cache, monkeypatch, width, size):
+    """A stage of rows that are not packed is as large as the launches count it."""
+    rows = Rows(width, size)
+    sizes = {"chunk": rows.chunk, "stage": rows.stage, "behind": rows.behind}
+    probe = ROWS_PROBE.format(width=width, size=size, **sizes)
+    texts = compiler.sources() | {"probe.cu": probe}
+    monkeypatch.setattr(compiler, "sources", lambda: texts)
+    compiler.compile_source("probe.cu", {}, "sm_90")
 
 
 PROBE = """#include "stream.cuh"

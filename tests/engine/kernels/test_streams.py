@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 import re
 
 import pytest
-from legato_engine.kernels.cuda import decoder, streams
+import torch
+from legato_engine.kernels.cuda import decoder, gained, streams
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS, DecoderSizes
+from legato_engine.kernels.cuda.gained import GainedSizes
 from legato_engine.kernels.cuda.regions import BINS_STAGES, INNER_STAGES, RegionSizes
-from legato_engine.models.moondream.fused import region_sizes
-from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
+from legato_engine.models.moondream.fused import gained_sizes, region_sizes
+from legato_engine.models.moondream.presets import (
+    legato_tiny_config,
+    moondream2_config,
+    moondream3_config,
+)
 
 MOST = 232448  # bytes of shared memory that a thread block of an H200 may have
+PROCESSOR = 233472  # that a processor has, 1024 of them taken by the system for each thread block
+EXPERT_STATIC = 4096  # what the experts' kernels know of routes
+GAINS_STATIC = 1024
 STATIC = 512  # bytes at most that these kernels have beside the dynamic ones
 ATTEND_STATIC = 19072  # what `attend` keeps of its parts
 PAGE = 16
+EXPERT_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 CONFIGS = {"moondream2": moondream2_config(), "legato-tiny": legato_tiny_config()}
 
 
@@ -36,9 +47,28 @@ def sizes_of(name: str) -> tuple[DecoderSizes, RegionSizes]:
     return decode, region_sizes(config)
 
 
+def expert_sizes(dtype: torch.dtype) -> GainedSizes:
+    """Moondream 3's sizes, in the longest context that the kernels have."""
+    decode, _ = sizes_of("moondream2")  # the same but for the context
+    decode = dataclasses.replace(decode, max_pages=4096 // PAGE)
+    return gained_sizes(moondream3_config(), decode, dtype)
+
+
+def expert_shared(dtype: torch.dtype, batch: int) -> dict[str, int]:
+    """Dynamic shared memory of the launches of Moondream 3's experts."""
+    sizes = expert_sizes(dtype)
+    launches = {
+        "experts_up": gained.up_stages(sizes, batch),
+        "experts_out": gained.out_stages(sizes, batch),
+    }
+    assert min(stages for stages, _ in launches.values()) >= 2
+    return {name: num_bytes for name, (_, num_bytes) in launches.items()}
+
+
 def dynamic_shared(name, batch):
     """Dynamic shared memory of each kernel's launch."""
     decode, region = sizes_of(name)
+    assert region.inner_dim is not None
     tiles = streams.tiles_for(batch)
     whole = {
         "layer_in": DEFAULT_STAGES.layer_in[tiles],
@@ -64,6 +94,15 @@ def test_every_launch_fits_the_gpu(name, batch):
         assert num_bytes <= full[kernel], kernel
 
 
+@pytest.mark.parametrize("dtype", EXPERT_DTYPES)
+@pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
+def test_the_experts_launches_fit_the_gpu(batch, dtype):
+    """As above; each takes more than half of a processor, and the gains fit beside it."""
+    for kernel, num_bytes in expert_shared(dtype, batch).items():
+        assert num_bytes > MOST // 2, kernel
+        assert num_bytes + EXPERT_STATIC + GAINS_STATIC + 2 * 1024 <= PROCESSOR, kernel
+
+
 def test_the_rings_of_attention_fit_the_gpu():
     """The rings of all warps, and what they compute, leave room for one thread block alone."""
     num_bytes = decoder.attend_shared(DEFAULT_STAGES.attend) + ATTEND_STATIC
@@ -84,6 +123,7 @@ def test_narrow_kernels_have_a_processor_each(monkeypatch):
     assert (3 * decode.dim + decode.ff_dim) // 16 <= streams.num_processors()
     assert decode.vocab_size // 16 <= streams.num_processors()
     assert decode.dim // 16 <= streams.num_processors()
+    assert region.inner_dim is not None
     assert 2 * region.inner_dim // 16 <= streams.num_processors()
 
 

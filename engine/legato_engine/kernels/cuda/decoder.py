@@ -17,6 +17,7 @@ import torch
 
 from legato_engine.kernels.cuda import streams
 from legato_engine.kernels.cuda.adapters import StepAdapters
+from legato_engine.kernels.cuda.head import HEAD_STAGES, Head, HeadWeights
 from legato_engine.kernels.cuda.module import Kernel, Module
 
 MAX_TOKENS = 32
@@ -66,14 +67,6 @@ class LayerWeights:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HeadWeights:
-    """The map to the vocabulary, bf16 and packed, with the last norm folded into it."""
-
-    weights: torch.Tensor
-    folded: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Places:
     """Where B tokens stand, int64: their rows of `table_RM`, their positions, and `fresh_B`: the
     first position of each token's sequence that this very step writes.
@@ -104,7 +97,7 @@ class Stages:
 DEFAULT_STAGES = Stages(
     layer_in={1: 7, 2: 7, 4: 4},
     layer_out={1: 7, 2: 9, 4: 8},
-    head={1: 9, 2: 7, 4: 4},
+    head=HEAD_STAGES,
     attend=4,
     attend_split=2,
 )
@@ -114,6 +107,8 @@ class Part(enum.Enum):
     """The kernels of a layer."""
 
     LAYER_IN = enum.auto()
+    EXPERTS = enum.auto()
+    GAINS = enum.auto()
     ATTEND = enum.auto()
     LAYER_OUT = enum.auto()
 
@@ -143,18 +138,17 @@ class _Kernels:
         module = Module("decode.cu", decode_defines(sizes, tiles))
         self.in_stages = stages.layer_in[tiles]
         self.out_stages = stages.layer_out[tiles]
-        self.head_stages = stages.head[tiles]
         most = 8 * tiles
         shared = streams.whole_shared(sizes.dim, most, self.in_stages)
         self.layer_in: Kernel = module.kernel("layer_in", shared=shared)
         shared = streams.parts_shared(sizes.mixed_dim, sizes.parts, most, self.out_stages)
         self.layer_out: Kernel = module.kernel("layer_out", shared=shared)
-        shared = streams.whole_shared(sizes.dim, most, self.head_stages)
-        self.head: Kernel = module.kernel("head", shared=shared)
 
 
 class Decoder:
     """The kernels, and the scratch memory between them; steps share it and must not overlap."""
+
+    parts = (Part.LAYER_IN, Part.ATTEND, Part.LAYER_OUT)
 
     def __init__(
         self, sizes: DecoderSizes, device: torch.device, stages: Stages = DEFAULT_STAGES
@@ -164,9 +158,10 @@ class Decoder:
         self._kernels = {tiles: _Kernels(sizes, tiles, stages) for tiles in streams.TILES}
         self._attends = {splits: self._attend_kernel(splits) for splits in SPLITS}
         self._grid_in = streams.even_grid((3 * sizes.dim + sizes.ff_dim) // 16)
-        self._grid_head = streams.even_grid(sizes.vocab_size // 16)
-        self._q_BD = torch.zeros(MAX_TOKENS, sizes.dim, dtype=torch.bfloat16, device=device)
-        self._mixed_BF = torch.zeros(
+        self._head = Head(sizes.dim, sizes.vocab_size, stages.head)
+        # What the kernels of a layer leave each other; those in front of `attend` may be others.
+        self.q_BD = torch.zeros(MAX_TOKENS, sizes.dim, dtype=torch.bfloat16, device=device)
+        self.mixed_BF = torch.zeros(
             MAX_TOKENS, sizes.mixed_dim, dtype=torch.bfloat16, device=device
         )
 
@@ -194,26 +189,15 @@ class Decoder:
             if Part.LAYER_IN in parts:
                 self._layer_in(x_BD, weights, places, keys, values, angles, inner_BF)
             if Part.ATTEND in parts:
-                self._attend(x_BD.shape[0], places, keys, values)
+                self.attend(x_BD.shape[0], places, keys, values)
             if adapters is not None:
-                outer_BD = adapters.outer(layer, self._mixed_BF, places.row_B)
+                outer_BD = adapters.outer(layer, self.mixed_BF, places.row_B)
             if Part.LAYER_OUT in parts:
-                self._layer_out(x_BD, weights, outer_BD)
+                self.layer_out(x_BD, weights, outer_BD)
 
     def head(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
         """Write float32 logits of the residual stream."""
-        batch = x_BD.shape[0]
-        kernels = self._kernels[streams.tiles_for(batch)]
-        kernels.head.launch(
-            (self._grid_head, 1, 1),
-            streams.THREADS,
-            (
-                *(x_BD, weights.weights, weights.folded, logits_BV),
-                *(batch, kernels.head_stages),
-            ),
-            shared=streams.whole_shared(self._sizes.dim, batch, kernels.head_stages),
-            overlap=True,
-        )
+        self._head.run(x_BD, weights, logits_BV)
 
     def _layer_in(
         self,
@@ -233,13 +217,14 @@ class Decoder:
             (
                 *(x_BD, weights.weights_in, weights.folded_in),
                 *(*angles, places.row_B, places.position_B, places.table_RM),
-                *(self._q_BD, self._mixed_BF, keys, values, change_BF, batch, kernels.in_stages),
+                *(self.q_BD, self.mixed_BF, keys, values, change_BF, batch, kernels.in_stages),
             ),
             shared=streams.whole_shared(self._sizes.dim, batch, kernels.in_stages),
             overlap=True,
         )
 
-    def _attend(self, batch: int, places: Places, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def attend(self, batch: int, places: Places, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The heads' output into `mixed_BF`, of `q_BD` and one layer's keys and values."""
         pairs = batch * self._sizes.num_heads
         splits = next((s for s in SPLITS[:0:-1] if pairs * s <= streams.num_processors()), 1)
         stages = self._attend_stages(splits)
@@ -247,16 +232,17 @@ class Decoder:
             (streams.even_grid(pairs) * splits, 1, 1),
             streams.WORKERS,
             (
-                *(self._q_BD, keys, values, places.row_B, places.position_B, places.fresh_B),
-                *(places.table_RM, self._mixed_BF, batch, stages),
+                *(self.q_BD, keys, values, places.row_B, places.position_B, places.fresh_B),
+                *(places.table_RM, self.mixed_BF, batch, stages),
             ),
             cluster=splits,
             overlap=True,
         )
 
-    def _layer_out(
-        self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None
+    def layer_out(
+        self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None = None
     ) -> None:
+        """Add the map of `mixed_BF`: heads and inner activations; and what adapters change."""
         batch, sizes = x_BD.shape[0], self._sizes
         kernels = self._kernels[streams.tiles_for(batch)]
         stages = kernels.out_stages
@@ -264,7 +250,7 @@ class Decoder:
             (sizes.dim // 16, 1, 1),
             streams.THREADS,
             (
-                *(self._mixed_BF, weights.weights_out, weights.proj_bias, weights.fc2_bias),
+                *(self.mixed_BF, weights.weights_out, weights.proj_bias, weights.fc2_bias),
                 *(x_BD, change_BD, batch, stages),
             ),
             shared=streams.parts_shared(sizes.mixed_dim, sizes.parts, batch, stages),
@@ -292,7 +278,6 @@ def decode_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
         "FF": sizes.ff_dim,
         "HEADS": sizes.num_heads,
         "ROTARY": sizes.rotary_dim,
-        "VOCAB": sizes.vocab_size,
         "PAGE": sizes.page_size,
         "PAGES": sizes.max_pages,
         "PARTS": sizes.parts,

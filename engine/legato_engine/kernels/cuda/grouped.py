@@ -1,8 +1,9 @@
 """Experts as two grouped products of torch, whose group bounds stay on the device.
 
-Only the weights of experts that have tokens are read, and nothing is read on the host, so it serves
-prefill and captured steps alike. What is here runs on any device that `F.grouped_mm` runs on;
-`can_group` admits those where it is one kernel.
+Nothing is read on the host, so it serves prefill and captured steps alike. Of bfloat16 only the
+weights of experts that have tokens are read; e4m3 ones are all widened first, which pays for many
+tokens alone. What is here runs on any device that `F.grouped_mm` runs on; `can_group` admits those
+where it is one kernel.
 
 Shape legend as in `kernels.ops`.
 """
@@ -17,15 +18,15 @@ from legato_engine.kernels.reference import gate
 
 _CAPABILITY = (9, 0)
 _ALIGNMENT = 8  # values: rows begin at multiples of 16 bytes
+_MANY = 64  # tokens
 
 
 def can_group(x_TD: torch.Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
-    """Whether this is one kernel for each product; e4m3 weights have none."""
+    """Whether this is one kernel for each product, and e4m3 weights are not read in vain."""
     return (
         x_TD.is_cuda
         and x_TD.dtype is torch.bfloat16
-        and up.scale_XO is None
-        and down.scale_XO is None
+        and ((up.scale_XO is None and down.scale_XO is None) or len(x_TD) >= _MANY)
         and all(size % _ALIGNMENT == 0 for size in down.weight_XOI.shape[1:])
         and torch.cuda.get_device_capability(x_TD.device) >= _CAPABILITY
     )
@@ -38,8 +39,8 @@ def experts(
     num_active = routes.expert_TK.shape[1]
     expert_J, order_J = routes.expert_TK.flatten().sort(stable=True)
     bound_X = _bounds(expert_J, len(up.weight_XOI))
-    inner_JI = gate(_product(x_TD[order_J // num_active], up, bound_X))
-    sorted_JD = _product(inner_JI, down, bound_X)
+    inner_JI = gate(_product(x_TD[order_J // num_active], up, expert_J, bound_X))
+    sorted_JD = _product(inner_JI, down, expert_J, bound_X)
     out_JD = torch.empty_like(sorted_JD)
     out_JD[order_J] = sorted_JD
     out_TKD = out_JD.view(-1, num_active, x_TD.shape[1]).float()
@@ -52,5 +53,11 @@ def _bounds(expert_J: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.searchsorted(expert_J, expert_X, right=True, out_int32=True)
 
 
-def _product(x_JI: torch.Tensor, layer: ExpertWeights, bound_X: torch.Tensor) -> torch.Tensor:
-    return F.grouped_mm(x_JI, layer.weight_XOI.transpose(1, 2), offs=bound_X)
+def _product(
+    x_JI: torch.Tensor, layer: ExpertWeights, expert_J: torch.Tensor, bound_X: torch.Tensor
+) -> torch.Tensor:
+    weight_XIO = layer.weight_XOI.to(x_JI.dtype).transpose(1, 2)
+    out_JO = F.grouped_mm(x_JI, weight_XIO, offs=bound_X)
+    if layer.scale_XO is None:
+        return out_JO
+    return (out_JO.float() * layer.scale_XO[expert_J]).to(x_JI.dtype)

@@ -1,16 +1,18 @@
 """Values that tokens carry, on the device: encoded for the next forward, decoded from the last.
 
-Shape legend: B tokens, D width, R rows of the token state.
+Shape legend: B tokens, D width, R rows of the token state, N bins.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import torch
 
 from legato_engine.kernels.cuda import streams
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
+from legato_engine.kernels.cuda.head import Head, HeadWeights
 from legato_engine.kernels.cuda.module import Module
 
 _OUTPUTS = 64  # of `embed` per thread block
@@ -21,10 +23,13 @@ BINS_STAGES = {1: 9, 2: 7, 4: 4}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RegionSizes:
-    """What the kernels are compiled for; `size_bins` counts both sides."""
+    """What the kernels are compiled for; `size_bins` counts both sides.
+
+    `inner_dim` is that of decoders of two layers; None: all bins are one map behind a norm.
+    """
 
     dim: int
-    inner_dim: int
+    inner_dim: int | None
     coord_features: int
     size_features: int
     coord_bins: int
@@ -35,16 +40,22 @@ class RegionSizes:
     @property
     def parts(self) -> int:
         """Parts that the inner activations are cut into."""
-        return streams.num_parts(self.inner_dim, self.coord_bins)
+        return streams.num_parts(self.inner_dim or 0, self.coord_bins)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ValueWeights:
-    """Encoder and decoder of one kind of value, bf16; the decoder's two maps are packed."""
+class EncoderWeights:
+    """Of one kind of value, bf16."""
 
     features: torch.Tensor
-    encoder_weight: torch.Tensor
-    encoder_bias: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """The two layers behind one kind of value, bf16; the maps are packed."""
+
     fc1_weights: torch.Tensor
     fc1_bias: torch.Tensor
     fc2_weights: torch.Tensor
@@ -62,12 +73,64 @@ class TokenInputs:
     prompt_payload_B2: torch.Tensor
 
 
-class Regions:
-    """Embedding of tokens with their values, and the bins of values behind sampled tokens."""
+class Embedder:
+    """Tokens with their values, as the residual stream begins."""
+
+    def __init__(self, sizes: RegionSizes, coord: EncoderWeights, size: EncoderWeights) -> None:
+        self._sizes = sizes
+        self._coord = coord
+        self._size = size
+        self._kernel = Module("embed.cu", embed_defines(sizes)).kernel("embed")
+
+    def embed(self, inputs: TokenInputs, words_VD: torch.Tensor, x_BD: torch.Tensor) -> None:
+        """Fill `x_BD`; the first kernel of a step."""
+        coord, size = self._coord, self._size
+        self._kernel.launch(
+            (-(-self._sizes.dim // _OUTPUTS), x_BD.shape[0], 1),
+            streams.WORKERS,
+            (
+                *(inputs.source_B, inputs.row_token_R, inputs.row_payload_R2),
+                *(inputs.prompt_token_B, inputs.prompt_payload_B2, words_VD),
+                *(coord.features, coord.weight, coord.bias),
+                *(size.features, size.weight, size.bias, x_BD),
+            ),
+        )
+
+
+class Bins(Protocol):
+    """Float32 logits of the bins behind sampled tokens: those that are likeliest are the value."""
+
+    coord_bins_BN: torch.Tensor
+    size_bins_BN: torch.Tensor
+
+    def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
+        """Fill both; bins that no token needs may stay as they are."""
+        ...
+
+
+class NormedBins:
+    """All bins as one map behind a norm: `weights` are those of coords, then those of sizes."""
+
+    def __init__(self, sizes: RegionSizes, weights: HeadWeights, device: torch.device) -> None:
+        num_bins = sizes.coord_bins + sizes.size_bins
+        self._weights = weights
+        self._head = Head(sizes.dim, num_bins)
+        self._bins_BN = torch.zeros(MAX_TOKENS, num_bins, device=device)
+        self.coord_bins_BN = self._bins_BN[:, : sizes.coord_bins]
+        self.size_bins_BN = self._bins_BN[:, sizes.coord_bins :]
+
+    def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
+        """See `Bins`."""
+        self._head.run(hidden_BD, self._weights, self._bins_BN)
+
+
+class MlpBins:
+    """Two layers behind each kind of value; only those that some token needs run."""
 
     def __init__(
-        self, sizes: RegionSizes, coord: ValueWeights, size: ValueWeights, device: torch.device
+        self, sizes: RegionSizes, coord: DecoderWeights, size: DecoderWeights, device: torch.device
     ) -> None:
+        assert sizes.inner_dim is not None, "decoders of two layers have an inner width"
         self._sizes = sizes
         self._coord = coord
         self._size = size
@@ -79,37 +142,21 @@ class Regions:
             shared = streams.parts_shared(
                 sizes.inner_dim, sizes.parts, 8 * tiles, BINS_STAGES[tiles]
             )
-            bins = module.kernel("region_bins", shared=shared)
-            self._kernels[tiles] = module.kernel("embed"), inner, bins
+            self._kernels[tiles] = inner, module.kernel("region_bins", shared=shared)
         self._grid_inner = streams.even_grid(sizes.inner_dim // 16)
         self._inner_BF = torch.zeros(
             MAX_TOKENS, 2 * sizes.inner_dim, dtype=torch.bfloat16, device=device
         )
-        self.coord_bins_BC = torch.zeros(MAX_TOKENS, sizes.coord_bins, device=device)
-        self.size_bins_BC = torch.zeros(MAX_TOKENS, sizes.size_bins, device=device)
+        self.coord_bins_BN = torch.zeros(MAX_TOKENS, sizes.coord_bins, device=device)
+        self.size_bins_BN = torch.zeros(MAX_TOKENS, sizes.size_bins, device=device)
 
-    def embed(self, inputs: TokenInputs, words_VD: torch.Tensor, x_BD: torch.Tensor) -> None:
-        """Fill `x_BD`; the first kernel of a step."""
-        batch = x_BD.shape[0]
-        coord, size = self._coord, self._size
-        kernel = self._kernels[streams.tiles_for(batch)][0]
-        kernel.launch(
-            (-(-self._sizes.dim // _OUTPUTS), batch, 1),
-            streams.WORKERS,
-            (
-                *(inputs.source_B, inputs.row_token_R, inputs.row_payload_R2),
-                *(inputs.prompt_token_B, inputs.prompt_payload_B2, words_VD),
-                *(coord.features, coord.encoder_weight, coord.encoder_bias),
-                *(size.features, size.encoder_weight, size.encoder_bias, x_BD),
-            ),
-        )
-
-    def bins(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
-        """Fill `coord_bins_BC` and `size_bins_BC`, each only if some token is of its kind."""
+    def fill(self, token_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
+        """See `Bins`."""
         batch = hidden_BD.shape[0]
         coord, size, sizes = self._coord, self._size, self._sizes
+        inner_dim = self._inner_BF.shape[1] // 2
         tiles = streams.tiles_for(batch)
-        _, inner, bins = self._kernels[tiles]
+        inner, bins = self._kernels[tiles]
         inner.launch(
             (self._grid_inner, 1, 1),
             streams.THREADS,
@@ -127,24 +174,33 @@ class Regions:
             (
                 *(token_B, self._inner_BF, coord.fc2_weights, coord.fc2_bias),
                 *(size.fc2_weights, size.fc2_bias),
-                *(self.coord_bins_BC, self.size_bins_BC, batch),
+                *(self.coord_bins_BN, self.size_bins_BN, batch),
                 BINS_STAGES[tiles],
             ),
-            shared=streams.parts_shared(sizes.inner_dim, sizes.parts, batch, BINS_STAGES[tiles]),
+            shared=streams.parts_shared(inner_dim, sizes.parts, batch, BINS_STAGES[tiles]),
             cluster=sizes.parts if streams.is_split(sizes.parts, tiles) else 1,
             overlap=True,
         )
 
 
-def region_defines(sizes: RegionSizes, tiles: int) -> dict[str, int]:
-    """Constants of `region.cu`."""
+def embed_defines(sizes: RegionSizes) -> dict[str, int]:
+    """Constants of `embed.cu`."""
     return {
         "DIM": sizes.dim,
-        "INNER": sizes.inner_dim,
-        "COORD_BINS": sizes.coord_bins,
-        "SIZE_BINS": sizes.size_bins,
         "COORD_FEATURES": sizes.coord_features,
         "SIZE_FEATURES": sizes.size_features,
+        "COORD": sizes.coord_token,
+        "SIZE": sizes.size_token,
+    }
+
+
+def region_defines(sizes: RegionSizes, tiles: int) -> dict[str, int]:
+    """Constants of `region.cu`, for decoders of two layers."""
+    return {
+        "DIM": sizes.dim,
+        "INNER": sizes.inner_dim or 0,
+        "COORD_BINS": sizes.coord_bins,
+        "SIZE_BINS": sizes.size_bins,
         "COORD": sizes.coord_token,
         "SIZE": sizes.size_token,
         "PARTS": sizes.parts,

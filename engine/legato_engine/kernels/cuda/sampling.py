@@ -78,9 +78,12 @@ class Sampler:
 class PayloadReader:
     """The values that coord and size tokens carry. Can be captured."""
 
-    def __init__(self, *, coord_bins: int, size_bins: int, coord: int, size: int) -> None:
+    def __init__(
+        self, *, coord_bins: int, coord_divisor: int, size_bins: int, coord: int, size: int
+    ) -> None:
         """`size_bins` counts those of widths and of heights; `coord` and `size` are token ids."""
         defines = {"COORD_BINS": coord_bins, "SIZE_BINS": size_bins}
+        defines |= {"COORD_DIVISOR": coord_divisor}
         defines |= {"COORD": coord, "SIZE": size}
         self._kernel = Module("payload.cu", defines).kernel("payload")
 
@@ -94,11 +97,17 @@ class PayloadReader:
         *,
         overlap: bool = True,
     ) -> None:
-        """Write `payload_B2` and the rows' `payload_R2` from float32 logits and their `token_R`."""
+        """Write `payload_B2` and the rows' `payload_R2` from float32 logits and their `token_R`.
+
+        Rows of the logits may lie apart, by multiples of 4.
+        """
         self._kernel.launch(
             (len(payload_B2), 1, 1),
             _PAYLOAD_THREADS,
-            [coord_BN, size_BS, row_B, state.token_R, state.payload_R2, payload_B2],
+            [
+                *(coord_BN, size_BS, row_B, state.token_R, state.payload_R2, payload_B2),
+                *(coord_BN.stride(0), size_BS.stride(0)),
+            ],
             overlap=overlap,
         )
 

@@ -55,11 +55,11 @@ def whole_shared(inputs: int, batch: int, stages: int) -> int:
     """
     width = chunk(inputs)
     assert stages >= inputs // width, f"{stages} stages hold no block of rows"
-    elements = _places(batch) * (width + PAD)
+    elements = places(batch) * (width + PAD)
     held = tiles_for(batch) < TILES[-1]
     late = elements * (inputs // width) // (16 * width) if held else 0
-    rings = _barriers(stages + late) + stages * 32 * width + _ring(elements, inputs // width)
-    return rings + (2 if held else 1) * WARPS * tiles_for(batch) * SUM
+    rings = _barriers(stages + late) + stages * 32 * width + ring(elements, inputs // width)
+    return rings + block_sums(batch)
 
 
 def parts_shared(inputs: int, parts: int, batch: int, stages: int) -> int:
@@ -70,8 +70,26 @@ def parts_shared(inputs: int, parts: int, batch: int, stages: int) -> int:
     tiles = tiles_for(batch)
     width = chunk(inputs // parts)
     assert stages * 32 * width >= WARPS * parts * tiles * SUM, f"{stages} stages hold no sums"
-    rings = _ring(16 * width, stages) + _ring(_places(batch) * (width + PAD), INPUT_STAGES[tiles])
+    rings = ring(16 * width, stages)
+    rings += ring(places(batch) * (width + PAD), INPUT_STAGES[tiles])
     return rings + parts * tiles * SUM
+
+
+def block_sums(batch: int) -> int:
+    """Bytes of the sums of the blocks under way: two, where there is room."""
+    tiles = tiles_for(batch)
+    return (2 if tiles < TILES[-1] else 1) * WARPS * tiles * SUM
+
+
+def places(batch: int) -> int:
+    """Tokens that have a place in shared memory."""
+    tiles = tiles_for(batch)
+    return batch if tiles == 1 else 8 * tiles
+
+
+def ring(elements: int, stages: int) -> int:
+    """Bytes of a ring and its barriers."""
+    return _barriers(stages) + stages * elements * 2
 
 
 def num_processors() -> int:
@@ -83,15 +101,6 @@ def even_grid(blocks: int) -> int:
     """Thread blocks so that all have the same number of `blocks`, or one less, in one wave."""
     each = -(-blocks // num_processors())
     return -(-blocks // each)
-
-
-def _places(batch: int) -> int:
-    tiles = tiles_for(batch)
-    return batch if tiles == 1 else 8 * tiles
-
-
-def _ring(elements: int, stages: int) -> int:
-    return _barriers(stages) + stages * elements * 2
 
 
 def _barriers(stages: int) -> int:

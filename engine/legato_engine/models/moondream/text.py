@@ -92,6 +92,11 @@ class Text(nn.Module):
             if isinstance(module, MoE):
                 module.use_fp8()
 
+    @property
+    def has_fp8_experts(self) -> bool:
+        """Whether it holds any expert in e4m3."""
+        return any(isinstance(m, MoE) and m.fc1.scale is not None for m in self.modules())
+
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         """[T, D] final residual stream of a span of one sequence."""
         positions_T = torch.arange(span.start, span.start + x_TD.shape[0], device=x_TD.device)

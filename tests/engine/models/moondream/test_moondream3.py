@@ -125,21 +125,27 @@ def test_a_decode_step_needs_no_data(tiny3_config):
 
 
 def test_kernels_refuse_what_they_do_not_know(monkeypatch):
-    """The fused step runs Moondream 2; any one thing that it does not compute keeps it out."""
+    """The fused step runs Moondream 2 and 3; what it does not compute keeps a model out."""
     monkeypatch.setattr(fused, "supported", lambda sizes, device, dtype: True)
     replace = msgspec.structs.replace
     two, three = moondream2_config(), moondream3_config()
+    moe = three.text.moe
+    assert moe is not None
     empty = torch.empty(1, 1, 1, PAGE_SIZE, 1)
     kv = KVCache(empty, empty)
-    assert fused.can_fuse(two, kv)
-    assert not fused.can_fuse(three, kv)
-    for part in (
-        {"text": replace(two.text, tau=three.text.tau)},
-        {"text": replace(two.text, moe=three.text.moe)},
-        {"region": replace(two.region, inner_dim=None)},
-        {"region": replace(two.region, coord_reaches_one=True)},
+    for known in (two, three, replace(two, region=three.region), replace(three, region=two.region)):
+        assert fused.can_fuse(known, kv)
+    for text in (
+        replace(two.text, tau=three.text.tau),
+        replace(two.text, moe=moe),
+        replace(three.text, moe=replace(moe, num_experts=128)),
+        replace(three.text, moe=replace(moe, num_active=16)),
+        replace(three.text, moe=replace(moe, inner_dim=1000)),
     ):
-        assert not fused.can_fuse(replace(two, **part), kv)
+        assert not fused.can_fuse(replace(three, text=text), kv)
+    for inner_dim in (48, 100):
+        region = replace(two.region, inner_dim=inner_dim)
+        assert not fused.can_fuse(replace(two, region=region), kv)
 
 
 def test_bfloat16_is_near_float32(tiny3_config, make_model):

@@ -1,6 +1,7 @@
 // The value that a token carries: the likeliest bin of the decoder that belongs to it.
 //
-// Constants: COORD and SIZE token ids, COORD_BINS, SIZE_BINS (all of a decoder's outputs: widths, then heights).
+// Constants: COORD and SIZE token ids, COORD_BINS, SIZE_BINS (all of a decoder's outputs: widths, then heights),
+// COORD_DIVISOR of a coord's bin.
 // B rows of a batch, R rows of the state.
 #include "best.cuh"
 
@@ -23,19 +24,19 @@ __device__ __forceinline__ u32 likeliest(const float* logits, int count) {
 }
 
 // row_payload [R, 2] and payload [B, 2]: (coordinate, 0) with COORD, (width, height) with SIZE, else zeros. A block is
-// a row, and its two warps are the two numbers.
+// a row, and its two warps are the two numbers. `stride`s are from a row's bins to the next row's.
 extern "C" __global__ void __launch_bounds__(64) payload(const float* coord_bins, const float* size_bins,
                                                          const i64* rows, const i64* row_token, float* row_payload,
-                                                         float* out) {
+                                                         float* out, int coord_stride, int size_stride) {
   const int batch = blockIdx.x, axis = threadIdx.x / 32;
   launch_dependents();
   wait_previous();
   const i64 row = load_fresh_i64(rows + batch), token = load_fresh_i64(row_token + row);
   float value = 0.f;
   if (token == COORD && axis == 0)
-    value = (float)likeliest(coord_bins + (i64)batch * COORD_BINS, COORD_BINS) / COORD_BINS;
+    value = (float)likeliest(coord_bins + (i64)batch * coord_stride, COORD_BINS) / COORD_DIVISOR;
   if (token == SIZE) {
-    const u32 bin = likeliest(size_bins + (i64)batch * SIZE_BINS + axis * (SIZE_BINS / 2), SIZE_BINS / 2);
+    const u32 bin = likeliest(size_bins + (i64)batch * size_stride + axis * (SIZE_BINS / 2), SIZE_BINS / 2);
     const float share = __fdiv_rn((float)bin, SIZE_BINS / 2 - 1.f);
     value = exp2f(__fadd_rn(__fmul_rn(share, SIZE_OCTAVES), -SIZE_OCTAVES));
   }

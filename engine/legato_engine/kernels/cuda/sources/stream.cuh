@@ -108,15 +108,10 @@ struct Tokens {
   }
 };
 
-// Times 16 rows, as packed; `weights` is the lane's own.
+// Times 64 inputs of 16 rows: `low` and `high` are the lane's of row g and of row g + 8.
 template <int NT>
-__device__ __forceinline__ void multiply(float4 (&sum)[NT], const bf16* weights, const Tokens<NT>& tokens) {
-  uint4 low[2], high[2];
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    low[half] = *reinterpret_cast<const uint4*>(weights + half * 256);
-    high[half] = *reinterpret_cast<const uint4*>(weights + 512 + half * 256);
-  }
+__device__ __forceinline__ void multiply(
+    float4 (&sum)[NT], const uint4 (&low)[2], const uint4 (&high)[2], const Tokens<NT>& tokens) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const uint4 &a = low[half], &b = high[half];
@@ -125,6 +120,18 @@ __device__ __forceinline__ void multiply(float4 (&sum)[NT], const bf16* weights,
 #pragma unroll
     for (int tile = 0; tile < NT; tile++) mma(sum[tile], a.z, b.z, a.w, b.w, tokens.of[tile][half].z, tokens.of[tile][half].w);
   }
+}
+
+// The same of rows as packed; `weights` is the lane's own.
+template <int NT>
+__device__ __forceinline__ void multiply(float4 (&sum)[NT], const bf16* weights, const Tokens<NT>& tokens) {
+  uint4 low[2], high[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    low[half] = *reinterpret_cast<const uint4*>(weights + half * 256);
+    high[half] = *reinterpret_cast<const uint4*>(weights + 512 + half * 256);
+  }
+  multiply<NT>(sum, low, high, tokens);
 }
 
 __device__ __forceinline__ void add(float4& a, const float4& b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }

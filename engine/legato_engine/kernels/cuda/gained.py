@@ -1,0 +1,361 @@
+"""A decode step of a decoder with gains on queries and values, and experts in most layers.
+
+A layer is the map in, the gains, the attention of `decoder` and the map out; where it has experts,
+their first half runs in front of the gains, and their second half is part of the map out. Experts'
+weights are read as the checkpoint has them, and only those that some token of the batch chose. A
+token's results have the same bits whatever batch it is in.
+
+Shape legend: as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2 H
+gains, C = 3 D queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import torch
+
+from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda.decoder import (
+    DEFAULT_STAGES,
+    MAX_TOKENS,
+    Decoder,
+    DecoderSizes,
+    LayerWeights,
+    Part,
+    Places,
+    Stages,
+)
+from legato_engine.kernels.cuda.head import HeadWeights
+from legato_engine.kernels.cuda.module import Kernel, Module
+from legato_engine.kernels.experts import ExpertWeights
+
+MAX_EXPERTS = 64
+MAX_ACTIVE = 8
+
+_GAIN_TOKENS = 8  # of a thread block of `gains`
+_ROWS = 8  # pairs of rows of an expert's first map, a thread block of `experts_up`
+_BUDGET = 221 * 1024  # bytes of shared memory: those of `gains` fit beside it
+_MOST_STAGES = 6
+_STEPS = {1: (8, 3), 2: (16, 2), 4: (16, 2)}
+"""By tiles, tokens of one stage of inputs of `experts_out`, and how many stages there are."""
+
+_TERM = 16 * 4  # bytes that a thread block of `experts_out` keeps of a pair
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """`num_active` of `num_experts` for each token, with an inner width; bytes of a weight.
+
+    `weight_bytes` is 2 (bf16) or 1 (e4m3).
+    """
+
+    num_experts: int
+    num_active: int
+    inner_dim: int
+    weight_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GainedSizes:
+    """What the kernels are compiled for; `exact` is the gains' gelu."""
+
+    decoder: DecoderSizes
+    experts: ExpertSizes
+    exact: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gains:
+    """What makes them: bf16 weights of the features, and the position's part in float32."""
+
+    weights_ZC: torch.Tensor
+    placed_PH: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """A layer with experts; bf16 but `folded_in`, and experts as `ExpertSizes` say.
+
+    The first map and the router are packed as one, with the norm folded into it; the other maps are
+    as the checkpoint has them.
+    """
+
+    weights_in: torch.Tensor
+    folded_in: torch.Tensor
+    norm: tuple[torch.Tensor, torch.Tensor]
+    up: ExpertWeights
+    down: ExpertWeights
+    proj_DD: torch.Tensor
+    proj_bias: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GainedLayer:
+    """A layer's gains, and the rest: with an MLP its first map's rows are in their own order."""
+
+    gains: Gains
+    maps: LayerWeights | ExpertLayer
+
+
+def supported(sizes: ExpertSizes) -> bool:
+    """Whether the kernels know such experts."""
+    return (
+        sizes.num_experts % 16 == 0
+        and sizes.num_active <= sizes.num_experts <= MAX_EXPERTS
+        and sizes.num_active <= MAX_ACTIVE
+        and sizes.inner_dim % streams.GROUP == 0
+    )
+
+
+class _Kernels:
+    """The kernels for one number of tiles."""
+
+    def __init__(self, sizes: GainedSizes, tiles: int, stages: Stages) -> None:
+        most = 8 * tiles
+        self.in_stages = stages.layer_in[tiles]
+        shared = streams.whole_shared(sizes.decoder.dim, most, self.in_stages)
+        self.gained_in: dict[bool, Kernel] = {}
+        for routed in (False, True):
+            module = Module("gained.cu", gained_defines(sizes, tiles, routed=routed))
+            self.gained_in[routed] = module.kernel("gained_in", shared=shared)
+            self.gains = module.kernel("gains")
+        module = Module("experts.cu", expert_defines(sizes, tiles))
+        self.up = module.kernel("experts_up", shared=_BUDGET)
+        self.out = module.kernel("experts_out", shared=_BUDGET)
+
+
+class GainedDecoder:
+    """The kernels, and the scratch memory between them; steps share it and must not overlap.
+
+    `expert_LBK` (int32) are the experts that the last step chose in each layer, the likeliest
+    first; layers without experts leave theirs as they are.
+    """
+
+    parts = tuple(Part)
+
+    def __init__(
+        self,
+        sizes: GainedSizes,
+        num_layers: int,
+        device: torch.device,
+        stages: Stages = DEFAULT_STAGES,
+    ) -> None:
+        self._sizes = sizes
+        self._decoder = Decoder(sizes.decoder, device, stages)
+        self._kernels = {tiles: _Kernels(sizes, tiles, stages) for tiles in streams.TILES}
+        dim, experts = sizes.decoder.dim, sizes.experts
+        pairs = MAX_TOKENS, experts.num_active
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._qkv_BC = zeros(MAX_TOKENS, 3 * dim)
+        self._features_BC = zeros(MAX_TOKENS, 3 * dim)
+        self._normed_BD = zeros(MAX_TOKENS, dim)
+        self._inner_BKI = zeros(*pairs, experts.inner_dim)
+        self._logits_BX = zeros(MAX_TOKENS, experts.num_experts, dtype=torch.float32)
+        self.expert_LBK = zeros(num_layers, *pairs, dtype=torch.int32)
+        self._share_LBK = zeros(num_layers, *pairs, dtype=torch.float32)
+
+    def head(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
+        """See `Decoder.head`."""
+        self._decoder.head(x_BD, weights, logits_BV)
+
+    def layers(
+        self,
+        x_BD: torch.Tensor,
+        layers: Sequence[GainedLayer],
+        places: Places,
+        k_LNHSE: torch.Tensor,
+        v_LNHSE: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        parts: Collection[Part] = tuple(Part),
+    ) -> None:
+        """See `Decoder.layers`."""
+        batch = x_BD.shape[0]
+        for layer, weights in enumerate(layers):
+            keys, values = k_LNHSE[layer], v_LNHSE[layer]
+            maps = weights.maps
+            routed = isinstance(maps, ExpertLayer)
+            if Part.LAYER_IN in parts:
+                self._layer_in(x_BD, maps)
+            if isinstance(maps, ExpertLayer) and Part.EXPERTS in parts:
+                self._experts_up(batch, layer, maps)
+            if Part.GAINS in parts:
+                self._gain(batch, weights.gains, places, keys, values, angles, behind=routed)
+            if Part.ATTEND in parts:
+                self._decoder.attend(batch, places, keys, values)
+            if Part.LAYER_OUT not in parts:
+                continue
+            if isinstance(maps, ExpertLayer):
+                self._experts_out(x_BD, layer, maps)
+            else:
+                self._decoder.layer_out(x_BD, maps)
+
+    def _layer_in(self, x_BD: torch.Tensor, maps: LayerWeights | ExpertLayer) -> None:
+        batch, sizes = x_BD.shape[0], self._sizes.decoder
+        routed = isinstance(maps, ExpertLayer)
+        kernels = self._kernels[streams.tiles_for(batch)]
+        more = self._sizes.experts.num_experts if routed else sizes.ff_dim
+        norm = maps.norm if isinstance(maps, ExpertLayer) else (x_BD, x_BD)  # which is not read
+        kernels.gained_in[routed].launch(
+            (streams.even_grid((3 * sizes.dim + more) // 16), 1, 1),
+            streams.THREADS,
+            (
+                *(x_BD, maps.weights_in, maps.folded_in, *norm),
+                *(self._qkv_BC, self._features_BC, self._decoder.mixed_BF),
+                *(self._logits_BX, self._normed_BD, batch, kernels.in_stages),
+            ),
+            shared=streams.whole_shared(sizes.dim, batch, kernels.in_stages),
+            overlap=True,
+        )
+
+    def _gain(
+        self,
+        batch: int,
+        gains: Gains,
+        places: Places,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        *,
+        behind: bool,
+    ) -> None:
+        self._kernels[streams.tiles_for(batch)].gains.launch(
+            (self._sizes.decoder.num_heads, -(-batch // _GAIN_TOKENS), 1),
+            streams.WORKERS,
+            (
+                *(self._qkv_BC, self._features_BC, gains.weights_ZC, gains.placed_PH, *angles),
+                *(places.row_B, places.position_B, places.table_RM),
+                *(self._decoder.q_BD, keys, values, batch, int(behind)),
+            ),
+            overlap=True,
+        )
+
+    def _experts_up(self, batch: int, layer: int, maps: ExpertLayer) -> None:
+        kernels = self._kernels[streams.tiles_for(batch)]
+        stages, shared = up_stages(self._sizes, batch)
+        kernels.up.launch(
+            (self._sizes.experts.inner_dim // _ROWS, 1, 1),
+            streams.THREADS,
+            (
+                *(self._normed_BD, self._logits_BX, *_weights(maps.up), self._inner_BKI),
+                *(self.expert_LBK[layer], self._share_LBK[layer], batch, stages),
+            ),
+            shared=shared,
+            overlap=True,
+        )
+
+    def _experts_out(self, x_BD: torch.Tensor, layer: int, maps: ExpertLayer) -> None:
+        batch = x_BD.shape[0]
+        kernels = self._kernels[streams.tiles_for(batch)]
+        stages, shared = out_stages(self._sizes, batch)
+        kernels.out.launch(
+            (self._sizes.decoder.dim // 16, 1, 1),
+            streams.THREADS,
+            (
+                *(self._inner_BKI, self.expert_LBK[layer], self._share_LBK[layer]),
+                *(self._decoder.mixed_BF, *_weights(maps.down), maps.proj_DD, maps.proj_bias),
+                *(x_BD, batch, stages),
+            ),
+            shared=shared,
+            overlap=True,
+        )
+
+
+def _weights(layer: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and scales as kernels take them; bf16 ones have no scales, and none are read."""
+    scale_XO = layer.scale_XO
+    return layer.weight_XOI, layer.weight_XOI if scale_XO is None else scale_XO
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """How rows of `width` weights of `size` bytes lie in a stage: see `unpacked.cuh`."""
+
+    width: int
+    size: int
+
+    @property
+    def chunk(self) -> int:
+        """Inputs of a stage: at most 2048 bytes of a row."""
+        most = 2048 // self.size // streams.GROUP
+        return next(g * streams.GROUP for g in range(most, 0, -1) if self.width % (g * 64) == 0)
+
+    @property
+    def together(self) -> int:
+        """Rows that are copied as one."""
+        if self.chunk < self.width:
+            return 1
+        return 2 if self.chunk * self.size > 1024 else 4
+
+    @property
+    def stage(self) -> int:
+        """Bytes of 16 rows, each copy with a gap behind it."""
+        return 16 // self.together * (self.together * self.chunk * self.size + 64)
+
+    @property
+    def behind(self) -> int:
+        """Values behind each token's inputs."""
+        return 8 if self.size == 1 else streams.PAD
+
+
+def up_stages(sizes: GainedSizes, batch: int) -> tuple[int, int]:
+    """Stages of the ring of `experts_up`, as many as fit, and bytes of dynamic shared memory.
+
+    Beside the ring lie all inputs of all tokens, and sums.
+    """
+    rows = Rows(sizes.decoder.dim, sizes.experts.weight_bytes)
+    inputs = streams.ring(batch * (rows.width + rows.behind), 1)
+    return _stages(rows.stage, inputs + streams.block_sums(batch))
+
+
+def out_stages(sizes: GainedSizes, batch: int) -> tuple[int, int]:
+    """The same of `experts_out`: beside the ring are one of inputs, sums, and terms of tokens."""
+    experts, tiles = sizes.experts, streams.tiles_for(batch)
+    down, proj = Rows(experts.inner_dim, experts.weight_bytes), Rows(sizes.decoder.dim, 2)
+    tokens, steps = _STEPS[tiles]
+    inputs = max(rows.chunk + rows.behind for rows in (down, proj))
+    beside = streams.ring(min(batch, tokens) * inputs, steps) + streams.block_sums(batch)
+    terms = 8 * tiles * (experts.num_active + 1) * _TERM
+    return _stages(max(down.stage, proj.stage), beside + terms)
+
+
+def _stages(num_bytes: int, beside: int) -> tuple[int, int]:
+    """How many stages fit, and all of their and the others' bytes."""
+    stages = min(_MOST_STAGES, (_BUDGET - beside - 128) // num_bytes)
+    return stages, streams.ring(num_bytes // 2, stages) + beside
+
+
+def gained_defines(sizes: GainedSizes, tiles: int, *, routed: bool) -> dict[str, int]:
+    """Constants of `gained.cu`, for layers with experts (`routed`) or with an MLP."""
+    decoder = sizes.decoder
+    return {
+        "DIM": decoder.dim,
+        "FF": decoder.ff_dim,
+        "HEADS": decoder.num_heads,
+        "ROTARY": decoder.rotary_dim,
+        "PAGE": decoder.page_size,
+        "PAGES": decoder.max_pages,
+        "EXACT": int(sizes.exact),
+        "EXPERTS": sizes.experts.num_experts if routed else 0,
+        "EXPERT_BYTES": sizes.experts.weight_bytes,
+        "TILES": tiles,
+    }
+
+
+def expert_defines(sizes: GainedSizes, tiles: int) -> dict[str, int]:
+    """Constants of `experts.cu`."""
+    experts = sizes.experts
+    return {
+        "DIM": sizes.decoder.dim,
+        "INNER": experts.inner_dim,
+        "EXPERTS": experts.num_experts,
+        "ACTIVE": experts.num_active,
+        "EXPERT_BYTES": experts.weight_bytes,
+        "MIXED": sizes.decoder.mixed_dim,
+        "INPUT_STAGES": _STEPS[tiles][1],
+        "TILES": tiles,
+    }

@@ -1,0 +1,58 @@
+"""A map of the normed residual stream to float32 logits, at the speed of its weights.
+
+Shape legend: B tokens, D width, V outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda.module import Module
+
+HEAD_STAGES = {1: 9, 2: 7, 4: 4}
+"""How deep the ring in shared memory is, by tiles."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The map, bf16 and packed, with the norm in front of it folded into it."""
+
+    weights: torch.Tensor
+    folded: torch.Tensor
+
+
+class Head:
+    """The kernel for every batch."""
+
+    def __init__(self, dim: int, num_outputs: int, stages: Mapping[int, int] = HEAD_STAGES) -> None:
+        self._dim = dim
+        self._stages = stages
+        self._grid = streams.even_grid(num_outputs // 16)
+        self._kernels = {
+            tiles: Module("head.cu", head_defines(dim, num_outputs, tiles)).kernel(
+                "head", shared=streams.whole_shared(dim, 8 * tiles, stages[tiles])
+            )
+            for tiles in streams.TILES
+        }
+
+    def run(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
+        """Write the float32 logits of the residual stream; at most 32 tokens."""
+        batch = x_BD.shape[0]
+        tiles = streams.tiles_for(batch)
+        stages = self._stages[tiles]
+        self._kernels[tiles].launch(
+            (self._grid, 1, 1),
+            streams.THREADS,
+            (x_BD, weights.weights, weights.folded, logits_BV, batch, stages),
+            shared=streams.whole_shared(self._dim, batch, stages),
+            overlap=True,
+        )
+
+
+def head_defines(dim: int, num_outputs: int, tiles: int) -> dict[str, int]:
+    """Constants of `head.cu`."""
+    return {"DIM": dim, "VOCAB": num_outputs, "TILES": tiles}

@@ -1,0 +1,270 @@
+// A layer's experts, and its output: x += the heads' map + each token's experts by their shares.
+//
+// Constants: DIM width, INNER of an expert, EXPERTS, ACTIVE of them for a token, MIXED the stride of the heads'
+// output, TILES groups of 8 tokens, INPUT_STAGES of a ring of inputs, EXPERT_BYTES of a weight: 2 (bf16), or 1 (e4m3,
+// and a float32 scale of each row). B tokens, `batch` of them real; `stages` is how many stages of weights shared
+// memory holds.
+//
+// Only experts with tokens are read, as the checkpoint has them, a row after another. A thread block has 16 rows
+// of every expert, so that all have the same work whoever is chosen. A token's sum runs in the order of its own
+// ranking: it has the same bits whoever is beside it.
+#include "routes.cuh"
+#include "unpacked.cuh"
+
+using Up = Rows<DIM, EXPERT_BYTES>;
+using Down = Rows<INNER, EXPERT_BYTES>;
+using Proj = Rows<DIM, 2>;
+constexpr float UNIT = EXPERT_BYTES == 1 ? LIFT : 1.f;  // of what meets experts' weights
+static_assert(DIM % 64 == 0 && INNER % 64 == 0, "unsupported sizes");
+
+// Of a row's sums; `scale` is that row's.
+__device__ __forceinline__ float to_scale(const float* scale) { return EXPERT_BYTES == 1 ? *scale * LOWER : 1.f; }
+
+template <int VALUE>
+struct Number {
+  static constexpr int value = VALUE;
+};
+
+// The workers: the warps' sums of block number `i` are added up, a warp a tile, and given to finish(tile, sum).
+template <int NT, class Finish>
+__device__ __forceinline__ void add_warps(BlockSums<TILES>& sums, int i, const float4 (&sum)[NT], Finish finish) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  auto& mine = sums.blocks[i % sums.COUNT];
+  if (sums.COUNT == 1 && i > 0) workers_sync();  // the last one is added up
+#pragma unroll
+  for (int tile = 0; tile < NT; tile++) mine.of[warp][tile][lane] = sum[tile];
+  workers_sync();
+  const int tile = (warp - i * NT) & (WARPS - 1);  // another warp each time: none falls behind
+  if (tile < NT) finish(tile, mine.total(tile));
+}
+
+// one(tiles) for as few tiles as hold `count` tokens.
+template <class One>
+__device__ __forceinline__ void by_tiles(int count, One one) {
+  if (TILES == 1 || count <= 8)
+    one(Number<1>{});
+  else if (TILES == 2 || count <= 16)
+    one(Number<TILES < 2 ? 1 : 2>{});
+  else
+    one(Number<TILES>{});
+}
+
+// inner [B * ACTIVE, INNER]: gelu(u) * (g + 1) of each pair, where u and g are the halves of its expert's first map;
+// `weights` [EXPERTS, 2 INNER, DIM], `scales` [EXPERTS, 2 INNER]. `normed_x` and `inner` are in UNIT. Chooses the
+// experts and leaves that in `experts` and `shares` [B, ACTIVE].
+extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
+    const bf16* normed_x, const float* logits, const unsigned char* weights, const float* scales, bf16* inner,
+    int* experts, float* shares, int batch, int stages) {
+  constexpr int STRIDE = DIM + Up::BEHIND;
+  __shared__ Routes routes;
+  unsigned char* shared = shared_memory;
+  Ring ring(shared, stages, Up::STAGE / 2), inputs(shared, 1, batch * STRIDE);
+  auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = blockIdx.x * 8;
+  if (threadIdx.x == WORKERS) ring.init();
+  if (threadIdx.x == WORKERS + 32) inputs.init();
+  __syncthreads();
+  wait_previous();
+  launch_dependents();  // so late that those behind find ended what this one waited for
+  if (warp > WARPS) {
+    produce_tokens(inputs, batch, DIM, STRIDE, keep_policy(), [&](int token) { return normed_x + (i64)token * DIM; });
+  } else if (warp < WARPS) {
+    routes.choose(logits, batch);
+    routes.group(batch);
+  }
+  __syncthreads();
+  if (warp > WARPS) return;
+  if (warp == WARPS) {
+    const u64 policy = stream_policy();
+    for_touched(routes, [&](int e, int) {
+      for (int i = 0; i < Up::CHUNKS; i++)
+        produce_rows<Up>(ring, policy, [&](int row) {
+          const i64 half = row < 8 ? 0 : INNER;
+          return weights + (((i64)e * 2 * INNER + half + first + row % 8) * DIM + i * Up::CHUNK) * EXPERT_BYTES;
+        });
+    });
+    return;
+  }
+  if (blockIdx.x == 0)
+    for (int pair = threadIdx.x; pair < batch * ACTIVE; pair += WORKERS)
+      experts[pair] = routes.expert[pair], shares[pair] = routes.share[pair];
+  const int inner_row = first + Up::row(g);
+  barrier_wait(inputs.full, 0);
+  int block = 0;
+  for_touched(routes, [&](int e, int count) {
+    by_tiles(count, [&](auto tiles) {
+      constexpr int NT = tiles.value;
+      const bf16* from[NT];
+#pragma unroll
+      for (int tile = 0; tile < NT; tile++) {
+        const int slot = min(tile * 8 + g, count - 1);  // columns without a token are nobody's
+        from[tile] = inputs.data + routes.pairs[e][slot] / ACTIVE * STRIDE;
+      }
+      float4 sum[NT] = {};
+      for (int i = 0; i < Up::CHUNKS; i++) {
+        multiply_rows<Up, EXPERT_BYTES>(sum, reinterpret_cast<const unsigned char*>(ring.get()), from);
+        ring.release();
+#pragma unroll
+        for (int tile = 0; tile < NT; tile++) from[tile] += Up::CHUNK;
+      }
+      const float* scale = scales + (i64)e * 2 * INNER + inner_row;
+      add_warps(sums, block, sum, [&](int tile, float4 all) {
+        const float u_scale = to_scale(scale), gate_scale = to_scale(scale + INNER);
+        const float u[2] = {all.x * u_scale, all.y * u_scale}, gate[2] = {all.z * gate_scale, all.w * gate_scale};
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int slot = tile * 8 + t * 2 + j;
+          if (slot < count)
+            inner[(i64)routes.pairs[e][slot] * INNER + inner_row] = to_bf16(gelu_exact(u[j]) * (gate[j] + 1.f) * UNIT);
+        }
+      });
+      block++;
+    });
+  });
+}
+
+// Tokens of one stage of inputs in `experts_out`; where there are more, several stages meet a stage of weights.
+constexpr int STEP = TILES < 2 ? 8 : 16;
+
+// One warp: `count` tokens beside all stages of rows; at(i, token) points at the i-th stage's inputs of it.
+template <class R, class At>
+__device__ __forceinline__ void produce_steps(Ring& ring, int count, u64 policy, At at) {
+  for (int i = 0; i < R::CHUNKS; i++)
+    for (int first = 0; first < count; first += STEP)
+      produce_tokens(ring, min(STEP, count - first), R::CHUNK, R::CHUNK + R::BEHIND, policy, [&](int token) {
+        return at(i, first + token);
+      });
+}
+
+// The workers: all stages of 16 rows times `count` tokens, which come beside them.
+template <class R, int SIZE, int NT>
+__device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4 (&sum)[NT], int count) {
+  constexpr int FEW = NT < STEP / 8 ? NT : STEP / 8;
+  const int g = threadIdx.x % 32 / 4;
+  for (int i = 0; i < R::CHUNKS; i++) {
+    const unsigned char* stage = reinterpret_cast<const unsigned char*>(ring.get());
+#pragma unroll
+    for (int first = 0; first < NT; first += FEW) {
+      const int left = count - first * 8;
+      if (left <= 0) break;
+      const bf16 *tokens = inputs.get(), *from[FEW];
+      float4 part[FEW];
+#pragma unroll
+      for (int tile = 0; tile < FEW; tile++) {
+        from[tile] = tokens + min(tile * 8 + g, min(left, STEP) - 1) * (R::CHUNK + R::BEHIND);
+        part[tile] = first + tile < NT ? sum[first + tile] : float4{0.f, 0.f, 0.f, 0.f};
+      }
+      multiply_rows<R, SIZE>(part, stage, from);
+#pragma unroll
+      for (int tile = 0; tile < FEW; tile++)
+        if (first + tile < NT) sum[first + tile] = part[tile];
+      inputs.release();
+    }
+    ring.release();
+  }
+}
+
+// What a thread block of `experts_out` has of its 16 rows before they are added up.
+struct Terms {
+  float pairs[TOKENS * ACTIVE][16], heads[TOKENS][16];
+};
+
+// x [B, DIM] += mixed * `proj` + `bias` + each token's experts; `down` [EXPERTS, DIM, INNER], `scales`
+// [EXPERTS, DIM], `proj` [DIM, DIM].
+// The kernels in front have let this one begin only after `experts_up` had ended; only `mixed` has to be waited for.
+extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
+    const bf16* inner, const int* experts, const float* shares, const bf16* mixed, const unsigned char* down,
+    const float* scales, const unsigned char* proj, const bf16* bias, bf16* x, int batch, int stages) {
+  constexpr int MOST = Proj::STAGE > Down::STAGE ? Proj::STAGE : Down::STAGE;
+  constexpr int MOST_INPUTS = Proj::CHUNK + Proj::BEHIND > Down::CHUNK + Down::BEHIND ? Proj::CHUNK + Proj::BEHIND
+                                                                                      : Down::CHUNK + Down::BEHIND;
+  __shared__ Routes routes;
+  unsigned char* shared = shared_memory;
+  Ring ring(shared, stages, MOST / 2), inputs(shared, INPUT_STAGES, min(batch, STEP) * MOST_INPUTS);
+  auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
+  auto& terms = *reinterpret_cast<Terms*>(shared + sizeof(sums));
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = blockIdx.x * 16;
+  if (threadIdx.x == WORKERS) ring.init();
+  if (threadIdx.x == WORKERS + 32) inputs.init();
+  if (warp < WARPS) {
+    for (int pair = threadIdx.x; pair < batch * ACTIVE; pair += WORKERS) {
+      int e;
+      asm volatile("ld.global.u32 %0, [%1];" : "=r"(e) : "l"(experts + pair) : "memory");
+      routes.expert[pair] = e;
+      routes.share[pair] = load_fresh_f32(shares + pair);
+    }
+    routes.group(batch);
+  }
+  __syncthreads();
+  launch_dependents();
+  if (warp == WARPS) {
+    const u64 policy = stream_policy();
+    for_touched(routes, [&](int e, int) {
+      for (int i = 0; i < Down::CHUNKS; i++)
+        produce_rows<Down>(ring, policy, [&](int row) {
+          return down + (((i64)e * DIM + first + row) * INNER + i * Down::CHUNK) * EXPERT_BYTES;
+        });
+    });
+    for (int i = 0; i < Proj::CHUNKS; i++)
+      produce_rows<Proj>(
+          ring, policy, [&](int row) { return proj + ((i64)(first + row) * DIM + i * Proj::CHUNK) * 2; });
+    return;
+  }
+  if (warp > WARPS) {
+    const u64 policy = keep_policy();
+    for_touched(routes, [&](int e, int count) {
+      produce_steps<Down>(inputs, count, policy, [&](int i, int slot) {
+        return inner + (i64)routes.pairs[e][slot] * INNER + i * Down::CHUNK;
+      });
+    });
+    wait_previous();
+    produce_steps<Proj>(
+        inputs, batch, policy, [&](int i, int token) { return mixed + (i64)token * MIXED + i * Proj::CHUNK; });
+    return;
+  }
+  int block = 0;
+  for_touched(routes, [&](int e, int count) {
+    by_tiles(count, [&](auto tiles) {
+      float4 sum[tiles.value] = {};
+      multiply_stages<Down, EXPERT_BYTES>(ring, inputs, sum, count);
+      const int row = Down::row(g);
+      const float* scale = scales + (i64)e * DIM + first + row;
+      add_warps(sums, block, sum, [&](int tile, float4 all) {
+        const float low_scale = to_scale(scale), high_scale = to_scale(scale + 8);
+        const float low[2] = {all.x * low_scale, all.y * low_scale}, high[2] = {all.z * high_scale, all.w * high_scale};
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int slot = tile * 8 + t * 2 + j;
+          if (slot >= count) continue;
+          float* out = terms.pairs[routes.pairs[e][slot]];
+          out[row] = low[j];
+          out[row + 8] = high[j];
+        }
+      });
+      block++;
+    });
+  });
+  float4 sum[TILES] = {};
+  multiply_stages<Proj, 2>(ring, inputs, sum, batch);
+  add_warps(sums, block, sum, [&](int tile, float4 all) {
+    const float low[2] = {all.x, all.y}, high[2] = {all.z, all.w};
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      float* out = terms.heads[tile * 8 + t * 2 + j];
+      out[Proj::row(g)] = low[j];
+      out[Proj::row(g) + 8] = high[j];
+    }
+  });
+  workers_sync();
+  for (int i = threadIdx.x; i < batch * 16; i += WORKERS) {
+    const int token = i / 16, row = i % 16;
+    float mlp = 0.f;
+#pragma unroll
+    for (int rank = 0; rank < ACTIVE; rank++) {
+      const int pair = token * ACTIVE + rank;
+      mlp += routes.share[pair] * terms.pairs[pair][row];
+    }
+    bf16* at = x + (i64)token * DIM + first + row;
+    *at = to_bf16(to_float(*at) + terms.heads[token][row] + to_float(bias[first + row]) + mlp);
+  }
+}
