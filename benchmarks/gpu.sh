@@ -3,17 +3,19 @@
 # its own time limit, so that one that hangs does not take the others along, and what is done is
 # packed after every part: $LEGATO_RESULTS gets records.tar.gz (records, logs) and summary.json.
 #
-#   PARTS="decode e2e"   only these, of: tests kernels decode tick e2e hop image fp8 e2e_fp8 peers
+#   PARTS="decode e2e"   only these, of: tests kernels decode tick e2e hop image fp8 e2e_fp8 adapters
+#                        decode_moondream3 speculation kv reference peers
 #   PYTHON, DEVICE       the interpreter (python3) and the device (cuda)
 #   LARGE                the model with random weights (moondream2); DEVICE=cpu LARGE=random-tiny tries
 #                        all of this without a GPU, at sizes that mean nothing
 #   SERVE                more options of `legato serve`, for e2e
-#   MOONDREAM_REFERENCE  folder of a checkout of Moondream's reference implementation, for peers
+#   MOONDREAM_REFERENCE  folder of a checkout of Moondream's reference implementation, for reference
+#                        and peers
 #   LEGATO_COMMIT        the commit, where there is no git to ask
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} device=${DEVICE:-cuda} model=${LARGE:-moondream2}
-parts=${PARTS:-tests kernels decode tick e2e hop image fp8 e2e_fp8 peers}
+parts=${PARTS:-tests kernels decode tick e2e hop image fp8 e2e_fp8 adapters decode_moondream3 speculation kv reference peers}
 results=${LEGATO_RESULTS:-$PWD/benchmarks/results/h200}
 budget=${BUDGET:-540} # seconds for all parts together
 export PYTHONPATH="$PWD/proto/gen:$PWD/service:$PWD/engine:$PWD/engine/tiny:$PWD/clients/python:$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -53,13 +55,15 @@ serve=(--device "$device" --model "$model" --random-weights)
 reference=()
 [[ -n ${MOONDREAM_REFERENCE:-} ]] && reference=(--moondream-reference "$MOONDREAM_REFERENCE")
 # 110 tokens from position 795 on: 850 positions on average.
-decode=(--context 795 --repeats 3) ticks=5000 scale=1 calls=200 repeats=11 steps=(--steps 60)
+decode=(--context 795 --repeats 3) rates=(--context 795 --repeats 2) ticks=5000 scale=1 calls=200 repeats=11
+steps=(--steps 60)
 if [[ $device == cpu ]]; then
-  decode=(--context 0 --length 30 --repeats 1) ticks=200 scale=0.1 calls=10 repeats=2 steps=(--dry)
+  decode=(--context 0 --length 30 --repeats 1) rates=(--length 30 --repeats 1) ticks=200 scale=0.1 calls=10 repeats=2
+  steps=(--dry)
 fi
 
-part tests 80 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
-[[ $device == cpu ]] || bench kernels 40 --batches 1,8,16,32
+part tests 150 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
+[[ $device == cpu ]] || bench kernels 60 --models moondream2,legato-tiny,moondream3,moondream3-e4m3
 bench decode 90 "${large[@]}" --streams 1,8,32 --compare-tasks "${decode[@]}"
 bench tick 20 --ticks "$ticks"
 bench e2e 130 --calls-scale "$scale" --cell-seconds 20 --total-seconds 115 -- "${serve[@]}"
@@ -68,6 +72,14 @@ bench image 25 "${large[@]}" --device-stages --repeats "$repeats"
 [[ $device == cpu ]] || bench fp8 30 --device "$device"
 [[ $device == cpu ]] || part e2e_fp8 60 "$python" -m benchmarks e2e --name e2e_fp8 --calls-scale "$scale" \
   --cell-seconds 12 --total-seconds 45 -- "${serve[@]}" --vision-dtype fp8
+[[ $device == cpu ]] || bench adapters 45
+[[ $device == cpu ]] || part decode_moondream3 60 "$python" -m benchmarks decode --name decode_moondream3 \
+  --device "$device" --model moondream3 --random-weights --max-context 4096 --streams 1,8,32 "${decode[@]}"
+bench speculation 80 "${large[@]}" --streams 1,8 --settings fixed:1,fixed:3,fixed:7,fixed:8,seed,budget \
+  --workloads 0.4,0.6,0.8 "${rates[@]}"
+bench kv 40 "${large[@]}"
+[[ -n ${MOONDREAM_REFERENCE:-} ]] && bench reference 120 --checkout "$MOONDREAM_REFERENCE" --device "$device" \
+  --runs full/f32 full/bf16 --full-sizes 22 --max-tokens 12 --layers 2 4
 left=$((budget - SECONDS)) # what the parts above did not use, too; below it the record is written
 bench peers "$left" --device "$device" "${steps[@]}" "${reference[@]}" --budget $((left - 15))
 cat "$LEGATO_RESULTS/summary.log" 2>/dev/null
