@@ -8,6 +8,7 @@ from legato.v1 import inference_pb2_grpc
 
 from benchmarks.echo import Answers
 from benchmarks.serve import Case, Sample, _one_each, cases, echo_server, row
+from benchmarks.serve_processes import Scaled, text
 
 STREAM = [
     pb.GenerateResponse(index=0, started=pb.Started(model="null")),
@@ -60,3 +61,16 @@ def test_shares_are_medians_of_turns_that_met_the_same_machine():
     )
     assert (cells["share inside"], cells["share"]) == ("90%", "80%")
     assert (cells["bare a second"], cells["service"]) == ("500", "250.0")
+
+
+def test_processes_are_compared_with_the_fewest():
+    """Each case's rates stand beside that of its own first row."""
+    found = [
+        Scaled(case, count, per_second, 1.0, 200.0, 10.0, 0.5)
+        for case, first in (("Query", 1000.0), ("Detect", 500.0))
+        for count, per_second in ((1, first), (4, first * 3))
+    ]
+    _, table = text(found)
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert [row[3] for row in rows] == ["1.00", "3.00"] * 2
+    assert text([]) == ["Several processes were not measured."]
