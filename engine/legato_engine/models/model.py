@@ -215,6 +215,10 @@ class Model(Protocol):
         """[T, D] final residual stream; writes K and V of the span into its pages."""
         ...
 
+    def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
+        """Write what `prefill` writes, where nobody reads what it returns."""
+        ...
+
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream; row b attends to positions 0..positions_B[b]."""
         ...

@@ -291,6 +291,6 @@ class FusedProgram:
 
         def work() -> None:
             span = PrefillSpan(0, pages, bidirectional=True)
-            self._model.prefill(encoder.finish(), span, self._kv)
+            self._model.cache_span(encoder.finish(), span, self._kv)
 
         return work

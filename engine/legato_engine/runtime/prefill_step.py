@@ -132,7 +132,7 @@ class PrefillStep:
         pages = self._slot.prompt.device["prefix_pages"][self._place]
         pages = pages[: len(self._prefix.compute_pages)]
         span = PrefillSpan(0, pages, bidirectional=True, adapters=self._adapters)
-        self._model.prefill(x_PD, span, self._kv)
+        self._model.cache_span(x_PD, span, self._kv)
 
     def copy_tail(self) -> None:
         """Give the sequence its own copy of a page that it shares only in part."""

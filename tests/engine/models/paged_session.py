@@ -42,7 +42,7 @@ class PagedSession:
             pages = torch.tensor(self._take(-(-length // PAGE_SIZE)))
             x_PD = self.model.prefix_embeddings(image)
             assert x_PD.shape[0] == length
-            self.model.prefill(x_PD, PrefillSpan(0, pages, bidirectional=True), self.kv)
+            self.model.cache_span(x_PD, PrefillSpan(0, pages, bidirectional=True), self.kv)
             self.prefixes[key] = pages
         return self.prefixes[key]
 

@@ -58,6 +58,10 @@ class DecoderModel:
         """[T, D] final residual stream; writes keys and values of the span."""
         return self._network.prefill(x_TD, span, kv)
 
+    def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
+        """The same writes."""
+        self._network.prefill(x_TD, span, kv)
+
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream."""
         return self._network.decode(x_BD, batch, kv)

@@ -88,6 +88,10 @@ class MoondreamModel:
         """[T, D] final residual stream; writes keys and values of the span."""
         return self._network.text.prefill(x_TD, span, kv)
 
+    def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
+        """The same writes, without the residual stream."""
+        self._network.text.cache_span(x_TD, span, kv)
+
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream."""
         return self._network.text.decode(x_BD, batch, kv)

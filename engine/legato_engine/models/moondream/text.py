@@ -5,11 +5,13 @@ Shape legend: T tokens of one sequence, B rows of one token each, D width, V voc
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 
 from legato_engine.kernels import ops
-from legato_engine.layers.attention import Attention
+from legato_engine.layers.attention import Attention, Heads
 from legato_engine.layers.grouped_attention import Attend
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.lora import AdaptedRows, MlpAdapters
@@ -48,13 +50,35 @@ class TextBlock(nn.Module):
     ) -> torch.Tensor:
         """[T, D] to [T, D]; writes the tokens' keys and values first."""
         normed: torch.Tensor = self.ln(x)
+        heads = self._write(normed, where, positions_T, k_NHSE, v_NHSE)
+        mlp = self._feed_forward(normed, adapters, capturable=isinstance(where, ops.Places))
+        return ops.add3(x, self.attn.join(attend(*heads, k_NHSE, v_NHSE)), mlp)
+
+    def cache(
+        self,
+        x: torch.Tensor,
+        where: ops.Places | ops.Span,
+        positions_T: torch.Tensor,
+        k_NHSE: torch.Tensor,
+        v_NHSE: torch.Tensor,
+    ) -> None:
+        """Write the tokens' keys and values, and no more."""
+        self._write(self.ln(x), where, positions_T, k_NHSE, v_NHSE)
+
+    def _write(
+        self,
+        normed: torch.Tensor,
+        where: ops.Places | ops.Span,
+        positions_T: torch.Tensor,
+        k_NHSE: torch.Tensor,
+        v_NHSE: torch.Tensor,
+    ) -> Heads:
+        """Queries, keys and values, of which the latter two are written."""
         qkv: torch.Tensor = self.attn.qkv(normed)
-        qkv_T3HE = qkv.view(x.shape[0], 3, k_NHSE.shape[1], -1)
+        qkv_T3HE = qkv.view(normed.shape[0], 3, k_NHSE.shape[1], -1)
         if self.attn.tau is not None:
             qkv_T3HE = self.attn.tau(qkv_T3HE, positions_T)
-        q, k, v = ops.rotate_and_cache(qkv_T3HE.flatten(1, 2), where, k_NHSE, v_NHSE)
-        mlp = self._feed_forward(normed, adapters, capturable=isinstance(where, ops.Places))
-        return ops.add3(x, self.attn.join(attend(q, k, v, k_NHSE, v_NHSE)), mlp)
+        return ops.rotate_and_cache(qkv_T3HE.flatten(1, 2), where, k_NHSE, v_NHSE)
 
     def _feed_forward(
         self, normed: torch.Tensor, adapters: MlpAdapters | None, *, capturable: bool
@@ -99,22 +123,36 @@ class Text(nn.Module):
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         """[T, D] final residual stream of a span of one sequence."""
-        positions_T = torch.arange(span.start, span.start + x_TD.shape[0], device=x_TD.device)
-        where, attend = span_places(span, self.rope), span_attention(span, x_TD.shape[0])
-        return self._blocks(x_TD, where, positions_T, kv, attend, span.adapters)
+        return self._span(x_TD, span, kv, len(self.blocks))
+
+    def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
+        """Write keys and values as `prefill` does; the last block does nothing else."""
+        last = len(self.blocks) - 1
+        x_TD = self._span(x_TD, span, kv, last)
+        where, kv_NHSE = span_places(span, self.rope), (kv.k_LNHSE[last], kv.v_LNHSE[last])
+        block = self.blocks[last]
+        assert isinstance(block, TextBlock), "a decoder has one kind of block"
+        block.cache(x_TD, where, _positions(span, x_TD), *kv_NHSE)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
         where, attend = step_places(batch, kv, self.rope), step_attention(batch)
-        return self._blocks(x_BD, where, batch.positions_B, kv, attend, batch.adapters)
+        blocks = len(self.blocks)
+        return self._blocks(blocks, x_BD, where, batch.positions_B, kv, attend, batch.adapters)
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """[B, V] float32 of the residual stream."""
         logits_BV: torch.Tensor = self.lm_head(self.post_ln(hidden_BD))
         return logits_BV.float()
 
+    def _span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache, count: int) -> torch.Tensor:
+        where, attend = span_places(span, self.rope), span_attention(span, x_TD.shape[0])
+        positions_T = _positions(span, x_TD)
+        return self._blocks(count, x_TD, where, positions_T, kv, attend, span.adapters)
+
     def _blocks(
         self,
+        count: int,
         x: torch.Tensor,
         where: ops.Places | ops.Span,
         positions_T: torch.Tensor,
@@ -122,11 +160,15 @@ class Text(nn.Module):
         attend: Attend,
         adapters: AdaptedRows | None,
     ) -> torch.Tensor:
-        for layer, block in enumerate(self.blocks):
+        for layer, block in enumerate(itertools.islice(self.blocks, count)):
             own = adapters.layer(layer) if adapters is not None else None
             kv_NHSE = kv.k_LNHSE[layer], kv.v_LNHSE[layer]
             x = block(x, where, positions_T, *kv_NHSE, attend, own)
         return x
+
+
+def _positions(span: PrefillSpan, x_TD: torch.Tensor) -> torch.Tensor:
+    return torch.arange(span.start, span.start + x_TD.shape[0], device=x_TD.device)
 
 
 def _tau(config: TextConfig) -> Tau | None:

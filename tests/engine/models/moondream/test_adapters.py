@@ -52,6 +52,11 @@ class AdaptedModel:
         span.adapters = self.rows(self.slots[self.prefilled : self.prefilled + 1])
         return self.model.prefill(x_TD, span, kv)
 
+    def cache_span(self, x_TD, span, kv):
+        """With the adapter of the row that is prefilled."""
+        span.adapters = self.rows(self.slots[self.prefilled : self.prefilled + 1])
+        self.model.cache_span(x_TD, span, kv)
+
     def decode(self, x_BD, batch, kv):
         """With everybody's."""
         batch.adapters = self.rows(self.slots)

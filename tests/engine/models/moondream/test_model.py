@@ -277,3 +277,19 @@ def test_prefix_sees_itself_both_ways(tiny_model, frontend, prepare):
         tiny_model.prefill(x_PD, PrefillSpan(0, pages_M, bidirectional=True), session.kv)
         start.append(session.kv.k_LNHSE[1, 1, :, 0])
     assert not torch.equal(*start)
+
+
+def test_caching_writes_what_a_prefill_writes(either_model):
+    """Every byte of keys and values, of a prefix and of text behind it."""
+    cached, prefilled = PagedSession(either_model), PagedSession(either_model)
+    generator = torch.Generator().manual_seed(3)
+    x_TD = torch.randn(20, either_model.width, generator=generator).to(either_model.dtype)
+    pages_M = torch.arange(1, 3)
+    for start, stop, bidirectional in ((0, 15, True), (15, 20, False)):
+        span = PrefillSpan(start, pages_M, bidirectional=bidirectional)
+        either_model.cache_span(x_TD[start:stop], span, cached.kv)
+        either_model.prefill(x_TD[start:stop], span, prefilled.kv)
+    for name in ("k_LNHSE", "v_LNHSE"):
+        ours, theirs = getattr(cached.kv, name), getattr(prefilled.kv, name)
+        assert torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
+        assert not torch.equal(ours[-1, 1].nan_to_num(), torch.zeros_like(ours[-1, 1]))
