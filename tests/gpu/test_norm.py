@@ -61,6 +61,24 @@ def test_a_sum_and_its_norm_are_torchs(dim):
 
 
 @pytest.mark.parametrize("dim", DIMS)
+def test_a_sum_of_three_and_its_norm_are_exact(dim):
+    """The sum, rounded once, lies where its second term was; its norm but for roundings."""
+    layer = layer_norm(dim)
+    exact = copy.deepcopy(layer).float()
+    for count in COUNTS:
+        x_TK, y_TK = rows(count, dim), rows(count, dim).flip(0).contiguous()
+        z_TK = rows(count, dim).roll(1, 0).contiguous()
+        expected_TK = (x_TK.float() + y_TK.float() + z_TK.float()).bfloat16()
+        before_TK = x_TK.clone()
+        sum_TK, normed_TK = norm.add3_norm(x_TK, y_TK, z_TK, layer)
+        assert sum_TK.data_ptr() == y_TK.data_ptr()
+        assert torch.equal(x_TK, before_TK)
+        assert torch.equal(sum_TK, expected_TK)
+        exact_TK = exact(expected_TK.float())
+        torch.testing.assert_close(normed_TK.float(), exact_TK, rtol=1.1 * ROUNDED, atol=1e-4)
+
+
+@pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.skipif(
     not torch.cuda.is_available() or not quantise.can_multiply(CUDA), reason="needs e4m3"
 )

@@ -43,6 +43,19 @@ def add_norm_quantised(
     return kernels.add_norm_quantised(x, y, norm)
 
 
+def add3_norm(
+    x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, norm: nn.LayerNorm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum x + y + z, rounded once or twice, and its layer norm over K.
+
+    The three have one shape, and what was written last of them was written by a kernel and no copy.
+    The sum may be stored where y was: y is the caller's own and is not used any more.
+    """
+    if z.shape != y.shape or (kernels := _kernels_for(x, y, norm, z)) is None:
+        return reference(x + y, z, norm)
+    return kernels.add3_norm(x, y, z, norm)
+
+
 def reference(
     x: torch.Tensor, y: torch.Tensor, norm: nn.LayerNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,6 +82,7 @@ class NormKernels:
         self._dim = dim
         self._module = RowModule(SOURCE, dim)
         self._plain = self._module.kernel("add_norm")
+        self._plain3 = self._module.kernel("add3_norm")
         has_e4m3 = torch.cuda.get_device_capability() >= quantise.FIRST_WITH_E4M3
         self._quantised = self._module.kernel("add_norm_quantise") if has_e4m3 else None
 
@@ -80,6 +94,15 @@ class NormKernels:
         operands = (x, y, self._rows(y), norm.weight, norm.bias, norm.eps, normed)
         self._module.launch(self._plain, operands, self._rows(x), overlap=True)
         return x, normed
+
+    def add3_norm(
+        self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, norm: nn.LayerNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the function; y becomes the sum."""
+        normed = torch.empty_like(y)
+        operands = (x, y, z, norm.weight, norm.bias, norm.eps, normed)
+        self._module.launch(self._plain3, operands, self._rows(y), overlap=True)
+        return y, normed
 
     def add_norm_quantised(
         self, x: torch.Tensor, y: torch.Tensor, norm: nn.LayerNorm
@@ -95,11 +118,13 @@ class NormKernels:
         return x.numel() // self._dim
 
 
-def _kernels_for(x: torch.Tensor, y: torch.Tensor, norm: nn.LayerNorm) -> NormKernels | None:
+def _kernels_for(
+    x: torch.Tensor, y: torch.Tensor, norm: nn.LayerNorm, *more: torch.Tensor
+) -> NormKernels | None:
     """None where torch does it: not bf16 on a GPU, or tensors that the kernels cannot load."""
     if not quantise.fits(x) or y.shape not in (x.shape, (1, *x.shape[1:])):
         return None
-    operands = (x, y, norm.weight, norm.bias)
+    operands = (x, y, *more, norm.weight, norm.bias)
     if any(each.dtype != x.dtype or not each.is_contiguous() for each in operands):
         return None
     return _compiled(x.shape[-1], x.device) if quantise.aligned(*operands) else None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from legato_engine.kernels import ops
+from legato_engine.kernels.cuda import norm
 from legato_engine.layers.attention import Attention, Heads
 from legato_engine.layers.grouped_attention import Attend
 from legato_engine.layers.linear import Linear
@@ -28,9 +29,16 @@ from legato_engine.models.paged import (
     step_places,
 )
 
+# What the residual stream is the sum of.
+Terms = tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class TextBlock(nn.Module):
-    """Attention and MLP read the same normed input; one residual add of both."""
+    """Attention and MLP read the same normed input; one residual add of both.
+
+    It gets and gives the residual in terms, so that whoever adds them can take the norm of the sum
+    at once. Of three the second may be written over.
+    """
 
     def __init__(self, config: TextConfig, layer: int) -> None:
         super().__init__()
@@ -40,30 +48,36 @@ class TextBlock(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        terms: Terms,
         where: ops.Places | ops.Span,
         positions_T: torch.Tensor,
         k_NHSE: torch.Tensor,
         v_NHSE: torch.Tensor,
         attend: Attend,
         adapters: MlpAdapters | None,
-    ) -> torch.Tensor:
-        """[T, D] to [T, D]; writes the tokens' keys and values first."""
-        normed: torch.Tensor = self.ln(x)
+    ) -> Terms:
+        """[T, D] each; writes the tokens' keys and values first."""
+        x, normed = self._norm(terms)
         heads = self._write(normed, where, positions_T, k_NHSE, v_NHSE)
         mlp = self._feed_forward(normed, adapters, capturable=isinstance(where, ops.Places))
-        return ops.add3(x, self.attn.join(attend(*heads, k_NHSE, v_NHSE)), mlp)
+        return x, self.attn.join(attend(*heads, k_NHSE, v_NHSE)), mlp
 
     def cache(
         self,
-        x: torch.Tensor,
+        terms: Terms,
         where: ops.Places | ops.Span,
         positions_T: torch.Tensor,
         k_NHSE: torch.Tensor,
         v_NHSE: torch.Tensor,
     ) -> None:
         """Write the tokens' keys and values, and no more."""
-        self._write(self.ln(x), where, positions_T, k_NHSE, v_NHSE)
+        self._write(self._norm(terms)[1], where, positions_T, k_NHSE, v_NHSE)
+
+    def _norm(self, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream, and its norm."""
+        if len(terms) == 1:
+            return terms[0], self.ln(terms[0])
+        return norm.add3_norm(*terms, self.ln)
 
     def _write(
         self,
@@ -123,29 +137,30 @@ class Text(nn.Module):
 
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         """[T, D] final residual stream of a span of one sequence."""
-        return self._span(x_TD, span, kv, len(self.blocks))
+        return _sum(self._span(x_TD, span, kv, len(self.blocks)))
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
         """Write keys and values as `prefill` does; the last block does nothing else."""
         last = len(self.blocks) - 1
-        x_TD = self._span(x_TD, span, kv, last)
+        terms = self._span(x_TD, span, kv, last)
         where, kv_NHSE = span_places(span, self.rope), (kv.k_LNHSE[last], kv.v_LNHSE[last])
         block = self.blocks[last]
         assert isinstance(block, TextBlock), "a decoder has one kind of block"
-        block.cache(x_TD, where, _positions(span, x_TD), *kv_NHSE)
+        block.cache(terms, where, _positions(span, x_TD), *kv_NHSE)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
         where, attend = step_places(batch, kv, self.rope), step_attention(batch)
         blocks = len(self.blocks)
-        return self._blocks(blocks, x_BD, where, batch.positions_B, kv, attend, batch.adapters)
+        positions_B, adapters = batch.positions_B, batch.adapters
+        return _sum(self._blocks(blocks, x_BD, where, positions_B, kv, attend, adapters))
 
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """[B, V] float32 of the residual stream."""
         logits_BV: torch.Tensor = self.lm_head(self.post_ln(hidden_BD))
         return logits_BV.float()
 
-    def _span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache, count: int) -> torch.Tensor:
+    def _span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache, count: int) -> Terms:
         where, attend = span_places(span, self.rope), span_attention(span, x_TD.shape[0])
         positions_T = _positions(span, x_TD)
         return self._blocks(count, x_TD, where, positions_T, kv, attend, span.adapters)
@@ -159,12 +174,17 @@ class Text(nn.Module):
         kv: KVCache,
         attend: Attend,
         adapters: AdaptedRows | None,
-    ) -> torch.Tensor:
+    ) -> Terms:
+        terms: Terms = (x,)
         for layer, block in enumerate(itertools.islice(self.blocks, count)):
             own = adapters.layer(layer) if adapters is not None else None
             kv_NHSE = kv.k_LNHSE[layer], kv.v_LNHSE[layer]
-            x = block(x, where, positions_T, *kv_NHSE, attend, own)
-        return x
+            terms = block(terms, where, positions_T, *kv_NHSE, attend, own)
+        return terms
+
+
+def _sum(terms: Terms) -> torch.Tensor:
+    return terms[0] if len(terms) == 1 else ops.add3(*terms)
 
 
 def _positions(span: PrefillSpan, x_TD: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
   row.store(out + (i64)index * DIM);
 }
 
+// The first of these of three terms, rounded once: y becomes the sum, all are [count, DIM].
+extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
+    add3_norm(const bf16* x, bf16* y, const bf16* z, const bf16* weight, const bf16* bias, float epsilon, bf16* out,
+              int count) {
+  __shared__ float shared[2][WARPS];
+  const int index = row_index();
+  if (index >= count) return;
+  Row row;
+  inputs_ready();
+  row.lane = row_lane();
+  row.load_sum3(x + (i64)index * DIM, y + (i64)index * DIM, z + (i64)index * DIM);
+  normalise(row, weight, bias, epsilon, shared);
+  row.store(out + (i64)index * DIM);
+}
+
 #if __CUDA_ARCH__ >= 890  // the first with conversions to e4m3
 extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS)
     add_norm_quantise(bf16* x, const bf16* y, int terms, const bf16* weight, const bf16* bias, float epsilon,

@@ -79,6 +79,29 @@ struct Row {
     }
   }
 
+  // The same of x + y + z, rounded once, and written over y.
+  __device__ __forceinline__ void load_sum3(const bf16* x, bf16* y, const bf16* z) {
+    uint4 terms[3][HELD];
+    const bf16* const sources[3] = {x, y, z};
+#pragma unroll
+    for (int i = 0; i < HELD; i++)
+#pragma unroll
+      for (int j = 0; j < 3; j++)
+        terms[j][i] = has(i) ? reinterpret_cast<const uint4*>(sources[j])[i * LANES + lane] : uint4{0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+      uint4 sum;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const u32 a = (&terms[0][i].x)[j], b = (&terms[1][i].x)[j], c = (&terms[2][i].x)[j];
+        (&sum.x)[j] = pack(low_float(a) + low_float(b) + low_float(c), high_float(a) + high_float(b) + high_float(c));
+        values[i][2 * j] = low_float((&sum.x)[j]);
+        values[i][2 * j + 1] = high_float((&sum.x)[j]);
+      }
+      if (has(i)) reinterpret_cast<uint4*>(y)[i * LANES + lane] = sum;
+    }
+  }
+
   // The row as bf16.
   __device__ __forceinline__ void store(bf16* out) const {
 #pragma unroll
