@@ -19,6 +19,8 @@ from legato_engine.kernels import reference
 from legato_engine.kernels.cuda import grouped, prefill
 from legato_engine.kernels.experts import ExpertWeights, Routes
 
+_ALIGNMENT = 16  # bytes; where rows of matrices begin elsewhere, libraries are several times slower
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Places:
@@ -75,6 +77,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """
     if x.device.type == "cpu":
         return reference.linear_rows(x, weight, bias)
+    if padding := -x.shape[-1] * x.element_size() % _ALIGNMENT // x.element_size():
+        x, weight = F.pad(x, (0, padding)), F.pad(weight, (0, padding))
     return F.linear(x, weight, bias)
 
 
