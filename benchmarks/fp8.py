@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from legato_engine.device.base import Device
 from legato_engine.device.select import open_device
-from legato_engine.kernels.cuda import norm, quantise
+from legato_engine.kernels.cuda import fused_attention, norm, quantise
 from legato_engine.layers.fp8 import Fp8Linear
 from legato_engine.layers.linear import Linear
 from legato_engine.models.moondream.config import MoondreamConfig
@@ -38,6 +38,7 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+FUSED = "ours"
 PADDED = (80, 96, 128)  # head sizes
 ROUNDS = 5
 
@@ -195,7 +196,8 @@ def attentions(bench: Bench, crops: int) -> list[dict[str, object]]:
     """Every implementation at every head size; one that does not take it says so."""
     head = bench.config.vision.dim // bench.config.vision.num_heads
     sizes = (head, *(size for size in PADDED if size > head))
-    return [attention(bench, crops, name, size) for size in sizes for name in BACKENDS]
+    names = (FUSED, *BACKENDS)
+    return [attention(bench, crops, name, size) for size in sizes for name in names]
 
 
 def attention(bench: Bench, crops: int, name: str, size: int) -> dict[str, object]:
@@ -207,6 +209,8 @@ def attention(bench: Bench, crops: int, name: str, size: int) -> dict[str, objec
     q_NHTE, k_NHTE, v_NHTE = heads_NT3HE.permute(2, 0, 3, 1, 4).unbind(0)
 
     def work() -> torch.Tensor:
+        if name == FUSED:
+            return _fused(heads_NT3HE)
         with sdpa_kernel(BACKENDS[name]):
             return F.scaled_dot_product_attention(q_NHTE, k_NHTE, v_NHTE, scale=head**-0.5)
 
@@ -219,6 +223,13 @@ def attention(bench: Bench, crops: int, name: str, size: int) -> dict[str, objec
         return row
     row["tflops"] = 4 * crops * vision.num_tokens**2 * vision.dim / milliseconds / 1e9
     return row
+
+
+def _fused(heads_NT3HE: torch.Tensor) -> torch.Tensor:
+    heads = heads_NT3HE.unbind(2)
+    if not fused_attention.can_attend(*heads):
+        raise RuntimeError("not a size of ours")
+    return fused_attention.attend(*heads)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops
-from legato_engine.kernels.cuda import norm, quantise
+from legato_engine.kernels.cuda import fused_attention, norm, quantise
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.linear import Linear
 from legato_engine.models.moondream.presets import moondream2_config, tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
-from torch.nn.attention import SDPBackend
 
 from tests.gpu.quantised import DIMS, FLIPPED, assert_same, rows
 
@@ -138,16 +137,14 @@ def test_a_fused_gelu_is_the_tanh_form(count):
 
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="cuDNN's attention is the fastest on Hopper",
+    reason="fused attention is made for Hopper",
 )
-def test_attention_is_cudnns_and_copies_nothing():
-    """The tower's heads go to cuDNN as they are, and its result to the projection as it is."""
+def test_attention_is_fused_and_copies_nothing():
+    """The tower's heads go to the kernel as they are, and its result to the projection as it is."""
     sizes = moondream2_config().vision
     attn = Attention(sizes.dim, sizes.num_heads).to(CUDA, torch.bfloat16)
     heads = attn.split(torch.randn(9, 729, sizes.dim, device=CUDA).bfloat16())
-    q_NHTE, k_NHTE, v_NHTE = (each.transpose(1, 2) for each in heads)
-    choice = torch._fused_sdp_choice(q_NHTE, k_NHTE, v_NHTE)
-    assert choice == SDPBackend.CUDNN_ATTENTION.value
+    assert fused_attention.can_attend(*heads)
     out_NTHE = ops.full_attention(*heads)
     assert out_NTHE.is_contiguous()
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from legato_engine.kernels import reference
-from legato_engine.kernels.cuda import grouped, prefill
+from legato_engine.kernels.cuda import fused_attention, grouped, prefill
 from legato_engine.kernels.experts import ExpertWeights, Routes
 
 _ALIGNMENT = 16  # bytes; where rows of matrices begin elsewhere, libraries are several times slower
@@ -152,6 +152,8 @@ def full_attention(
     q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor
 ) -> torch.Tensor:
     """[B, T, H, E]: every token of a row sees every token of that row."""
+    if fused_attention.can_attend(q_BTHE, k_BTHE, v_BTHE):
+        return fused_attention.attend(q_BTHE, k_BTHE, v_BTHE)
     return reference.full_attention(q_BTHE, k_BTHE, v_BTHE)
 
 

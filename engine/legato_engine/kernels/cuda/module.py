@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,20 +12,30 @@ import torch
 from legato_engine.errors import InternalError
 from legato_engine.kernels.cuda.compiler import compile_source
 
-Argument = torch.Tensor | int | float | None
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TensorMap:
+    """What the copy engine knows of a tensor; a kernel takes it as a `__grid_constant__`."""
+
+    encoded: Any
+
+
+Argument = torch.Tensor | TensorMap | int | float | None
 _OVERLAPS = (9, 0)  # the compute capability from which a launch may begin before the last ends
 
 
 class Module:
     """`sources/<name>` compiled for the current device with `defines` as its constants."""
 
-    def __init__(self, name: str, defines: Mapping[str, int]) -> None:
+    def __init__(self, name: str, defines: Mapping[str, int], *, own: bool = False) -> None:
+        """`own`: with the instructions that this GPU's architecture has and later ones do not."""
         from cuda.bindings import driver
 
         torch.cuda.current_stream()  # the context exists from here on
         major, minor = torch.cuda.get_device_capability()
         self.can_overlap = (major, minor) >= _OVERLAPS
-        self._code = compile_source(name, defines, f"sm_{major}{minor}")
+        arch = f"sm_{major}{minor}{'a' if own else ''}"
+        self._code = compile_source(name, defines, arch)
         self._module = _checked(driver.cuModuleLoadData(self._code))
 
     def kernel(self, name: str, *, shared: int = 0) -> Kernel:
@@ -58,11 +69,11 @@ class Kernel:
     ) -> None:
         """Enqueue on torch's current stream.
 
-        Tensors pass as pointers, None as null, ints as int32, floats as float32. `shared` bytes of
-        dynamic memory, at most what the kernel was made with. `cluster` thread blocks along x
-        share their memory. `overlap` (programmatic dependent launch): the kernel may begin before
-        the one in front of it has ended, where the GPU allows it, and waits for its results by
-        `griddepcontrol.wait`.
+        Tensors pass as pointers, None as null, ints as int32, floats as float32, maps as
+        themselves. `shared` bytes of dynamic memory, at most what the kernel was made with.
+        `cluster` thread blocks along x share their memory. `overlap` (programmatic dependent
+        launch): the kernel may begin before the one in front of it has ended, where the GPU allows
+        it, and waits for its results by `griddepcontrol.wait`.
         """
         from cuda.bindings import driver
 
@@ -75,6 +86,36 @@ class Kernel:
         config.attrs, config.numAttrs = attributes, len(attributes)
         values, types = zip(*map(_parameter, arguments), strict=True)
         _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
+
+
+def tensor_map(x: torch.Tensor, box: Sequence[int]) -> TensorMap:
+    """A map of bf16 [..., E] by boxes of `box` values along each dimension.
+
+    Boxes have rows of 128 or 32 bytes, which lie in shared memory in the swizzle of that width;
+    what of them is outside of x becomes zero. The rows of x are contiguous, and all other strides,
+    and its address, multiples of 16 bytes.
+    """
+    from cuda.bindings import driver
+
+    swizzle = driver.CUtensorMapSwizzle
+    width = {128: swizzle.CU_TENSOR_MAP_SWIZZLE_128B, 32: swizzle.CU_TENSOR_MAP_SWIZZLE_32B}
+    strides = [stride * x.element_size() for stride in reversed(x.stride()[:-1])]
+    encoded = _checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            x.dim(),
+            x.data_ptr(),
+            [driver.cuuint64_t(size) for size in reversed(x.shape)],
+            [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in reversed(box)],
+            [driver.cuuint32_t(1)] * x.dim(),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            width[box[-1] * x.element_size()],
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return TensorMap(encoded)
 
 
 def _attributes(cluster: int, overlap: bool) -> list[Any]:
@@ -102,6 +143,8 @@ def _parameter(argument: Argument) -> tuple[Any, Any]:
         return 0, ctypes.c_void_p
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr(), ctypes.c_void_p
+    if isinstance(argument, TensorMap):
+        return argument.encoded, None
     if isinstance(argument, int):
         return argument, ctypes.c_int32
     return argument, ctypes.c_float

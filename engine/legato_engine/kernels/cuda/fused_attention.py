@@ -1,0 +1,122 @@
+"""Attention where every token of a sequence sees every other, by Hopper's warpgroup products.
+
+Shape legend: B sequences, T tokens, H heads, E head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from legato_engine.kernels.cuda.module import Module, TensorMap, tensor_map
+
+SOURCE = "fused_attention.cu"
+
+_HOPPER = (9, 0)
+_HEAD_DIMS = (64, 72)
+_ALIGNMENT = 16  # bytes of a copy
+_VALUES_PER_COPY = 8
+_GROUPS = 3  # warpgroups that multiply, of 64 queries each
+_KEYS = 96  # of a block
+_STAGES = 4
+_BOX = 32  # rows of a copy
+_WIDE, _NARROW = 64, 16  # dimensions of a copy
+
+
+def defines(head_dim: int, num_heads: int, num_tokens: int) -> dict[str, int]:
+    """Constants of `SOURCE`."""
+    return {
+        "HEAD": head_dim,
+        "HEADS": num_heads,
+        "TOKENS": num_tokens,
+        "GROUPS": _GROUPS,
+        "KEYS": _KEYS,
+        "STAGES": _STAGES,
+        "BOX": _BOX,
+    }
+
+
+def shared_bytes(constants: dict[str, int]) -> int:
+    """What a thread block needs."""
+    has_tail = constants["HEAD"] > _WIDE
+    row = 2 * (_WIDE + has_tail * _NARROW)
+    value = 2 * (_WIDE + has_tail * _WIDE)
+    stages = constants["STAGES"]
+    barriers = 8 * (2 + 4 * stages)
+    queries = 2 * 64 * constants["GROUPS"] * row
+    return queries + stages * constants["KEYS"] * (row + value) + barriers
+
+
+class FusedAttention:
+    """The kernel for one shape of sequences, on the current device."""
+
+    def __init__(self, constants: dict[str, int]) -> None:
+        module = Module(SOURCE, constants, own=True)
+        self._kernel = module.kernel("fused_attention", shared=shared_bytes(constants))
+        self._threads = 128 * (constants["GROUPS"] + 1)
+        self._queries = 64 * constants["GROUPS"]
+        self._box = constants["BOX"]
+        self._has_tail = constants["HEAD"] > _WIDE
+        device = torch.cuda.current_device()
+        self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def __call__(
+        self, q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, T, H, E]"""
+        count, tokens, heads, _ = q_BTHE.shape
+        out_BTHE = torch.empty(q_BTHE.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
+        tiles = count * heads * -(-tokens // self._queries)
+        query, key, value = (self._map(x, _WIDE) for x in (q_BTHE, k_BTHE, v_BTHE))
+        tails = (query, key)
+        if self._has_tail:
+            tails = (self._map(q_BTHE, _NARROW), self._map(k_BTHE, _NARROW))
+        operands = (query, tails[0], key, tails[1], value, out_BTHE, tiles)
+        grid = (min(tiles, self._blocks), 1, 1)
+        self._kernel.launch(grid, self._threads, operands, overlap=True)
+        return out_BTHE
+
+    def _map(self, x_BTHE: torch.Tensor, dims: int) -> TensorMap:
+        return tensor_map(x_BTHE, (1, self._box, 1, dims))
+
+
+def can_attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> bool:
+    """Whether `attend` takes such tensors: views of one projection, say."""
+    device = q_BTHE.device
+    if device.type != "cuda" or q_BTHE.dtype is not torch.bfloat16 or not _is_hopper(device):
+        return False
+    tokens, _, head_dim = q_BTHE.shape[1:]
+    strides = q_BTHE.stride()
+    return (
+        head_dim in _HEAD_DIMS
+        and tokens > _KEYS
+        and strides[2:] == (head_dim, 1)
+        and strides[1] % _VALUES_PER_COPY == 0
+        and strides[0] % _VALUES_PER_COPY == 0
+        and all(_is_like(x, q_BTHE) for x in (q_BTHE, k_BTHE, v_BTHE))
+    )
+
+
+def attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> torch.Tensor:
+    """[B, T, H, E]: every token of a sequence sees every token of that sequence."""
+    tokens, heads, head_dim = q_BTHE.shape[1:]
+    return _compiled(head_dim, heads, tokens, q_BTHE.device)(q_BTHE, k_BTHE, v_BTHE)
+
+
+def _is_like(x: torch.Tensor, other: torch.Tensor) -> bool:
+    same = x.shape == other.shape and x.stride() == other.stride() and x.dtype is other.dtype
+    return same and x.data_ptr() % _ALIGNMENT == 0
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == _HOPPER
+
+
+@functools.cache
+def _compiled(
+    head_dim: int, num_heads: int, num_tokens: int, device: torch.device
+) -> FusedAttention:
+    with torch.cuda.device(device):
+        return FusedAttention(defines(head_dim, num_heads, num_tokens))

@@ -1,0 +1,356 @@
+// Attention where every token of a sequence sees every other, by warpgroup products.
+//
+// Constants: HEAD dimensions of a head (64 or 72), HEADS, TOKENS of a sequence, GROUPS warpgroups that multiply (2 or
+// 3), KEYS of a block (a multiple of 32), STAGES of each ring, BOX rows of a copy (a divisor of KEYS and 64).
+//
+// A tile is 64 * GROUPS queries of one head. One thread has the copy engine fetch queries, and blocks of keys and of
+// values through a ring for each; the warpgroups multiply, 64 queries each, and go through the keys block by block, a
+// short one first: the softmax of a block runs while the tensor cores multiply the values of the one before it. A
+// query's result depends on its own sequence alone: blocks are the same and in the same order for every tile.
+//
+// In shared memory the first 64 dimensions of a row are 128 bytes. What is behind them (TAIL) stands elsewhere: of
+// queries and keys as 16 dimensions in 32 bytes, of values as 64 in 128; those that the head does not have are zero.
+#include "wgmma.cuh"
+
+constexpr int WIDE = 128, NARROW = 32;                                // bytes of a row
+constexpr int CHUNKS = HEAD / 8;                                      // of 16 bytes, in a row of the result
+constexpr bool TAIL = HEAD > 64;
+constexpr int QUERIES = 64 * GROUPS, BLOCKS = (TOKENS - 1) / KEYS;    // full ones behind the first
+constexpr int REST = TOKENS - BLOCKS * KEYS;                          // keys of the first
+constexpr int FIRST = (REST + 15) / 16 * 16;                          // that are multiplied: the last not counted
+constexpr int COPIED = (REST + BOX - 1) / BOX * BOX;                  // and copied
+constexpr int TILES = (TOKENS + QUERIES - 1) / QUERIES;               // of a head
+constexpr int ROW_BYTES = WIDE + (TAIL ? NARROW : 0);                 // of queries and keys
+constexpr int VALUE_BYTES = WIDE + (TAIL ? WIDE : 0);
+constexpr int THREADS = 128 + 128 * GROUPS;
+constexpr u32 TURN = 1;  // the first of the named barriers by which warpgroups take turns
+static_assert((HEAD == 64 || HEAD == 72) && KEYS % 32 == 0 && BLOCKS > 0 && KEYS % BOX == 0 && 64 % BOX == 0, "sizes");
+
+struct Shared {
+  unsigned char queries[2][QUERIES * ROW_BYTES], keys[STAGES][KEYS * ROW_BYTES], values[STAGES][KEYS * VALUE_BYTES];
+  u64 query_empty[2], keys_full[STAGES], keys_empty[STAGES], values_full[STAGES], values_empty[STAGES];
+};
+
+// A place in a ring, and how often it came round.
+struct Place {
+  int slot = 0;
+  u32 phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == STAGES) slot = 0, phase ^= 1;
+  }
+};
+
+// One tile: a head of a sequence, and its first query.
+struct Tile {
+  int sequence, head, first;
+  __device__ Tile(int tile) : sequence(tile / TILES / HEADS), head(tile / TILES % HEADS), first(tile % TILES * QUERIES) {}
+};
+
+// What the copy engine knows of a tensor [sequences, TOKENS, HEADS, HEAD].
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+// The maps of queries, keys and values: boxes of BOX rows of 64 dimensions, and of 16 for the tails.
+struct Maps {
+  const TensorMap &query, &query_tail, &key, &key_tail, &value;
+};
+
+// The thread that has everything copied.
+struct Copier {
+  Shared& shared;
+  const Maps& maps;
+  Place keys, values;
+
+  template <int ROWS, int BYTES>
+  __device__ __forceinline__ void rows(unsigned char* to, const TensorMap& map, int dimension, const Tile& at, int first,
+                                       u64* full) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i += BOX)
+      asm volatile(
+          "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+          "[%6];" ::"r"(shared_address(to + i * BYTES)),
+          "l"(&map), "r"(dimension), "r"(at.head), "r"(first + i), "r"(at.sequence), "r"(shared_address(full))
+          : "memory");
+  }
+  // ROWS keys from `first` on, and with the first block the tile's queries.
+  template <int ROWS, bool WITH_QUERIES>
+  __device__ __forceinline__ void copy_keys(const Tile& at, int first, int buffer) {
+    u64* const full = shared.keys_full + keys.slot;
+    unsigned char *const key = shared.keys[keys.slot], *const query = shared.queries[buffer];
+    barrier_wait(shared.keys_empty + keys.slot, keys.phase ^ 1);
+    barrier_expect(full, (ROWS + WITH_QUERIES * QUERIES) * ROW_BYTES);
+    rows<ROWS, WIDE>(key, maps.key, 0, at, first, full);
+    if (TAIL) rows<ROWS, NARROW>(key + KEYS * WIDE, maps.key_tail, 64, at, first, full);
+    if (WITH_QUERIES) {
+      rows<QUERIES, WIDE>(query, maps.query, 0, at, at.first, full);
+      if (TAIL) rows<QUERIES, NARROW>(query + QUERIES * WIDE, maps.query_tail, 64, at, at.first, full);
+    }
+    keys.next();
+  }
+  template <int ROWS>
+  __device__ __forceinline__ void copy_values(const Tile& at, int first) {
+    u64* const full = shared.values_full + values.slot;
+    unsigned char* const value = shared.values[values.slot];
+    barrier_wait(shared.values_empty + values.slot, values.phase ^ 1);
+    barrier_expect(full, ROWS * VALUE_BYTES);
+    rows<ROWS, WIDE>(value, maps.value, 0, at, first, full);
+    if (TAIL) rows<ROWS, WIDE>(value + KEYS * WIDE, maps.value, 64, at, first, full);
+    values.next();
+  }
+  // In the order in which the warpgroups need it.
+  __device__ __forceinline__ void tile(const Tile& at, int buffer) {
+    copy_keys<COPIED, true>(at, 0, buffer);
+    copy_keys<KEYS, false>(at, REST, buffer);
+    copy_values<COPIED>(at, 0);
+#pragma unroll 1
+    for (int block = 1; block < BLOCKS; block++) {
+      copy_keys<KEYS, false>(at, REST + block * KEYS, buffer);
+      copy_values<KEYS>(at, REST + (block - 1) * KEYS);
+    }
+    copy_values<KEYS>(at, TOKENS - KEYS);
+  }
+};
+
+__device__ __forceinline__ float power(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The softmax of this thread's two rows so far: greatest score, and this thread's share of the sum.
+struct Softmax {
+  float top[2], sum[2];
+  __device__ __forceinline__ void reset() { top[0] = top[1] = -INFINITY, sum[0] = sum[1] = 0.f; }
+
+  // Scores of a block become powers below the new greatest; `shrink` is what earlier results are to be multiplied by.
+  // Of N keys VALID exist.
+  template <int N, int VALID>
+  __device__ __forceinline__ void step(float (&s)[N / 2], float (&shrink)[2]) {
+    constexpr float SCALE = HEAD == 64 ? 0.125f * 1.4426950408889634f : 0.11785113019775793f * 1.4426950408889634f;
+    const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < N / 8; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (8 * i + 8 > VALID && 8 * i + column + j % 2 >= VALID) s[4 * i + j] = -INFINITY;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float most = top[r];
+#pragma unroll
+      for (int i = 0; i < N / 8; i++) most = fmaxf(most, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      shrink[r] = power((top[r] - most) * SCALE);
+      top[r] = most;
+      const float offset = most * SCALE;
+      float total = 0.f;
+#pragma unroll
+      for (int i = 0; i < N / 8; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          float& x = s[4 * i + 2 * r + j];
+          x = power(fmaf(x, SCALE, -offset));
+          total += x;
+        }
+      sum[r] = sum[r] * shrink[r] + total;
+    }
+  }
+  __device__ __forceinline__ float inverse(int r) {
+    float total = sum[r] + __shfl_xor_sync(~0u, sum[r], 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    return 1.f / total;
+  }
+};
+
+// Four words of each of four lanes, changed places: lane i gets word i of all of them.
+__device__ __forceinline__ void transpose(u32 (&words)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit <<= 1)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i & bit) continue;
+      const bool upper = threadIdx.x & bit;
+      const u32 other = __shfl_xor_sync(~0u, upper ? words[i] : words[i | bit], bit);
+      words[i] = upper ? other : words[i];
+      words[i | bit] = upper ? words[i | bit] : other;
+    }
+}
+
+// A warpgroup that multiplies: 64 queries of a tile.
+struct Group {
+  Shared& shared;
+  const int index, warp, lane;
+  Place keys, values;
+  float mixed[HEAD / 2];
+
+  __device__ Group(Shared& shared)
+      : shared(shared), index((int)threadIdx.x / 128 - 1), warp((int)threadIdx.x % 128 / 32), lane((int)threadIdx.x % 32) {}
+
+  __device__ __forceinline__ void leave(u64* barrier) {
+    if (lane == 0) barrier_arrive(barrier);
+  }
+  // The warpgroups begin their products in turn, so that one has its softmax while others multiply.
+  __device__ __forceinline__ void take_turn() {
+    asm volatile("bar.sync %0, 256;" ::"r"(TURN + index) : "memory");
+  }
+  __device__ __forceinline__ void pass_turn() {
+    asm volatile("bar.arrive %0, 256;" ::"r"(TURN + (index + 1) % GROUPS) : "memory");
+  }
+
+  // Scores of the next block, begun when its keys are there.
+  template <int N>
+  __device__ __forceinline__ void score(float (&s)[N / 2], int buffer) {
+    const unsigned char *const query = shared.queries[buffer], *const key = shared.keys[keys.slot];
+    const u64 q = operand(query + index * 64 * WIDE, BYTES_128, 8 * WIDE), k = operand(key, BYTES_128, 8 * WIDE);
+    barrier_wait(shared.keys_full + keys.slot, keys.phase);
+    take_turn();
+    settle(s);
+    products_begin();
+    multiply<N, false>(s, q, k);
+#pragma unroll
+    for (int i = 1; i < 4; i++) multiply<N, true>(s, moved(q, 32 * i), moved(k, 32 * i));
+    if (TAIL)
+      multiply<N, true>(s, operand(query + QUERIES * WIDE + index * 64 * NARROW, BYTES_32, 8 * NARROW),
+                        operand(key + KEYS * WIDE, BYTES_32, 8 * NARROW));
+    products_commit();
+  }
+  // Values of the next block, weighted, added to the result; begun when they are there.
+  template <int N>
+  __device__ __forceinline__ void mix(const u32 (&p)[N / 4]) {
+    const u64 v = operand(shared.values[values.slot], BYTES_128, 8 * WIDE, KEYS * WIDE);
+    barrier_wait(shared.values_full + values.slot, values.phase);
+    settle(mixed);
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < N / 16; i++) multiply<HEAD>(mixed, p + 4 * i, moved(v, 16 * WIDE * i));
+    products_commit();
+  }
+  template <int COUNT>
+  __device__ __forceinline__ void round(const float (&s)[COUNT], u32 (&p)[COUNT / 2]) {
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
+  }
+  __device__ __forceinline__ void shrink(const float (&by)[2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD / 2; i++) mixed[i] *= by[i % 4 / 2];
+  }
+
+  // The keys, or the values, of this block are not needed any more.
+  __device__ __forceinline__ void leave_keys() {
+    leave(shared.keys_empty + keys.slot);
+    keys.next();
+  }
+  __device__ __forceinline__ void leave_values() {
+    settle(mixed);
+    leave(shared.values_empty + values.slot);
+    values.next();
+  }
+
+  // The scores of the next block, while the values of the one before are multiplied by its weights `p`.
+  template <int BEFORE>
+  __device__ __forceinline__ void both(float (&s)[KEYS / 2], const u32 (&p)[BEFORE / 4], Softmax& softmax, int buffer) {
+    float by[2];
+    score<KEYS>(s, buffer);
+    mix<BEFORE>(p);
+    pass_turn();
+    products_wait<1>();
+    settle(s);
+    leave_keys();
+    softmax.template step<KEYS, KEYS>(s, by);
+    products_wait<0>();
+    leave_values();
+    shrink(by);
+  }
+
+  __device__ __forceinline__ void tile(const Tile& at, int buffer, bf16* out) {
+    Softmax softmax;
+    softmax.reset();
+#pragma unroll
+    for (int i = 0; i < HEAD / 2; i++) mixed[i] = 0.f;
+    u32 p[KEYS / 4], p_first[FIRST / 4];
+    {
+      float s[FIRST / 2], nothing[2];
+      score<FIRST>(s, buffer);
+      pass_turn();
+      products_wait<0>();
+      settle(s);
+      leave_keys();
+      softmax.template step<FIRST, REST>(s, nothing);
+      round(s, p_first);
+    }
+    float s[KEYS / 2];
+    both<FIRST>(s, p_first, softmax, buffer);
+    round(s, p);
+#pragma unroll 1
+    for (int block = 1; block < BLOCKS; block++) {
+      both<KEYS>(s, p, softmax, buffer);
+      round(s, p);
+    }
+    leave(shared.query_empty + buffer);
+    mix<KEYS>(p);
+    const float scale[2] = {softmax.inverse(0), softmax.inverse(1)};
+    products_wait<0>();
+    leave_values();
+    shrink(scale);
+    store(at, out);
+  }
+
+  // Rows that exist; four lanes that share a row have 16 bytes each of a fourth of its chunks.
+  __device__ __forceinline__ void store(const Tile& at, bf16* out) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int token = at.first + index * 64 + warp * 16 + lane / 4 + 8 * r;
+      bf16* const row = out + (((i64)at.sequence * TOKENS + token) * HEADS + at.head) * HEAD;
+#pragma unroll
+      for (int c = 0; c + 4 <= CHUNKS; c += 4) {
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) words[i] = pack(mixed[4 * (c + i) + 2 * r], mixed[4 * (c + i) + 2 * r + 1]);
+        transpose(words);
+        if (token < TOKENS)
+          reinterpret_cast<uint4*>(row)[c + lane % 4] = uint4{words[0], words[1], words[2], words[3]};
+      }
+      if (CHUNKS % 4 && token < TOKENS)
+        reinterpret_cast<u32*>(row + HEAD - 8)[lane % 4] = pack(mixed[HEAD / 2 - 4 + 2 * r], mixed[HEAD / 2 - 3 + 2 * r]);
+    }
+  }
+};
+
+// out [sequences, TOKENS, HEADS, HEAD]; `tiles` of all heads of all sequences together.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    fused_attention(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap query_tail,
+                    const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap key_tail,
+                    const __grid_constant__ TensorMap value, bf16* out, int tiles) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; i++) barrier_init(shared.query_empty + i, 4 * GROUPS);
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(shared.keys_full + i, 1), barrier_init(shared.keys_empty + i, 4 * GROUPS);
+      barrier_init(shared.values_full + i, 1), barrier_init(shared.values_empty + i, 4 * GROUPS);
+    }
+    barriers_ready();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x == 0) {
+      wait_previous();
+      const Maps maps{query, query_tail, key, key_tail, value};
+      Copier copier{shared, maps};
+      int count = 0;
+      for (int index = blockIdx.x; index < tiles; index += gridDim.x, count++) {
+        barrier_wait(shared.query_empty + count % 2, count / 2 % 2 ^ 1);
+        copier.tile(Tile(index), count % 2);
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 160 : 240));
+    Group group(shared);
+    if (group.index == GROUPS - 1) group.pass_turn();
+    int count = 0;
+    for (int index = blockIdx.x; index < tiles; index += gridDim.x, count++) group.tile(Tile(index), count % 2, out);
+    if (group.index == 0) group.take_turn();
+  }
+}
