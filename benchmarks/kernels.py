@@ -1,5 +1,8 @@
 """The decode step's kernels: checked against torch in float32, and timed as graphs by their parts.
 
+A shape of a step is written as its rows' tokens: `32x1` is a token each of 32 rows, `1x8` the
+verification of eight tokens of one, `1x19` a prompt.
+
 Shape legend: B tokens, D text width, V vocabulary, R rows of the token state and the page table, M
 pages per row.
 """
@@ -19,6 +22,7 @@ import msgspec
 import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops
+from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, Stages
 from legato_engine.kernels.cuda.streams import tiles_for
 from legato_engine.kernels.experts import Routes
@@ -36,6 +40,8 @@ from legato_engine.models.moondream.weights import random_weights
 
 from benchmarks import record
 
+SHAPES = "1x1,8x1,16x1,32x1,1x2,1x4,1x8,2x4,8x4,1x19"
+
 
 def _moondream3() -> MoondreamConfig:
     """In a context that the kernels of attention have."""
@@ -51,6 +57,7 @@ MODELS = {
     "legato-tiny": legato_tiny_config,
 }
 BANDWIDTH = 4.68e12  # bytes a second that one H200 reads at most
+BATCHES = (1, 2, 4, 8, 16, 24, 32)  # that the service has
 PAGE = 16
 CONTEXT = 850
 ROWS = 34
@@ -58,8 +65,8 @@ DEVICE = torch.device("cuda")
 E4M3, E4M3_MOST = torch.float8_e4m3fn, 448
 DEPTHS = {
     1: ((9, 10, 2), (7, 7, 2), (8, 11, 2)),
-    8: ((9, 10, 4), (8, 8, 4), (7, 11, 4)),
-    32: ((4, 8, 4), (4, 7, 4), (4, 9, 4)),
+    8: ((9, 10, 2), (8, 8, 2), (7, 11, 1)),
+    32: ((4, 8, 2), (4, 7, 1), (4, 9, 2)),
 }
 """By batch, stages of `layer_in`, of `layer_out` and of `attend` to try."""
 
@@ -98,23 +105,32 @@ class Bench:
         kernels = FusedMoondream(self.config, network.text, network.region, self.kv, stages)
         return dataclasses.replace(self, kernels=kernels)
 
-    def inputs(self, batch: int) -> StepInputs:
-        """`batch` rows at the benchmark's context, in a random order of rows."""
-        text, tokens = self.config.text, self.config.tokens
+    def inputs(self, rows: int, tokens: int = 1) -> StepInputs:
+        """`tokens` of each of `rows` at the benchmark's context, in a random order of rows.
+
+        Padded to a batch that the service has; the last row is the padding's.
+        """
+        text, special = self.config.text, self.config.tokens
         token_R = torch.randint(10, text.vocab_size, (ROWS,), device=DEVICE)
-        token_R[::3], token_R[1::3] = tokens.coord, tokens.size
-        row_B = torch.randperm(ROWS, device=DEVICE)[:batch].contiguous()
-        position_B = min(CONTEXT, text.max_context - 1) - torch.arange(batch, device=DEVICE)
+        token_R[::3], token_R[1::3] = special.coord, special.size
+        count = rows * tokens
+        batch = next(batch for batch in BATCHES if batch >= count)
+        at_B = torch.arange(batch, device=DEVICE)
+        is_real_B, index_B = at_B < count, at_B // tokens
+        row_B = torch.randperm(ROWS - 1, device=DEVICE)[index_B % (ROWS - 1)]
+        row_B = row_B.masked_fill(~is_real_B, ROWS - 1)
+        fresh_B = context(self.config) - tokens + 1 - index_B
         return StepInputs(
             source_B=row_B,
             row_B=row_B,
-            position_B=position_B,
-            fresh_B=position_B,
+            position_B=(fresh_B + at_B % tokens).masked_fill(~is_real_B, 0),
+            fresh_B=fresh_B.masked_fill(~is_real_B, 1),
             prompt_token_B=torch.zeros_like(row_B),
             prompt_payload_B2=torch.zeros(batch, 2, device=DEVICE),
             token_R=token_R,
             payload_R2=torch.rand(ROWS, 2, device=DEVICE),
             page_table_RM=self.table_RM,
+            num_groups=rows * -(-tokens // GROUP),
         )
 
     def empty(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +155,7 @@ def _quantise_experts(network: Network) -> None:
 
 def check(bench: Bench, exact: MoondreamModel, batch: int) -> dict[str, float]:
     """Relative errors of the kernels and of torch in bf16, against `exact` in float32."""
-    inputs = bench.inputs(batch)
+    inputs = bench.inputs(batch).part(slice(0, batch))
     hidden_BD, logits_BV = bench.empty(batch)
     bench.kernels.forward(inputs, hidden_BD, logits_BV)
     ours = _written(bench.kv, inputs)
@@ -241,8 +257,19 @@ def timed(device: CudaDevice, work: Callable[[], object], repeats: int = 200) ->
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
 
+def context(config: MoondreamConfig) -> int:
+    """The last position of the first row."""
+    return min(CONTEXT, config.text.max_context - 1)
+
+
+def context_bytes(config: MoondreamConfig, rows: int) -> int:
+    """The keys and values that a step must read, all layers."""
+    text = config.text
+    return text.num_layers * 2 * text.dim * context(config) * rows * 2
+
+
 def floor_ms(
-    config: MoondreamConfig, batch: int, touched: Sequence[int], expert_bytes: int
+    config: MoondreamConfig, rows: int, touched: Sequence[int], expert_bytes: int
 ) -> float:
     """The bytes that a step must read over the bandwidth.
 
@@ -259,8 +286,8 @@ def floor_ms(
             values += text.moe.num_experts * text.dim
             experts = touched[layer] * 3 * text.dim * text.moe.inner_dim
             values += experts * expert_bytes // 2
-    context = text.num_layers * 2 * text.dim * min(CONTEXT, text.max_context - 1) * batch
-    return (values + text.vocab_size * text.dim + context) * 2 / BANDWIDTH * 1e3
+    weights = (values + text.vocab_size * text.dim) * 2
+    return (weights + context_bytes(config, rows)) / BANDWIDTH * 1e3
 
 
 def _touched(bench: Bench, batch: int) -> list[int]:
@@ -272,9 +299,12 @@ def _touched(bench: Bench, batch: int) -> list[int]:
     return [0] * moe.first_layer + counts[moe.first_layer :]
 
 
-def steps(bench: Bench, device: CudaDevice, batch: int, repeats: int = 200) -> dict[str, float]:
-    """Milliseconds of the step, and of the step's parts alone."""
-    inputs = bench.inputs(batch)
+def steps(
+    bench: Bench, device: CudaDevice, shape: tuple[int, int], repeats: int = 200
+) -> dict[str, float]:
+    """Milliseconds of the step and of its parts alone; the bytes a second that attention reads."""
+    inputs = bench.inputs(*shape)
+    batch = len(inputs.row_B)
     hidden_BD, logits_BV = (tensor.zero_() for tensor in bench.empty(batch))
     kernels = bench.kernels
     coord_B = torch.full((batch,), bench.config.tokens.coord, device=DEVICE)
@@ -291,7 +321,9 @@ def steps(bench: Bench, device: CudaDevice, batch: int, repeats: int = 200) -> d
     figures = {name: timed(device, work, repeats) for name, work in works.items()}
     if any(touched):
         figures["experts_touched"] = sum(touched) / sum(map(bool, touched))
-    return {"floor": floor_ms(bench.config, batch, touched, expert_bytes), **figures}
+    figures["attend_bytes_per_s"] = context_bytes(bench.config, shape[0]) / figures["attend"] * 1e3
+    floor = floor_ms(bench.config, shape[0], touched, expert_bytes)
+    return {"floor": floor, **figures}
 
 
 def tune(bench: Bench, device: CudaDevice) -> None:
@@ -306,9 +338,8 @@ def tune(bench: Bench, device: CudaDevice) -> None:
                 attend=attend,
                 attend_split=attend,
             )
-            times = steps(bench.with_stages(stages), device, batch, repeats=60)
-            rounded = {name: round(time, 4) for name, time in times.items()}
-            print("tune", batch, (first, last, attend), rounded)
+            times = steps(bench.with_stages(stages), device, (batch, 1), repeats=60)
+            print("tune", batch, (first, last, attend), _rounded(times))
 
 
 def measure(name: str, arguments: argparse.Namespace, device: CudaDevice) -> dict[str, dict]:
@@ -327,10 +358,15 @@ def measure(name: str, arguments: argparse.Namespace, device: CudaDevice) -> dic
             print("CHECK FAILED")
     if arguments.tune:
         tune(bench, device)
-    for batch in _numbers(arguments.batches):
-        figures[f"{name} {batch}"] = times = steps(bench, device, batch)
-        print(name, batch, {key: round(value, 4) for key, value in times.items()})
+    for shape in arguments.shapes.split(","):
+        rows, tokens = map(int, shape.split("x"))
+        figures[f"{name} {shape}"] = times = steps(bench, device, (rows, tokens))
+        print(name, shape, _rounded(times))
     return figures
+
+
+def _rounded(times: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(time, 4) for name, time in times.items()}
 
 
 def _numbers(text: str) -> list[int]:
@@ -338,17 +374,25 @@ def _numbers(text: str) -> list[int]:
 
 
 def _table(figures: Mapping[str, Mapping[str, float]]) -> str:
-    rows = [
-        (
-            key,
-            f"{times['floor']:.3f}",
-            f"{times['step']:.3f}",
-            f"{times['floor'] / times['step']:.0%}",
+    rows = []
+    for key, times in figures.items():
+        if "step" not in times:
+            continue
+        one = figures.get(f"{key.split()[0]} 1x1", times)["step"]
+        rows.append(
+            (
+                key,
+                f"{times['floor']:.3f}",
+                f"{times['step']:.3f}",
+                f"{times['floor'] / times['step']:.0%}",
+                f"{times['step'] / one:.2f}",
+                f"{times['attend']:.3f}",
+                f"{times['attend_bytes_per_s'] / 1e12:.2f}",
+            )
         )
-        for key, times in figures.items()
-        if "step" in times
-    ]
-    return record.table(("model and batch", "floor ms", "step ms", "of the floor"), rows)
+    heads = ("model, rows x tokens", "floor ms", "step ms", "of the floor")
+    more = ("to one token's", "attention ms", "its TB/s")
+    return record.table((*heads, *more), rows)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -356,7 +400,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description=__doc__)
     parser.add_argument("--name", default="kernels", help="of the record")
     parser.add_argument("--models", default="moondream2,legato-tiny")
-    parser.add_argument("--batches", default="1,2,8,16,32")
+    parser.add_argument("--shapes", default=SHAPES, help="rows x tokens of each")
     parser.add_argument("--checks", default="1,5,8,13,32")
     parser.add_argument("--tune", action="store_true", help="try other depths of the rings")
     arguments = parser.parse_args(argv)

@@ -56,8 +56,12 @@ class StepInputs:
 
     All int64 but payloads (float32). Token b is `token_R[source_B[b]]` with its payload, the last
     that its row sampled; where the source is -1 it is the prompt's, at index b. `row_B` names its
-    row of the page table, `fresh_B` the first position of its sequence that this very step writes.
+    row of the page table, `fresh_B` the first position of its sequence that this very step writes:
+    one behind its own position marks padding, whose results mean nothing.
     `adapter_slot_R` is each row's slot of the bank, None where no row has an adapter.
+
+    Successive tokens of one row form groups that read their keys and values once. `num_groups` is
+    how many the step is laid out for: only its speed depends on that.
     """
 
     source_B: torch.Tensor
@@ -70,6 +74,7 @@ class StepInputs:
     payload_R2: torch.Tensor
     page_table_RM: torch.Tensor
     adapter_slot_R: torch.Tensor | None = None
+    num_groups: int = 1 << 30
 
     def part(self, of: slice) -> StepInputs:
         """Some of the tokens."""

@@ -5,8 +5,9 @@ the commit that reads `outputs.host`; nobody else may touch it in between.
 
 `staged` says of each token of a step where it stands: its `row` and `position`, its `source` (the
 row whose last token it is, or -1: the `token` and `payload` beside it), and `fresh`, the first
-position of its sequence that the step writes; and of the token sampled from it the `sample_row`,
-which is the scratch row where none is, and the `sample_position`. `prompt` has a place for each
+position of its sequence that the step writes: one behind its `position` marks padding; and of the
+token sampled from it the `sample_row`, which is the scratch row where none is, and the
+`sample_position`. `prompt` has a place for each
 prompt of a launch; their tokens lie one behind another. `grown` names entries of the page table,
 row * M + index, that its launch fills first. With speculation `lane` counts the tokens of its row
 in front of it: a decode stages rows and lanes, and the device fills in the rest.

@@ -90,7 +90,7 @@ class Drafts:
         staged["source"].copy_(row_B.masked_fill(~is_newest_B, -1).masked_fill(idle_B, -1))
         staged["token"].copy_(draft_B.masked_fill(is_newest_B | idle_B, 0))
         staged["position"].copy_(position_B.masked_fill(idle_B, 0))
-        staged["fresh"].copy_(first_B.masked_fill(idle_B, 0))
+        staged["fresh"].copy_(first_B.masked_fill(idle_B, 1))
         staged["sample_position"].copy_((position_B + 1).masked_fill(idle_B, 0))
         row_B.masked_fill_(idle_B, self.scratch_row)
         staged["sample_row"].copy_(row_B)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 from legato_engine.device.base import Device
+from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.kernels.cuda.sampling import Sampler
 from legato_engine.layers.lora import AdapterBank
@@ -28,7 +29,13 @@ from legato_engine.models.model import (
 )
 from legato_engine.runtime.decode_slot import MAX_PASSES, DecodeSlot
 from legato_engine.runtime.logprobs import LogprobStep
-from legato_engine.runtime.passes import FedPrompt, FedToken, cut_passes, stage_pass
+from legato_engine.runtime.passes import (
+    FedPrompt,
+    FedToken,
+    cut_passes,
+    num_groups,
+    stage_pass,
+)
 from legato_engine.runtime.prefill_step import (
     PrefillStep,
     fed_tokens,
@@ -41,6 +48,9 @@ from legato_engine.scheduler.launch import Row, SharedLimits
 from legato_engine.sequence import NO_PAYLOAD
 
 Work = Callable[[], None]
+
+_FEW_GROUPS = (1, 2)
+"""Numbers of groups of tokens that steps are laid out for, beside as many as there are tokens."""
 
 
 class FusedProgram:
@@ -90,7 +100,8 @@ class FusedProgram:
             for bucket in self.buckets:
                 for adapted, block in product(adapters, blocks):
                     self._slots[slot].num_drafts = block
-                    self.decode(slot, bucket, int(adapted))
+                    for groups in (*_FEW_GROUPS, bucket):
+                        self.decode(slot, bucket, int(adapted), groups)
                 for payload in (False, True):
                     self.sample(slot, bucket, sampled=False, payload=payload)
             for payload in (False, True):
@@ -101,12 +112,12 @@ class FusedProgram:
             for slot in range(len(self._slots)):
                 self._submit("prefix", slot)
 
-    def decode(self, slot: int, bucket: int, rank: int) -> None:
+    def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
         """See `program.Program`."""
         drafts = self._state.drafts
         if drafts is not None:
             self._submit("place", slot, bucket, drafts.block(self._slots[slot]))
-        self._submit("forward", slot, bucket, rank > 0)
+        self._forward(slot, bucket, num_rows, adapted=rank > 0)
 
     def grow(self, slot: int) -> None:
         """See `program.Program`."""
@@ -200,7 +211,12 @@ class FusedProgram:
                 stage_samples(buffers, sampled, scratch, copy=copy)
             stage_pass(buffers, copy, tokens, bucket, scratch)
             buffers.staged.upload(self._device.compute, copy)
-            self._submit("forward", slot, bucket, adapted)
+            self._forward(slot, bucket, num_groups(tokens, GROUP), adapted=adapted)
+
+    def _forward(self, slot: int, bucket: int, num_groups: int, *, adapted: bool) -> None:
+        """A step over the staged tokens, by the graph that suits so many groups of them."""
+        fits = (few for few in _FEW_GROUPS if num_groups <= few < bucket <= few * GROUP)
+        self._submit("forward", slot, bucket, next(fits, bucket), adapted)
 
     def _submit(self, kind: str, *shape: int | bool) -> None:
         """Run a graph, captured at its first use."""
@@ -231,7 +247,7 @@ class FusedProgram:
         # Never one graph with the forward: its kernels read places ahead of the one in front.
         return lambda: drafts.place(self._slots[slot], bucket, self._state.page_table_RM, block)
 
-    def _forward_work(self, slot: int, bucket: int, adapted: bool) -> Work:
+    def _forward_work(self, slot: int, bucket: int, num_groups: int, adapted: bool) -> Work:
         buffers, state = self._slots[slot], self._state
         staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
         inputs = StepInputs(
@@ -245,6 +261,7 @@ class FusedProgram:
             payload_R2=state.payload_R2,
             page_table_RM=state.page_table_RM,
             adapter_slot_R=state.adapter_slot_R if adapted else None,
+            num_groups=num_groups,
         )
         hidden_BD, logits_BV = buffers.hidden_RD[:bucket], buffers.logits_RV[:bucket]
         return lambda: self._kernels.forward(inputs, hidden_BD, logits_BV)

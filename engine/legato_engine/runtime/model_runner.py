@@ -160,7 +160,7 @@ class ModelRunner:
             flight.forward_start = compute.record(flight.forward_start)
             slot.staged.upload(compute)
             self._grow(launch.slot, rows)
-            self._program.decode(launch.slot, bucket, self._rank(rows))
+            self._program.decode(launch.slot, bucket, self._rank(rows), len(rows))
         else:
             flight.forward_start = compute.record(flight.forward_start)
             if launch.plan.kind is LaunchKind.ENCODE:
@@ -228,7 +228,7 @@ class ModelRunner:
             slot.staged.host["row"][0] = 0  # nobody has it, and it has something proposed
             slot.staged.upload(compute)
             start = compute.record()
-            self._program.decode(0, bucket, 0)
+            self._program.decode(0, bucket, 0, bucket)
             self._program.sample(0, bucket, sampled=False, payload=False)
             stop = compute.record()
             stop.wait()

@@ -6,6 +6,7 @@ its neighbours: so prompts of several sequences and the rows that decode run in 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
@@ -65,6 +66,7 @@ def stage_step(slot: DecodeSlot, rows: Many[Row], bucket: int, pad: int) -> None
     staged["source"][:bucket] = staged["row"][:bucket]
     staged["position"][:bucket] = position_B
     staged["fresh"][:bucket] = staged["position"][:bucket]
+    staged["fresh"][len(rows) : bucket] = 1  # behind their position
 
 
 def stage_pass(slot: DecodeSlot, copy: int, tokens: Many[FedToken], bucket: int, pad: int) -> None:
@@ -82,7 +84,13 @@ def stage_pass(slot: DecodeSlot, copy: int, tokens: Many[FedToken], bucket: int,
     staged["row"][count:bucket] = pad
     staged["source"][count:bucket] = pad
     staged["position"][count:bucket] = 0
-    staged["fresh"][count:bucket] = 0
+    staged["fresh"][count:bucket] = 1  # behind their position
+
+
+def num_groups(tokens: Many[FedToken], most: int) -> int:
+    """Groups of a pass: runs of tokens of one row, cut into at most `most`."""
+    runs = itertools.groupby(token.row for token in tokens)
+    return sum(-(-len(list(run)) // most) for _, run in runs)
 
 
 def _fed(prompt: FedPrompt, at: int) -> FedToken:

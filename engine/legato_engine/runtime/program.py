@@ -23,8 +23,11 @@ class Program(Protocol):
         """Capture (or once run) every shape, so that no launch pays for it later."""
         ...
 
-    def decode(self, slot: int, bucket: int, rank: int) -> None:
-        """One forward over the staged rows; adapters of at most `rank`, none if that is 0."""
+    def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
+        """One forward over the staged tokens; adapters of at most `rank`, none if that is 0.
+
+        `num_rows` is how many rows the tokens are of: nothing but speed depends on it.
+        """
         ...
 
     def grow(self, slot: int) -> None:

@@ -65,14 +65,14 @@ class TorchProgram:
             for bucket in self.buckets:
                 for rank, block in product(self._ranks, blocks):
                     self._slots[slot].num_drafts = block
-                    self.decode(slot, bucket, rank)
+                    self.decode(slot, bucket, rank, bucket)
                 for sampled in (False, True):
                     for payload in (False, True):
                         self.sample(slot, bucket, sampled=sampled, payload=payload)
                 for payload in (False, True):
                     self.logprobs(slot, bucket, payload=payload)
 
-    def decode(self, slot: int, bucket: int, rank: int) -> None:
+    def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
         """See `program.Program`."""
         drafts = self._state.drafts
         block = drafts.block(self._slots[slot]) if drafts is not None else 0
@@ -116,7 +116,7 @@ class TorchProgram:
         buffers.staged.upload(compute)
         compute.submit(lambda: state.admit(buffers))
         if decodes:
-            self.decode(slot, bucket, 0)
+            self.decode(slot, bucket, 0, bucket)
         first = 0
         for place, row in enumerate(prompts):
             sampled = len(decodes) + place

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Callable
 
 import pytest
 from legato_engine.kernels.cuda import compiler, streams
-from legato_engine.kernels.cuda.decoder import SPLITS, attend_defines, decode_defines
+from legato_engine.kernels.cuda.attention import SPLITS, attend_defines
+from legato_engine.kernels.cuda.decoder import MAX_TOKENS, decode_defines, decode_forms
 from legato_engine.kernels.cuda.gained import Rows, expert_defines, gained_defines
 from legato_engine.kernels.cuda.head import head_defines
 from legato_engine.kernels.cuda.regions import embed_defines, region_defines
@@ -23,6 +25,7 @@ from tests.engine.kernels.test_streams import (
     EXPERT_STATIC,
     GAINS_STATIC,
     MOST,
+    RESERVED,
     dynamic_shared,
     expert_shared,
     expert_sizes,
@@ -32,7 +35,6 @@ from tests.engine.kernels.test_streams import (
 pytestmark = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
 
 ARCHS = ("sm_90", "sm_100")
-RESERVED = 1024  # bytes of shared memory that the system takes, counted with the static ones
 MOST_STACK = 32  # bytes of a thread's own memory: what sines take, or two spilled registers
 FRAME_SIZE = 0x11  # the number of that note
 KERNELS = {
@@ -81,17 +83,21 @@ def usages(code: bytes) -> dict[str, Usage]:
     }
 
 
-def defines(source: str, model: str, tiles: int) -> dict[str, int]:
-    """Constants of a source; `tiles` is the number of splits for attention."""
+def forms(source: str, model: str) -> list[tuple[dict[str, int], int]]:
+    """Constants of all forms of a source, and the most tokens of each."""
     decode, region = sizes_of(model)
-    made = {
-        "decode.cu": lambda: decode_defines(decode, tiles),
-        "attend.cu": lambda: attend_defines(decode, tiles),
-        "head.cu": lambda: head_defines(decode.dim, CONFIGS[model].text.vocab_size, tiles),
-        "embed.cu": lambda: embed_defines(region),
-        "region.cu": lambda: region_defines(region, tiles),
+    if source == "decode.cu":
+        return [(decode_defines(decode, form), 8 * form.tiles) for form in decode_forms(decode)]
+    if source == "attend.cu":
+        return [(attend_defines(decode.attention, splits), MAX_TOKENS) for splits in SPLITS]
+    if source == "embed.cu":
+        return [(embed_defines(region), MAX_TOKENS)]
+    vocab_size = CONFIGS[model].text.vocab_size
+    made: dict[str, Callable[[int], dict[str, int]]] = {
+        "head.cu": lambda tiles: head_defines(decode.dim, vocab_size, tiles),
+        "region.cu": lambda tiles: region_defines(region, tiles),
     }
-    return made[source]()
+    return [(made[source](tiles), 8 * tiles) for tiles in streams.TILES]
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +111,16 @@ def cache(tmp_path_factory):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("model", CONFIGS)
-@pytest.mark.parametrize("tiles", streams.TILES)
 @pytest.mark.parametrize("source", KERNELS)
-def test_kernels_compile_without_spills(cache, source, tiles, model, arch):
+def test_kernels_compile_without_spills(cache, source, model, arch):
     """Every kernel compiles, keeps its sums in registers, and fits beside its rings."""
-    assert streams.TILES == SPLITS
-    found = usages(compiler.compile_source(source, defines(source, model, tiles), arch))
-    assert set(found) == KERNELS[source]
-    dynamic = dynamic_shared(model, 8 * tiles)
-    for kernel, usage in found.items():
-        assert usage.stack <= MOST_STACK, kernel
-        assert usage.static + dynamic.get(kernel, 0) <= MOST + RESERVED, kernel
+    for constants, batch in forms(source, model):
+        found = usages(compiler.compile_source(source, constants, arch))
+        assert set(found) == KERNELS[source]
+        dynamic = dynamic_shared(model, batch)
+        for kernel, usage in found.items():
+            assert usage.stack <= MOST_STACK, kernel
+            assert usage.static + dynamic.get(kernel, 0) <= MOST + RESERVED, kernel
 
 
 @pytest.mark.parametrize("arch", ARCHS)

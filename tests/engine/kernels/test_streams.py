@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from legato_engine.kernels.cuda import decoder, gained, streams
+from legato_engine.kernels.cuda import attention, gained, streams
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS, DecoderSizes
 from legato_engine.kernels.cuda.gained import GainedSizes
 from legato_engine.kernels.cuda.regions import BINS_STAGES, INNER_STAGES, RegionSizes
@@ -20,11 +20,13 @@ from legato_engine.models.moondream.presets import (
 )
 
 MOST = 232448  # bytes of shared memory that a thread block of an H200 may have
-PROCESSOR = 233472  # that a processor has, 1024 of them taken by the system for each thread block
+PROCESSOR = 233472  # that a processor has, `RESERVED` of them taken for each thread block
+RESERVED = 1024
 EXPERT_STATIC = 4096  # what the experts' kernels know of routes
 GAINS_STATIC = 1024
-STATIC = 512  # bytes at most that these kernels have beside the dynamic ones
-ATTEND_STATIC = 19072  # what `attend` keeps of its parts
+STATIC = 768  # bytes at most that these kernels have beside the dynamic ones
+STAGE = 4096  # keys and values of a step
+PART = 68 * 4  # a token's part
 PAGE = 16
 EXPERT_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 CONFIGS = {"moondream2": moondream2_config(), "legato-tiny": legato_tiny_config()}
@@ -103,10 +105,26 @@ def test_the_experts_launches_fit_the_gpu(batch, dtype):
         assert num_bytes + EXPERT_STATIC + GAINS_STATIC + 2 * 1024 <= PROCESSOR, kernel
 
 
-def test_the_rings_of_attention_fit_the_gpu():
+@pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
+def test_the_rings_of_attention_fit_the_gpu(batch):
     """The rings of all warps, and what they compute, leave room for one thread block alone."""
-    num_bytes = decoder.attend_shared(DEFAULT_STAGES.attend) + ATTEND_STATIC
-    assert MOST // 2 < num_bytes <= MOST
+    assert MOST // 2 < attention.shared_bytes(1, DEFAULT_STAGES.attend, batch) <= MOST
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_attention_that_is_split_fits_beside_other_kernels(batch):
+    """Where a cluster shares a head, a step of one group keeps two kernels on a processor."""
+    mine = attention.shared_bytes(4, DEFAULT_STAGES.attend_split, batch)
+    for name in ("layer_in", "layer_out"):
+        others = dynamic_shared("moondream2", batch)[name] + STATIC
+        assert mine + others + 2 * RESERVED <= PROCESSOR, name
+
+
+def test_a_warp_has_room_for_what_it_computes():
+    """With splits a ring also holds its warp's parts, and those of the lines that it adds up."""
+    for splits in attention.SPLITS[1:]:
+        parts = attention.GROUP + attention.GROUP // splits
+        assert parts * PART <= DEFAULT_STAGES.attend_split * STAGE
 
 
 @pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
@@ -136,6 +154,15 @@ def test_a_grid_is_even(monkeypatch, blocks):
     assert grid <= 132
     assert max(counts) == -(-blocks // 132)
     assert min(counts) >= max(counts) - 1
+
+
+@pytest.mark.parametrize("blocks", [4, 20, 120, 132, 512, 896, 900, 1320, 3200])
+def test_a_grid_is_of_whole_clusters(monkeypatch, blocks):
+    """Every thread block of every cluster has something to do, and all run at once."""
+    monkeypatch.setattr(streams, "num_processors", lambda: 132)
+    grid = streams.even_grid(blocks, streams.CLUSTER)
+    assert grid % streams.CLUSTER == 0
+    assert grid <= min(blocks, 132)
 
 
 @pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
@@ -170,13 +197,12 @@ def test_the_header_has_the_same_numbers():
 
 
 def test_attention_has_the_same_numbers():
-    """A stage of `attend` is keys and values of a step and a barrier; lanes know all pages."""
-    source = constants("attend.cu")
-    assert source["WARPS"] == streams.WARPS
-    stage = 2 * source["STEP"] * source["HEAD"] * 2
-    one = decoder.attend_shared(1) // streams.WARPS
-    assert stage + 8 <= one <= stage + 16
-    for name in CONFIGS:
-        decode, _ = sizes_of(name)
-        assert decode.page_size % source["STEP"] == 0
-        assert decode.page_size * decode.max_pages <= source["STEP"] * source["WARPS"] * 32
+    """Sizes are those of `attend.cu`, whose stages are keys and values of a step and a barrier."""
+    source = constants("attend.cuh") | constants("attend.cu")
+    assert source["HEAD"] == attention.HEAD_DIM
+    assert source["STEP"] == attention.STEP
+    assert source["MOST"] == attention.GROUP
+    assert 2 * source["STEP"] * source["HEAD"] * 2 == STAGE
+    assert attention.shared_bytes(4, 1, 1) == source["LINES"] * (STAGE + 8)
+    assert attention.shared_bytes(1, 0, 3) == 2 * 2 * source["LINES"] * 3 * PART
+    assert source["STEP"] * source["LINES"] * 32 == attention.MAX_CONTEXT

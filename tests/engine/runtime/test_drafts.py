@@ -184,6 +184,8 @@ def test_nothing_is_fed_behind_the_last_position(device):
     lanes = rows.place([(0, 0), (0, 1), (0, 2), (0, 3)])
     assert [lane[3] for lane in lanes] == [5, 6, 0, 0]
     assert lanes[2:] == [PADDING] * 2
+    staged = rows.slot.staged.device
+    assert (staged["fresh"] > staged["position"]).tolist() == [False, False, *[True] * 6]
     count, proposed = rows.settle([21, 22, 7, 7, 0, 0, 0, 0])
     assert (count[0], proposed[0]) == (2, 1)
     assert rows.place([(0, 0), (0, 1)]) == [PADDING] * 2

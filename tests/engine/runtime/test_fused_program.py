@@ -26,11 +26,12 @@ NAMES = ("", "x", "", "y", "x")
 
 
 class TorchKernels:
-    """A `StepKernels` of the model's own operations; counts its steps."""
+    """A `StepKernels` of the model's own operations; notes how many groups its steps were for."""
 
     def __init__(self, model, kv, bank):
         self.model, self.kv, self.bank = model, kv, bank
         self.steps = {True: 0, False: 0}
+        self.groups = []  # how many each step was laid out for
 
     @property
     def num_steps(self):
@@ -41,6 +42,7 @@ class TorchKernels:
         """One step, with adapters where rows may have some."""
         slot_R, rows = inputs.adapter_slot_R, None
         self.steps[slot_R is not None] += 1
+        self.groups.append(inputs.num_groups)
         if slot_R is not None:
             rows = self.bank.rows(slot_R[inputs.row_B], self.bank.ranks[-1])
         sampled_B = inputs.source_B >= 0
@@ -156,3 +158,20 @@ def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
         limits = together.runner.limits
         assert min(lengths) < limits.sampled < max(lengths), "one and several passes"
         assert kernels.num_steps - steps[1] < alone_kernels.num_steps - steps[0]
+
+
+def test_steps_of_few_groups_are_laid_out_for_them(assembly, monkeypatch):
+    """The bucket's own layout runs only where the tokens are of more rows than others are for."""
+    monkeypatch.setattr(fused_program, "Sampler", GreedySampler)
+    fused, kernels = with_kernels(assembly)
+    assert set(kernels.groups) == {1, 2, 8}, "all of them are captured beforehand"
+    for rows, layout in ((1, 1), (2, 2), (3, 8), (5, 8)):
+        del kernels.groups[:]
+        world = World(fused)
+        names = [f"{rows}-{number}" for number in range(rows)]
+        for number, name in enumerate(names):
+            world.submit(name, CaptionTask(), world.encoded(png(number)))
+        world.run(*names)
+        world.close()
+        assert layout in kernels.groups
+        assert max(kernels.groups) == layout, "a prompt of up to eight tokens is one group"

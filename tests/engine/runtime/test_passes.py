@@ -9,7 +9,15 @@ import pytest
 import torch
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.passes import PROMPT, FedPrompt, cut_passes, stage_pass, stage_step
+from legato_engine.runtime.passes import (
+    PROMPT,
+    FedPrompt,
+    FedToken,
+    cut_passes,
+    num_groups,
+    stage_pass,
+    stage_step,
+)
 from legato_engine.scheduler.launch import Row
 
 NO_VALUE = (0.0, 0.0)
@@ -62,6 +70,15 @@ def test_every_token_is_fed_once_behind_those_before_it(seed):
         assert numbers == sorted(numbers), "a later token runs in an earlier pass"
 
 
+@pytest.mark.parametrize(
+    ("rows", "groups"),
+    [("a", 1), ("aaaaaaaa", 1), ("aaaaaaaaa", 2), ("abc", 3), ("abbbbbbbbbba", 4), ("aba", 3)],
+)
+def test_neighbours_of_one_row_are_groups(rows, groups):
+    """Runs of up to eight; a row that stands in two places has two."""
+    assert num_groups([FedToken(ord(row), 0) for row in rows], 8) == groups
+
+
 @pytest.fixture
 def slot():
     """A slot of eight tokens."""
@@ -83,17 +100,17 @@ def staged(slot, copy, count):
 
 
 def test_a_pass_is_staged_with_what_it_writes_first(slot):
-    """`fresh` is the first position of the token's row in this very pass; the rest is padding."""
+    """`fresh` is the first position of the token's row in this very pass; behind it is padding."""
     passes = cut_passes([decode(1, 20)], [prompt(2, 5, 3), prompt(3, 0, 3)], 4)
     assert len(passes) == 2
     stage_pass(slot, 0, passes[0], 4, 6)
-    assert staged(slot, 0, 4) == [[2, 2, 3, 6], [-1, -1, -1, 6], [5, 6, 0, 0], [5, 5, 0, 0]]
+    assert staged(slot, 0, 4) == [[2, 2, 3, 6], [-1, -1, -1, 6], [5, 6, 0, 0], [5, 5, 0, 1]]
     stage_pass(slot, 1, passes[1], 8, 6)
     assert staged(slot, 1, 8) == [
         [1, 2, 3, 3, 6, 6, 6, 6],
         [1, -1, -1, -1, 6, 6, 6, 6],
         [20, 7, 2, 1, 0, 0, 0, 0],
-        [20, 7, 1, 1, 0, 0, 0, 0],
+        [20, 7, 1, 1, 1, 1, 1, 1],
     ]
     assert slot.staged.hosts[1]["token"][1:4].tolist() == [2007, 3002, 3001]
     assert np.all(slot.staged.hosts[1]["payload"][:4] == 0)
@@ -102,6 +119,6 @@ def test_a_pass_is_staged_with_what_it_writes_first(slot):
 def test_a_step_is_staged_up_to_its_bucket(slot):
     """Every row feeds its own newest token."""
     stage_step(slot, [decode(1, 20), decode(4, 9)], 4, 6)
-    expected = [[1, 4, 6, 6], [1, 4, 6, 6], [20, 9, 0, 0], [20, 9, 0, 0]]
+    expected = [[1, 4, 6, 6], [1, 4, 6, 6], [20, 9, 0, 0], [20, 9, 1, 1]]
     assert staged(slot, 0, 4) == expected
     assert staged(slot, 0, 8)[0][4:] == [77] * 4

@@ -12,23 +12,27 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from legato_engine.kernels.cuda import streams
 from legato_engine.kernels.cuda.adapters import StepAdapters
+from legato_engine.kernels.cuda.attention import (
+    HEAD_DIM,
+    MAX_CONTEXT,
+    STEP,
+    Attention,
+    AttentionSizes,
+    Places,
+)
 from legato_engine.kernels.cuda.head import HEAD_STAGES, Head, HeadWeights
 from legato_engine.kernels.cuda.module import Kernel, Module
 
 MAX_TOKENS = 32
 """Tokens that one pass of the weights serves."""
-SPLITS = (1, 2, 4)
-"""Thread blocks per head of a token that `attend` is compiled for."""
 
-_HEAD_DIM = 64
 _ROTARY_DIM = 32
-_MAX_CONTEXT = 4096  # attend.cu
-_ATTEND_STAGE = 2 * 16 * _HEAD_DIM * 2 + 16  # keys and values of 16 positions, and a barrier
 _MIN_CAPABILITY = (9, 0)
 
 
@@ -50,6 +54,16 @@ class DecoderSizes:
         return self.dim + self.ff_dim
 
     @property
+    def attention(self) -> AttentionSizes:
+        """What the attention kernel needs of them; it writes the first of those inputs."""
+        return AttentionSizes(
+            num_heads=self.num_heads,
+            page_size=self.page_size,
+            max_pages=self.max_pages,
+            out_stride=self.mixed_dim,
+        )
+
+    @property
     def parts(self) -> int:
         """Parts that the inputs of a layer's output map are cut into."""
         return streams.num_parts(self.mixed_dim, self.dim)
@@ -64,18 +78,6 @@ class LayerWeights:
     weights_out: torch.Tensor
     proj_bias: torch.Tensor
     fc2_bias: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Places:
-    """Where B tokens stand, int64: their rows of `table_RM`, their positions, and `fresh_B`: the
-    first position of each token's sequence that this very step writes.
-    """
-
-    row_B: torch.Tensor
-    position_B: torch.Tensor
-    fresh_B: torch.Tensor
-    table_RM: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,10 +97,10 @@ class Stages:
 
 
 DEFAULT_STAGES = Stages(
-    layer_in={1: 7, 2: 7, 4: 4},
-    layer_out={1: 7, 2: 9, 4: 8},
+    layer_in={1: 7, 2: 7, 3: 4, 4: 4},
+    layer_out={1: 7, 2: 9, 3: 9, 4: 8},
     head=HEAD_STAGES,
-    attend=4,
+    attend=2,
     attend_split=2,
 )
 
@@ -120,22 +122,33 @@ def supported(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> 
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return False
     return (
-        sizes.dim == sizes.num_heads * _HEAD_DIM
+        sizes.dim == sizes.num_heads * HEAD_DIM
         and sizes.rotary_dim == _ROTARY_DIM
         and sizes.dim % streams.GROUP == 0
         and sizes.ff_dim % streams.GROUP == 0
         and sizes.vocab_size % 16 == 0
-        and sizes.page_size % 16 == 0
-        and sizes.page_size * sizes.max_pages <= _MAX_CONTEXT
+        and sizes.page_size % STEP == 0
+        and sizes.page_size * sizes.max_pages <= MAX_CONTEXT
     )
 
 
-class _Kernels:
-    """The kernels for one number of tiles."""
+class Form(NamedTuple):
+    """What kernels are compiled for beside the sizes.
 
-    def __init__(self, sizes: DecoderSizes, tiles: int, stages: Stages) -> None:
-        self.split = streams.is_split(sizes.parts, tiles)
-        module = Module("decode.cu", decode_defines(sizes, tiles))
+    The tiles, and how many thread blocks read the inputs of `layer_out` and of `layer_in` once.
+    """
+
+    tiles: int
+    cluster: int
+    x_cluster: int
+
+
+class _Kernels:
+    """The kernels of one form."""
+
+    def __init__(self, sizes: DecoderSizes, form: Form, stages: Stages) -> None:
+        self.form, tiles = form, form.tiles
+        module = Module("decode.cu", decode_defines(sizes, form))
         self.in_stages = stages.layer_in[tiles]
         self.out_stages = stages.layer_out[tiles]
         most = 8 * tiles
@@ -154,10 +167,9 @@ class Decoder:
         self, sizes: DecoderSizes, device: torch.device, stages: Stages = DEFAULT_STAGES
     ) -> None:
         self._sizes = sizes
-        self._stages = stages
-        self._kernels = {tiles: _Kernels(sizes, tiles, stages) for tiles in streams.TILES}
-        self._attends = {splits: self._attend_kernel(splits) for splits in SPLITS}
-        self._grid_in = streams.even_grid((3 * sizes.dim + sizes.ff_dim) // 16)
+        self._kernels = {form: _Kernels(sizes, form, stages) for form in decode_forms(sizes)}
+        self._attention = Attention(sizes.attention, stages.attend, stages.attend_split)
+        self._grid_in = streams.even_grid((3 * sizes.dim + sizes.ff_dim) // 16, streams.CLUSTER)
         self._head = Head(sizes.dim, sizes.vocab_size, stages.head)
         # What the kernels of a layer leave each other; those in front of `attend` may be others.
         self.q_BD = torch.zeros(MAX_TOKENS, sizes.dim, dtype=torch.bfloat16, device=device)
@@ -189,7 +201,7 @@ class Decoder:
             if Part.LAYER_IN in parts:
                 self._layer_in(x_BD, weights, places, keys, values, angles, inner_BF)
             if Part.ATTEND in parts:
-                self.attend(x_BD.shape[0], places, keys, values)
+                self.attend(places, keys, values)
             if adapters is not None:
                 outer_BD = adapters.outer(layer, self.mixed_BF, places.row_B)
             if Part.LAYER_OUT in parts:
@@ -210,7 +222,7 @@ class Decoder:
         change_BF: torch.Tensor | None,
     ) -> None:
         batch = x_BD.shape[0]
-        kernels = self._kernels[streams.tiles_for(batch)]
+        kernels = self._kernels[decode_form(self._sizes, batch)]
         kernels.layer_in.launch(
             (self._grid_in, 1, 1),
             streams.THREADS,
@@ -219,32 +231,21 @@ class Decoder:
                 *(*angles, places.row_B, places.position_B, places.table_RM),
                 *(self.q_BD, self.mixed_BF, keys, values, change_BF, batch, kernels.in_stages),
             ),
+            cluster=kernels.form.x_cluster,
             shared=streams.whole_shared(self._sizes.dim, batch, kernels.in_stages),
             overlap=True,
         )
 
-    def attend(self, batch: int, places: Places, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def attend(self, places: Places, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The heads' output into `mixed_BF`, of `q_BD` and one layer's keys and values."""
-        pairs = batch * self._sizes.num_heads
-        splits = next((s for s in SPLITS[:0:-1] if pairs * s <= streams.num_processors()), 1)
-        stages = self._attend_stages(splits)
-        self._attends[splits].launch(
-            (streams.even_grid(pairs) * splits, 1, 1),
-            streams.WORKERS,
-            (
-                *(self.q_BD, keys, values, places.row_B, places.position_B, places.fresh_B),
-                *(places.table_RM, self.mixed_BF, batch, stages),
-            ),
-            cluster=splits,
-            overlap=True,
-        )
+        self._attention.launch(self.q_BD, keys, values, places, self.mixed_BF)
 
     def layer_out(
         self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None = None
     ) -> None:
         """Add the map of `mixed_BF`: heads and inner activations; and what adapters change."""
         batch, sizes = x_BD.shape[0], self._sizes
-        kernels = self._kernels[streams.tiles_for(batch)]
+        kernels = self._kernels[decode_form(self._sizes, batch)]
         stages = kernels.out_stages
         kernels.layer_out.launch(
             (sizes.dim // 16, 1, 1),
@@ -254,24 +255,23 @@ class Decoder:
                 *(x_BD, change_BD, batch, stages),
             ),
             shared=streams.parts_shared(sizes.mixed_dim, sizes.parts, batch, stages),
-            cluster=sizes.parts if kernels.split else 1,
+            cluster=kernels.form.cluster,
             overlap=True,
         )
 
-    def _attend_kernel(self, splits: int) -> Kernel:
-        module = Module("attend.cu", attend_defines(self._sizes, splits))
-        return module.kernel("attend", shared=attend_shared(self._attend_stages(splits)))
 
-    def _attend_stages(self, splits: int) -> int:
-        return self._stages.attend if splits == 1 else self._stages.attend_split
-
-
-def attend_shared(stages: int) -> int:
-    """Bytes of dynamic shared memory of `attend` with rings of `stages`."""
-    return streams.WARPS * stages * _ATTEND_STAGE
+def decode_form(sizes: DecoderSizes, batch: int) -> Form:
+    """The kernels that serve a batch."""
+    shared = streams.cluster(batch)
+    return Form(streams.tiles_for(batch), shared if sizes.parts > 1 else 1, shared)
 
 
-def decode_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
+def decode_forms(sizes: DecoderSizes) -> list[Form]:
+    """All that there are."""
+    return sorted({decode_form(sizes, batch) for batch in range(1, MAX_TOKENS + 1)})
+
+
+def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:
     """Constants of `decode.cu`."""
     return {
         "DIM": sizes.dim,
@@ -281,19 +281,8 @@ def decode_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
         "PAGE": sizes.page_size,
         "PAGES": sizes.max_pages,
         "PARTS": sizes.parts,
-        "SPLIT": int(streams.is_split(sizes.parts, tiles)),
-        "INPUT_STAGES": streams.INPUT_STAGES[tiles],
-        "TILES": tiles,
-    }
-
-
-def attend_defines(sizes: DecoderSizes, splits: int) -> dict[str, int]:
-    """Constants of `attend.cu` where `splits` thread blocks share a head of a token."""
-    return {
-        "DIM": sizes.dim,
-        "MIXED": sizes.mixed_dim,
-        "HEADS": sizes.num_heads,
-        "PAGE": sizes.page_size,
-        "PAGES": sizes.max_pages,
-        "SPLITS": splits,
+        "CLUSTER": form.cluster,
+        "X_CLUSTER": form.x_cluster,
+        "INPUT_STAGES": streams.INPUT_STAGES[form.tiles],
+        "TILES": form.tiles,
     }

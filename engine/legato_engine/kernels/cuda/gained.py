@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda.attention import Places
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
     MAX_TOKENS,
@@ -24,7 +25,6 @@ from legato_engine.kernels.cuda.decoder import (
     DecoderSizes,
     LayerWeights,
     Part,
-    Places,
     Stages,
 )
 from legato_engine.kernels.cuda.head import HeadWeights
@@ -38,7 +38,7 @@ _GAIN_TOKENS = 8  # of a thread block of `gains`
 _ROWS = 8  # pairs of rows of an expert's first map, a thread block of `experts_up`
 _BUDGET = 221 * 1024  # bytes of shared memory: those of `gains` fit beside it
 _MOST_STAGES = 6
-_STEPS = {1: (8, 3), 2: (16, 2), 4: (16, 2)}
+_STEPS = {1: (8, 3), 2: (16, 2), 3: (16, 2), 4: (16, 2)}
 """By tiles, tokens of one stage of inputs of `experts_out`, and how many stages there are."""
 
 _TERM = 16 * 4  # bytes that a thread block of `experts_out` keeps of a pair
@@ -186,7 +186,7 @@ class GainedDecoder:
             if Part.GAINS in parts:
                 self._gain(batch, weights.gains, places, keys, values, angles, behind=routed)
             if Part.ATTEND in parts:
-                self._decoder.attend(batch, places, keys, values)
+                self._decoder.attend(places, keys, values)
             if Part.LAYER_OUT not in parts:
                 continue
             if isinstance(maps, ExpertLayer):

@@ -13,7 +13,7 @@ import torch
 from legato_engine.kernels.cuda import streams
 from legato_engine.kernels.cuda.module import Module
 
-HEAD_STAGES = {1: 9, 2: 7, 4: 4}
+HEAD_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
 """How deep the ring in shared memory is, by tiles."""
 
 

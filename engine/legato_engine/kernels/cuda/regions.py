@@ -16,8 +16,8 @@ from legato_engine.kernels.cuda.head import Head, HeadWeights
 from legato_engine.kernels.cuda.module import Module
 
 _OUTPUTS = 64  # of `embed` per thread block
-INNER_STAGES = {1: 9, 2: 6, 4: 4}
-BINS_STAGES = {1: 9, 2: 7, 4: 4}
+INNER_STAGES = {1: 9, 2: 6, 3: 5, 4: 4}
+BINS_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
 """How deep the rings in shared memory are, by tiles."""
 
 
@@ -178,9 +178,13 @@ class MlpBins:
                 BINS_STAGES[tiles],
             ),
             shared=streams.parts_shared(inner_dim, sizes.parts, batch, BINS_STAGES[tiles]),
-            cluster=sizes.parts if streams.is_split(sizes.parts, tiles) else 1,
+            cluster=_cluster(sizes, tiles),
             overlap=True,
         )
+
+
+def _cluster(sizes: RegionSizes, tiles: int) -> int:
+    return streams.CLUSTER if sizes.parts > 1 and tiles > 1 else 1
 
 
 def embed_defines(sizes: RegionSizes) -> dict[str, int]:
@@ -204,7 +208,7 @@ def region_defines(sizes: RegionSizes, tiles: int) -> dict[str, int]:
         "COORD": sizes.coord_token,
         "SIZE": sizes.size_token,
         "PARTS": sizes.parts,
-        "SPLIT": int(streams.is_split(sizes.parts, tiles)),
+        "CLUSTER": _cluster(sizes, tiles),
         "INPUT_STAGES": streams.INPUT_STAGES[tiles],
         "TILES": tiles,
     }

@@ -8,10 +8,10 @@ WARPS = 8
 WORKERS = 32 * WARPS
 THREADS = WORKERS + 64
 """The workers, a producer of weights and one of inputs."""
-TILES = (1, 2, 4)
+TILES = (1, 2, 3, 4)
 """Groups of 8 tokens that kernels are compiled for."""
 
-INPUT_STAGES = {1: 4, 2: 3, 4: 2}
+INPUT_STAGES = {1: 4, 2: 3, 3: 2, 4: 2}
 """Stages of the ring of inputs, by tiles."""
 
 GROUP = 64
@@ -19,9 +19,14 @@ GROUP = 64
 PAD = 32
 """Elements behind each token's inputs."""
 
+CLUSTER = 2
+"""Thread blocks of a cluster; of four, not all of them find room at once on an H200."""
+
 SUM = 512
 """Bytes of a block's sums over one tile."""
 
+_SHARED_FROM = 3  # tokens
+_HELD = 2  # tiles whose inputs registers hold
 _PARTS = 4
 _LONG = 4096  # fewer inputs are not worth cutting
 
@@ -42,9 +47,9 @@ def num_parts(inputs: int, outputs: int) -> int:
     return _PARTS if divides and inputs >= _LONG else 1
 
 
-def is_split(parts: int, tiles: int) -> bool:
-    """Whether a cluster shares the inputs: worth it where they are as many bytes as the weights."""
-    return parts > 1 and tiles > 1
+def cluster(batch: int) -> int:
+    """Thread blocks that share their inputs, for batches whose inputs are bytes worth sparing."""
+    return CLUSTER if batch >= _SHARED_FROM else 1
 
 
 def whole_shared(inputs: int, batch: int, stages: int) -> int:
@@ -55,10 +60,9 @@ def whole_shared(inputs: int, batch: int, stages: int) -> int:
     """
     width = chunk(inputs)
     assert stages >= inputs // width, f"{stages} stages hold no block of rows"
-    elements = places(batch) * (width + PAD)
-    held = tiles_for(batch) < TILES[-1]
-    late = elements * (inputs // width) // (16 * width) if held else 0
-    rings = _barriers(stages + late) + stages * 32 * width + ring(elements, inputs // width)
+    elements = places(batch) * (inputs + PAD)
+    late = elements // (16 * width) if tiles_for(batch) <= _HELD else 0
+    rings = _barriers(stages + late) + stages * 32 * width + ring(elements, 1)
     return rings + block_sums(batch)
 
 
@@ -97,10 +101,10 @@ def num_processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count
 
 
-def even_grid(blocks: int) -> int:
-    """Thread blocks so that all have the same number of `blocks`, or one less, in one wave."""
+def even_grid(blocks: int, multiple: int = 1) -> int:
+    """Thread blocks so that all have the same number of `blocks`, or few less, in one wave."""
     each = -(-blocks // num_processors())
-    return -(-blocks // each)
+    return -(-blocks // each // multiple) * multiple
 
 
 def _barriers(stages: int) -> int:

@@ -19,6 +19,7 @@ from legato_engine.kernels.cuda.adapters import (
     Slots,
     StepAdapters,
 )
+from legato_engine.kernels.cuda.attention import Places
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
     MAX_TOKENS,
@@ -26,7 +27,6 @@ from legato_engine.kernels.cuda.decoder import (
     DecoderSizes,
     LayerWeights,
     Part,
-    Places,
     Stages,
     supported,
 )
@@ -147,7 +147,13 @@ class FusedMoondream:
         parts: Collection[Part] = tuple(Part),
     ) -> None:
         """Run all layers on the residual stream; fewer `parts` are for measuring."""
-        places = Places(inputs.row_B, inputs.position_B, inputs.fresh_B, inputs.page_table_RM)
+        places = Places(
+            inputs.row_B,
+            inputs.position_B,
+            inputs.fresh_B,
+            inputs.page_table_RM,
+            inputs.num_groups,
+        )
         keys, values = self._kv.k_LNHSE, self._kv.v_LNHSE
         adapters = self._adapters(inputs)
         self._layers(hidden_BD, places, keys, values, self._angles, parts, adapters)

@@ -1,126 +1,163 @@
-// Attention of single tokens to paged keys and values.
+// Attention of a step's tokens to paged keys and values; tokens of one row share one reading of them.
 //
 // Constants: HEADS heads of 64, PAGE positions per page (a multiple of 16), PAGES pages of a row's table,
-// DIM = HEADS * 64, MIXED the stride of the output, SPLITS thread blocks (a cluster) per head of a token.
+// DIM = HEADS * 64, MIXED the stride of the output, SPLITS thread blocks (a cluster) per head of a group.
 //
-// Positions are taken in steps of 16. Step i goes to track i % 32. A head's result is the sum of its
-// tracks in a fixed order: so it has the same bits however the tracks are spread. Track v belongs to warp
-// v % 8; a thread block has all of a head's tracks, or with SPLITS a fourth or a half of them.
-// Each warp keeps a ring of its own full, across heads; old positions are copied while the kernel in front
-// still runs.
-#include "common.cuh"
+// A group is up to 8 successive tokens of the batch that name the same row. Tensor cores take 16 positions at
+// once: S^T = K Q^T with positions as rows, then O^T += V^T P^T with dimensions as rows; tokens are the
+// columns, which never mix. So a token has the same bits alone and in any group.
+//
+// Positions are taken in steps of 16. Step i goes to track i % 32, track v to line v % 8, of whose four tracks it
+// is number v / 8. A line is (first + second) + (third + fourth), and a head's result the sum of its lines in
+// their order: the same bits however tracks are dealt to warps. A warp has two tracks of a line, and a thread
+// block all lines; with SPLITS it has half as many warps, and with four of them a warp has one track.
+// Each warp keeps a ring of its own full; old positions are copied while the kernel in front still runs.
+// A thread block that has heads to itself fills its rings across them; one of a cluster has little to read, and
+// keeps what it computed in its rings.
+#include "attend.cuh"
 
-constexpr int HEAD = 64;
-constexpr int WARPS = 8;
-constexpr int STEP = 16;
-constexpr int TRACKS = 32;
-constexpr int GROUPS = TRACKS / WARPS;  // of tracks that a warp has in all thread blocks together
-constexpr int OWN = GROUPS / SPLITS;    // and in one
-constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powers of two
+constexpr int LINES = 8;
+constexpr int TURNS = 4;  // tracks of a line
+constexpr int MOST = 8;   // tokens of a group
+constexpr int WARPS = SPLITS == 1 ? 16 : LINES;
+constexpr int OWN = SPLITS == 4 ? 1 : 2;  // tracks of a warp
 static_assert(PAGE % STEP == 0 && HEADS * HEAD == DIM, "unsupported sizes");
-static_assert(PAGES * PAGE <= STEP * WARPS * 32, "a lane knows the page of one step");
+static_assert(PAGES * PAGE <= STEP * LINES * 32, "a lane knows the page of one step");
 
-// What a softmax over some positions leaves: its sum of values is still to be divided by `sum`.
-struct Part {
-  float out[HEAD];
-  float top, sum;
+// Successive tokens of one row: they end at positions `least` to `last`; from `old` on the step itself writes.
+struct Group {
+  int first, size, least, last, old;
+  // Steps of a line.
+  __device__ int count(int line) const { return last / STEP < line ? 0 : (last / STEP - line) / LINES + 1; }
 };
 
-struct Stage {
-  bf16 keys[STEP * HEAD], values[STEP * HEAD];
-};
-
-// One head of one token, as a warp sees it: `count` steps, lane i knows the page of its i-th.
+// One head of one group, as a warp sees it: `count` steps of its line, lane i knows the page of the i-th.
 struct Pair {
-  int index, token, head, last, old, count;
-  i64 page;
+  int index, head, last, old, count, page;
 };
 
-// The tokens of the batch, one per lane.
+// The tokens of the batch, one per lane; padding has no group.
 struct Batch {
-  int last, old, pairs;
-  i64 row;
-  __device__ Batch(const i64* rows, const i64* position, const i64* fresh, int batch) {
+  bool real;
+  int row, last, old, pairs;
+  int order;  // of the lane's group, counted from 1
+  __device__ Batch(const i64* rows, const i64* position, const i64* fresh, int tokens) {
     const int lane = threadIdx.x % 32;
-    const bool real = lane < batch;
-    last = real ? (int)position[lane] : 0;
-    old = real ? (int)fresh[lane] : 0;
-    row = real ? rows[lane] : 0;
-    pairs = batch * HEADS;
+    last = lane < tokens ? (int)position[lane] : 0;
+    old = lane < tokens ? (int)fresh[lane] : 1;
+    const int named = lane < tokens ? (int)rows[lane] : -1;
+    real = old <= last;
+    row = real ? named : -1;
+    const int before = __shfl_up_sync(~0u, row, 1);
+    const u32 upto = ~0u >> (31 - lane), runs = __ballot_sync(~0u, lane == 0 || row != before);
+    const int run = 31 - __clz(runs & upto);
+    const u32 starts = __ballot_sync(~0u, real && (lane - run) % MOST == 0);
+    order = __popc(starts & upto);
+    pairs = __popc(starts) * HEADS;
+  }
+  __device__ Group group(int index) const {
+    const int lane = threadIdx.x % 32;
+    Group g;
+    const u32 members = __ballot_sync(~0u, real && order == index + 1);
+    const bool member = members >> lane & 1;
+    g.first = __ffs(members) - 1;
+    g.size = __popc(members);
+    g.least = __reduce_min_sync(~0u, member ? last : 0x7fffffff);
+    g.last = __reduce_max_sync(~0u, member ? last : 0);
+    g.old = __reduce_min_sync(~0u, member ? old : 0x7fffffff);
+    return g;
   }
   __device__ Pair pair(int index, const i64* table) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % LINES;
+    const Group g = group(min(index, pairs - 1) / HEADS);
     Pair p;
     p.index = index;
-    p.token = min(index, pairs - 1) / HEADS;
     p.head = index % HEADS;
-    p.last = __shfl_sync(~0u, last, p.token);
-    p.old = __shfl_sync(~0u, old, p.token);
-    p.count = max(0, (p.last / STEP - warp) / WARPS + 1);
-    if (p.last / STEP < warp) p.count = 0;
-    const i64 r = __shfl_sync(~0u, row, p.token);
-    const int at = (warp + lane * WARPS) * STEP;
-    p.page = at <= p.last ? table[r * PAGES + at / PAGE] : 0;
+    p.last = g.last;
+    p.old = g.old;
+    p.count = g.count(line);
+    const i64 r = __shfl_sync(~0u, row, g.first);
+    const int at = (line + lane * LINES) * STEP;
+    p.page = index < pairs && at <= g.last ? (int)table[r * PAGES + at / PAGE] : 0;
     return p;
   }
 };
 
-// Adds a part, weighted for the common `all`; a part without positions adds nothing.
-__device__ __forceinline__ void add_part(float2& value, float& total, float top, float all, float sum, const float* out) {
-  const float weight = top == -INFINITY ? 0.f : exp2f(top - all);
-  total += weight * sum;
-  value.x += weight * out[0];
-  value.y += weight * out[1];
+// 16 bytes to shared memory: `bytes` of them, and zeros; `barrier_arrive_copied` arrives when this thread's are there.
+__device__ __forceinline__ void copy_run(void* shared, const void* global, int bytes, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(bytes), "l"(policy)
+               : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // q [B, DIM]; keys and values [pages, HEADS, PAGE, 64]; row, position [B]; table [rows, PAGES]; out [B, MIXED].
-// `fresh` [B]: from this position on, keys and values are written by the step itself. At most 32 tokens.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) attend(
+// `fresh` [B]: from this position on, keys and values are written by the step itself; behind the token's own it
+// marks padding, whose output is zeros. At most 32 tokens.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(
     const bf16* q, const bf16* keys, const bf16* values, const i64* rows, const i64* position, const i64* fresh,
     const i64* table, bf16* out, int tokens, int stages) {
   extern __shared__ __align__(128) unsigned char shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, sub = lane / 8, column = lane % 8 * 8;
-  Stage* ring = reinterpret_cast<Stage*>(shared) + warp * stages;
-  u64* full = reinterpret_cast<u64*>(shared + sizeof(Stage) * WARPS * stages) + warp * stages;
-  __shared__ __align__(16) Part parts[2][GROUPS][WARPS], groups[2][GROUPS];
+  const int warp = threadIdx.x / 32, line = warp % LINES, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int rank = SPLITS > 1 ? cluster_rank() : 0, most = min(tokens, MOST);
+  Stage* rings = reinterpret_cast<Stage*>(shared);
+  Stage* ring = rings + warp * stages;
+  u64* full = reinterpret_cast<u64*>(rings + WARPS * stages) + warp * stages;
+  Part* beside = reinterpret_cast<Part*>(reinterpret_cast<u64*>(rings + WARPS * stages) + WARPS * stages);
+  // What a warp has computed: there are two places; in a cluster the second is for lines of this block's tokens.
+  auto parts = [&](int of, int buffer) {
+    if (SPLITS > 1) return reinterpret_cast<Part*>(rings + of * stages) + buffer * most;
+    return beside + (buffer * WARPS + of) * most;
+  };
   if (lane == 0) {
-    for (int i = 0; i < stages; i++) barrier_init(full + i, 1);
+#pragma unroll 1
+    for (int i = 0; i < stages; i++) barrier_init(full + i, 32);
     barriers_ready();
   }
   __syncwarp();
   launch_dependents();
 
-  const int rank = SPLITS > 1 ? cluster_rank() : 0, group_begin = rank * OWN, group_end = group_begin + OWN;
+  const int turn_begin = (SPLITS > 1 ? rank : warp / LINES) * OWN, turn_end = turn_begin + OWN;
   const int begin = blockIdx.x / SPLITS, step = gridDim.x / SPLITS;
   const Batch batch(rows, position, fresh, tokens);
   const u64 policy = stream_policy();
 
-  // The producer's place: step `ahead_step` of this warp in track group `ahead_group` of a pair.
-  Pair ahead = batch.pair(begin, table), following = batch.pair(begin + step, table);
-  int ahead_group = group_begin, ahead_step = group_begin, put = 0;
+  // The producer's place: step `ahead_step` of this warp in turn `ahead_turn` of a pair.
+  Pair ahead = batch.pair(begin, table), following;
+  if (SPLITS == 1) following = batch.pair(begin + step, table);
+  int ahead_turn = turn_begin, ahead_step = turn_begin, put = 0;
   // Copies the next step into the slot that is free, unless none is left or it may not be read yet.
   auto produce = [&](bool waited) {
     while (ahead_step >= ahead.count) {
       if (ahead.index >= batch.pairs) return false;
-      if (++ahead_group == group_end) {
+      if (++ahead_turn == turn_end) {
+        if (SPLITS > 1) {
+          ahead.index = batch.pairs;
+          return false;
+        }
         ahead = following;
         following = batch.pair(ahead.index + step, table);
-        ahead_group = group_begin;
+        ahead_turn = turn_begin;
       }
-      ahead_step = ahead_group;
+      ahead_step = ahead_turn;
     }
     if (ahead.index >= batch.pairs) return false;
-    const int at = (warp + ahead_step * WARPS) * STEP;
+    const int at = (line + ahead_step * LINES) * STEP;
     if (!waited && at + STEP > ahead.old) return false;
-    const i64 page = __shfl_sync(~0u, ahead.page, ahead_step);
-    if (lane == 0) {
-      const i64 from = ((page * HEADS + ahead.head) * PAGE + at % PAGE) * HEAD;
-      barrier_expect(full + put, sizeof(Stage));
-      copy_bulk(ring[put].keys, keys + from, sizeof(ring[put].keys), full + put, policy);
-      copy_bulk(ring[put].values, values + from, sizeof(ring[put].values), full + put, policy);
+    const int page = __shfl_sync(~0u, ahead.page, ahead_step);
+    const i64 from = (((i64)page * HEADS + ahead.head) * PAGE + at % PAGE) * HEAD + lane * 8;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int here = i * 4 + lane / 8, to = here * HEAD + ((lane ^ here) & 7) * 8;
+      const int bytes = at + here <= ahead.last ? 16 : 0;
+      copy_run(ring[put].keys + to, keys + from + i * 256, bytes, policy);
+      copy_run(ring[put].values + to, values + from + i * 256, bytes, policy);
     }
+    barrier_arrive_copied(full + put);
     if (++put == stages) put = 0;
-    ahead_step += GROUPS;
+    ahead_step += TURNS;
     return true;
   };
   int filled = 0;
@@ -128,119 +165,102 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) attend(
   wait_previous();
   while (filled < stages && produce(true)) filled++;
 
-  auto load_query = [&](int index) {
-    return index < batch.pairs ? load_fresh(q + (i64)index * HEAD + column) : uint4{0, 0, 0, 0};
+  // Padding is all alike.
+  const u32 padding = __ballot_sync(~0u, lane < tokens && !batch.real);
+  for (u32 left = warp == 0 ? padding : 0u; left; left &= left - 1)
+    for (int head = blockIdx.x; head < HEADS; head += gridDim.x)
+      *reinterpret_cast<u32*>(out + (i64)(__ffs(left) - 1) * MIXED + head * HEAD + lane * 2) = 0u;
+
+  auto group_of = [&](int index) { return batch.group(min(index, batch.pairs - 1) / HEADS); };
+  auto load_query = [&](int index, const Group& group) {
+    Query query = {};
+    if (index < batch.pairs && g < group.size) {
+      const bf16* from = q + (i64)(group.first + g) * DIM + index % HEADS * HEAD + t * 16;
+      query.low = load_fresh(from);
+      query.high = load_fresh(from + 8);
+    }
+    return query;
   };
   int take = 0, buffer = 0;
   u32 phase = 0;
-  uint4 packed = load_query(begin);
-  for (int index = begin; index < batch.pairs; index += step) {
-    const uint4 later = load_query(index + step);
-    const int token = index / HEADS, last = __shfl_sync(~0u, batch.last, token);
-    const int count = last / STEP < warp ? 0 : (last / STEP - warp) / WARPS + 1;
-    float query[8];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      query[2 * j] = low_float((&packed.x)[j]) * SCALE;
-      query[2 * j + 1] = high_float((&packed.x)[j]) * SCALE;
-    }
-    for (int group = group_begin; group < group_end; group++) {
-      float mixed[8] = {}, top = -INFINITY, sum = 0.f;
-      for (int i = group; i < count; i += GROUPS) {
-        const int first = (warp + i * WARPS) * STEP;
+  Group group = group_of(begin);
+  Query query = load_query(begin, group);
+  for (int index = begin, round = 0; index < batch.pairs; index += step, round++) {
+    const int count = group.count(line);
+    const int left_last = __shfl_sync(~0u, batch.last, group.first + 2 * t);
+    const int right_last = __shfl_sync(~0u, batch.last, group.first + 2 * t + 1);
+    const int left = 2 * t < group.size ? left_last + 1 : 0, right = 2 * t + 1 < group.size ? right_last + 1 : 0;
+    Parts own;
+    for (int turn = turn_begin; turn < turn_end; turn++) {
+      Parts track;
+      for (int i = turn; i < count; i += TURNS) {
+        const int first = (line + i * LINES) * STEP;
         barrier_wait(full + take, phase);
-        float score[STEP / 4], most = top;
-#pragma unroll
-        for (int k = 0; k < STEP / 4; k++) {
-          const int here = k * 4 + sub;
-          const uint4 pairs = *reinterpret_cast<const uint4*>(ring[take].keys + here * HEAD + column);
-          float dot = 0.f;
-#pragma unroll
-          for (int j = 0; j < 4; j++)
-            dot += query[2 * j] * low_float((&pairs.x)[j]) + query[2 * j + 1] * high_float((&pairs.x)[j]);
-          score[k] = dot;
-        }
-#pragma unroll
-        for (int lanes = 4; lanes; lanes >>= 1)
-#pragma unroll
-          for (int k = 0; k < STEP / 4; k++) score[k] += __shfl_xor_sync(~0u, score[k], lanes);
-#pragma unroll
-        for (int k = 0; k < STEP / 4; k++) {
-          if (first + k * 4 + sub > last) score[k] = -INFINITY;
-          most = fmaxf(most, score[k]);
-        }
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
-        const float scale = exp2f(top - most);  // a step's first position is always seen: `most` is finite
-        top = most;
-        sum *= scale;
-#pragma unroll
-        for (int j = 0; j < 8; j++) mixed[j] *= scale;
-#pragma unroll
-        for (int k = 0; k < STEP / 4; k++) {
-          const int here = k * 4 + sub;
-          // What lies behind the last position may be anything, and 0 times infinity is no number.
-          const uint4 pairs = first + here <= last
-                                  ? *reinterpret_cast<const uint4*>(ring[take].values + here * HEAD + column)
-                                  : uint4{0, 0, 0, 0};
-          const float p = exp2f(score[k] - top);
-          sum += p;
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            mixed[2 * j] += p * low_float((&pairs.x)[j]);
-            mixed[2 * j + 1] += p * high_float((&pairs.x)[j]);
-          }
-        }
+        // What only some tokens see may be anything; what none sees is zero.
+        if (group.least < group.last && first + STEP > group.least + 1) clean(ring[take].values);
+        attend_step(track, ring[take], query, left - first, right - first);
         __syncwarp();
         produce(true);
         if (++take == stages) take = 0, phase ^= 1;
       }
+      own = turn == turn_begin ? track : merged(own, track);
+    }
+    own.store(parts(warp, buffer), group.size);
+    if constexpr (SPLITS > 1) {
+      // A thread block has every SPLITS-th token, of which it adds up the lines over the cluster.
+      cluster_sync();
+      for (int token = rank; token < group.size; token += SPLITS) {
+        Slice of[SPLITS];
+        const Part& part = parts(warp, 0)[token];
 #pragma unroll
-      for (int lanes = 8; lanes <= 16; lanes <<= 1) {
-        sum += __shfl_xor_sync(~0u, sum, lanes);
-#pragma unroll
-        for (int j = 0; j < 8; j++) mixed[j] += __shfl_xor_sync(~0u, mixed[j], lanes);
-      }
-      Part& part = parts[buffer][group][warp];
-      if (sub == 0) {
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) *reinterpret_cast<float2*>(part.out + column + j) = float2{mixed[j], mixed[j + 1]};
-        if (lane == 0) part.top = top, part.sum = sum;
+        for (int i = 0; i < SPLITS; i++)
+          of[i] = Slice{load_peer2(part.out + lane * 2, i), load_peer2(&part.top, i)};
+        Slice sum = merged(of[0], of[1]);
+        if constexpr (SPLITS == 4) sum = merged(sum, merged(of[2], of[3]));
+        Part& whole = parts(warp, 1)[token / SPLITS];
+        *reinterpret_cast<float2*>(whole.out + lane * 2) = sum.out;
+        if (lane == 0) *reinterpret_cast<float2*>(&whole.top) = sum.end;
       }
     }
-    // A group's tracks are added up in their order, a warp a group; then the groups.
+    const Group later = group_of(index + step);
+    query = load_query(index + step, later);
     __syncthreads();
-    if (warp < OWN) {
-      const Part* tracks = parts[buffer][group_begin + warp];
-      float all = -INFINITY, total = 0.f;
+    // A warp a token, another one each time: none falls behind.
+    const int token = (warp + round) % WARPS * SPLITS + rank;
+    if (token < group.size) {
+      auto slice = [&](int of) {
+        const Part& part = SPLITS > 1 ? parts(of, 1)[token / SPLITS] : parts(of, buffer)[token];
+        return Slice{*reinterpret_cast<const float2*>(part.out + lane * 2),
+                     *reinterpret_cast<const float2*>(&part.top)};
+      };
+      Slice lines[LINES];
       float2 value = {0.f, 0.f};
+      float top = -INFINITY, total = 0.f;
 #pragma unroll
-      for (int i = 0; i < WARPS; i++) all = fmaxf(all, tracks[i].top);
-#pragma unroll
-      for (int i = 0; i < WARPS; i++) add_part(value, total, tracks[i].top, all, tracks[i].sum, tracks[i].out + lane * 2);
-      Part& group = groups[buffer][group_begin + warp];
-      *reinterpret_cast<float2*>(group.out + lane * 2) = value;
-      if (lane == 0) group.top = all, group.sum = total;
-    }
-    if (SPLITS > 1) cluster_sync(); else __syncthreads();
-    if (rank == 0 && warp == WARPS - 1) {
-      float2 ends[GROUPS], values[GROUPS], value = {0.f, 0.f};
-      float all = -INFINITY, total = 0.f;
-#pragma unroll
-      for (int i = 0; i < GROUPS; i++) {
-        const Part& group = groups[buffer][i];
-        const float *end = &group.top, *from = group.out + lane * 2;
-        ends[i] = SPLITS > 1 ? load_peer2(end, i / OWN) : *reinterpret_cast<const float2*>(end);
-        values[i] = SPLITS > 1 ? load_peer2(from, i / OWN) : *reinterpret_cast<const float2*>(from);
-        all = fmaxf(all, ends[i].x);
+      for (int i = 0; i < LINES; i++) {
+        lines[i] = SPLITS > 1 ? slice(i) : merged(slice(i), slice(i + LINES));
+        top = fmaxf(top, lines[i].end.x);
       }
 #pragma unroll
-      for (int i = 0; i < GROUPS; i++) add_part(value, total, ends[i].x, all, ends[i].y, &values[i].x);
-      bf16* target = out + (i64)token * MIXED + index % HEADS * HEAD + lane * 2;
+      for (int i = 0; i < LINES; i++) {
+        const float weight = power_of_two(lines[i].end.x - top);
+        total = __fmaf_rn(weight, lines[i].end.y, total);
+        value.x = __fmaf_rn(weight, lines[i].out.x, value.x);
+        value.y = __fmaf_rn(weight, lines[i].out.y, value.y);
+      }
+      bf16* target = out + (i64)(group.first + token) * MIXED + index % HEADS * HEAD + lane * 2;
       *reinterpret_cast<u32*>(target) = pack(value.x / total, value.y / total);
     }
-    if (SPLITS > 1) cluster_sync();  // nobody leaves, nor writes again, while a peer reads
-    buffer ^= 1;
-    packed = later;
+    group = later;
+    if (SPLITS == 1) {
+      buffer ^= 1;
+    } else {
+      cluster_sync();  // nobody leaves, nor fills its rings again, while a peer reads
+      if (index + step < batch.pairs) {
+        ahead = batch.pair(index + step, table);
+        ahead_turn = ahead_step = turn_begin;
+        for (filled = 0; filled < stages && produce(true);) filled++;
+      }
+    }
   }
 }

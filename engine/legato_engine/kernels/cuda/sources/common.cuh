@@ -121,6 +121,15 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, u32 
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
+// The same to all blocks of a cluster of BLOCKS, each of whose barriers counts the bytes.
+template <int BLOCKS>
+__device__ __forceinline__ void copy_bulk_shared(void* shared, const void* global, u32 bytes, u64* barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4, %5;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"((unsigned short)((1 << BLOCKS) - 1)), "l"(policy)
+      : "memory");
+}
 __device__ __forceinline__ u64 keep_policy() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));

@@ -2,8 +2,9 @@
 //
 // Constants: DIM width, FF inner width, HEADS heads of 64, ROTARY rotated dimensions of a head (32),
 // PAGE positions per page, PAGES pages of a row's table, TILES groups of 8 tokens, PARTS that the inputs of
-// `layer_out` are cut into, SPLIT whether a cluster shares them, INPUT_STAGES of their ring. `stages` is how many
-// stages of weights shared memory holds. B tokens, `batch` of them real.
+// `layer_out` are cut into, CLUSTER thread blocks that share them, INPUT_STAGES of their ring, X_CLUSTER thread blocks
+// of `layer_in` that read its inputs once. `stages` is how many stages of weights shared memory holds. B tokens,
+// `batch` of them real.
 //
 // Memory: x [B, DIM] residual stream; q [B, DIM]; mixed [B, DIM + FF]: the heads' output, then the MLP's
 // inner activations; keys and values [pages, HEADS, PAGE, 64]; `table` [rows, PAGES] page ids, `row`
@@ -13,6 +14,7 @@
 constexpr int HEAD = 64;
 constexpr int HALF = ROTARY / 2;
 constexpr int MIXED = DIM + FF;
+static_assert(PARTS % CLUSTER == 0, "a thread block of a cluster has whole parts");
 static_assert(ROTARY == 32 && DIM == HEADS * HEAD && DIM % 64 == 0 && FF % 64 == 0, "unsupported sizes");
 
 // Which rows a block of 16 of the joint query, key and value map holds, as packed, at g and at g + 8: in
@@ -27,6 +29,12 @@ __device__ __forceinline__ int qkv_row(int block, int g, int& partner) {
   return head + part * 16 + g;
 }
 
+// Where a token's keys and values go in its first head, and its position.
+struct Slot {
+  i64 offset;
+  int position;
+};
+
 // `weights` [3 DIM + FF]: the joint query, key and value map, then the MLP's first map, each times the norm's
 // scale; `folded` [3 DIM + FF] as in `normed`, in the maps' own order of rows. `change` [B, FF] float32 is added
 // to the MLP's first map, unless it is null.
@@ -35,18 +43,40 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
     const i64* row, const i64* position, const i64* table, bf16* q, bf16* mixed, bf16* keys, bf16* values,
     const float* change, int batch, int stages) {
   constexpr int QKV_BLOCKS = 3 * DIM / 16;
+  __shared__ Slot slots[TILES * 8];
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  normed_blocks(
-      QKV_BLOCKS + FF / 16, weights, stages, x, batch, [&](int block, int tile, float4 sum, const float2* moments) {
+  normed_blocks<X_CLUSTER>(
+      QKV_BLOCKS + FF / 16, weights, stages, x, batch,
+      [&](int token) {
+        const i64 at = position[token], page = table[row[token] * PAGES + at / PAGE];
+        slots[token] = Slot{(page * HEADS * PAGE + at % PAGE) * HEAD, (int)at};
+      },
+      [&](int block) {
+        int second = block * 16 + g + 8;
+        const int first = block < QKV_BLOCKS ? qkv_row(block, g, second) : block * 16 + g;
+        return Folded{folded[first], folded[second]};
+      },
+      [&](int block, int tile, float4 sum, Folded rows, const float2* moments) {
         const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
         int second_row = block * 16 + g + 8;
         const int first_row = block < QKV_BLOCKS ? qkv_row(block, g, second_row) : block * 16 + g;
-        const float2 first_folded = folded[first_row], second_folded = folded[second_row];
+        const int which = first_row / DIM, column = first_row % DIM, gap = second_row - first_row;
+        const int dim = column % HEAD, head = column / HEAD;
+        const bool turns = which < 2 && dim < ROTARY;
+        float c[2] = {1.f, 1.f}, s[2] = {0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int token = tile * 8 + t * 2 + j;
+          if (turns && token < batch) {
+            c[j] = cos_table[slots[token].position * HALF + dim];
+            s[j] = sin_table[slots[token].position * HALF + dim];
+          }
+        }
 #pragma unroll
         for (int j = 0; j < 2; j++) {
           const int token = tile * 8 + t * 2 + j;
           if (token >= batch) continue;
-          float a = normed(low[j], moments[token], first_folded), b = normed(high[j], moments[token], second_folded);
+          float a = normed(low[j], moments[token], rows.low), b = normed(high[j], moments[token], rows.high);
           if (block >= QKV_BLOCKS) {
             const int inner = first_row - 3 * DIM;
             if (change) {
@@ -58,22 +88,13 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
             out[8] = to_bf16(gelu_tanh(b));
             continue;
           }
-          const int which = first_row / DIM, column = first_row % DIM, gap = second_row - first_row;
-          const int dim = column % HEAD, head = column / HEAD;
-          const i64 at = position[token];
-          if (which < 2 && dim < ROTARY) {
-            const float c = cos_table[at * HALF + dim], s = sin_table[at * HALF + dim];
-            const float turned = a * c - b * s;
-            b = a * s + b * c;
+          if (turns) {
+            const float turned = a * c[j] - b * s[j];
+            b = a * s[j] + b * c[j];
             a = turned;
           }
-          bf16* out;
-          if (which == 0) {
-            out = q + (i64)token * DIM + column;
-          } else {
-            const i64 page = table[row[token] * PAGES + at / PAGE];
-            out = (which == 1 ? keys : values) + ((page * HEADS + head) * PAGE + at % PAGE) * HEAD + dim;
-          }
+          bf16* out = which == 0 ? q + (i64)token * DIM + column
+                                 : (which == 1 ? keys : values) + slots[token].offset + head * PAGE * HEAD + dim;
           out[0] = to_bf16(a);
           out[gap] = to_bf16(b);
         }
@@ -81,57 +102,64 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_in(
 }
 
 // x += mixed * weights + biases + change; `weights`: the heads' output map beside the MLP's second map. The
-// inputs are cut into PARTS; with SPLIT a cluster shares them. `change` [B, DIM] float32 may be null.
+// inputs are cut into PARTS, which a cluster shares. `change` [B, DIM] float32 may be null.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
     const bf16* mixed, const bf16* weights, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
     const float* change, int batch, int stages) {
-  constexpr int PART = MIXED / PARTS, CHUNK = chunk_of(PART), CHUNKS = PART / CHUNK;
+  constexpr int PART = MIXED / PARTS, CHUNK = chunk_of(PART), CHUNKS = PART / CHUNK, OWN = PARTS / CLUSTER;
   static_assert(MIXED % PARTS == 0 && DIM % (16 * PARTS) == 0, "unsupported sizes");
   unsigned char* shared = shared_memory;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
   const int stride = CHUNK + PAD, tokens = places<TILES>(batch);
   Ring ring(shared, stages, 16 * CHUNK), inputs(shared, INPUT_STAGES, tokens * stride);
   auto& sums = *reinterpret_cast<PartSums<TILES, PARTS>*>(shared);
-  const int rank = SPLIT ? cluster_rank() : 0, first = SPLIT ? blockIdx.x / PARTS * PARTS : blockIdx.x;
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0, first = blockIdx.x / CLUSTER * CLUSTER;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
   if (warp < WARPS)
     for (int i = 0; i < INPUT_STAGES; i++) clear<TILES>(inputs.data + i * inputs.elements, stride, batch);
   __syncthreads();
   launch_dependents();
+  // What is added to the products, of rows g and g + 8; a warp has a tile's.
+  const int out = (first + rank) * 16 + g;
+  float2 bias = {0.f, 0.f}, old[2] = {};
   if (warp < WARPS) {
+    if (warp < TILES)
+      bias = float2{to_float(proj_bias[out]) + to_float(fc2_bias[out]),
+                    to_float(proj_bias[out + 8]) + to_float(fc2_bias[out + 8])};
     wait_previous();
-    multiply_parts<TILES, PARTS, SPLIT, PART>(ring, inputs, sums, batch);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int token = warp * 8 + t * 2 + j;
+      const bf16* at = x + (i64)token * DIM + out;
+      if (token < batch) old[j] = float2{to_float(at[0]), to_float(at[8])};
+    }
+    multiply_parts<TILES, PARTS, CLUSTER, PART>(ring, inputs, sums, batch);
   } else if (threadIdx.x == WORKERS) {
     produce_weights<CHUNK>(ring, PARTS * CHUNKS, [&](int i) {
-      const i64 block = SPLIT ? first + i % PARTS : first;
-      const int chunk = SPLIT ? rank * CHUNKS + i / PARTS : i;
-      return weights + (block * (PARTS * CHUNKS) + chunk) * (16 * CHUNK);
+      return weights + parts_stage<PARTS, CLUSTER, PART>(i, first, rank) * (16 * CHUNK);
     });
   } else if (warp > WARPS) {
     wait_previous();
-    produce_inputs<CHUNK>(inputs, SPLIT ? CHUNKS : PARTS * CHUNKS, batch, [&](int i, int token) {
-      return mixed + (i64)token * MIXED + (SPLIT ? rank * PART : 0) + i * CHUNK;
+    produce_inputs<CHUNK>(inputs, OWN * CHUNKS, batch, [&](int i, int token) {
+      return mixed + (i64)token * MIXED + rank * OWN * PART + i * CHUNK;
     });
   }
   __syncwarp();
-  add_parts<TILES, PARTS, SPLIT>(rank, sums, [&](int tile, float4 sum) {
-    const int out = (first + rank) * 16 + g;
-    const float bias[2] = {to_float(proj_bias[out]) + to_float(fc2_bias[out]),
-                           to_float(proj_bias[out + 8]) + to_float(fc2_bias[out + 8])};
+  add_parts<TILES, PARTS, CLUSTER>(rank, sums, [&](int tile, float4 sum) {
     const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int token = tile * 8 + t * 2 + j;
       if (token >= batch) continue;
       bf16* at = x + (i64)token * DIM + out;
-      float a = low[j] + bias[0], b = high[j] + bias[1];
+      float a = low[j] + bias.x, b = high[j] + bias.y;
       if (change) {
         a += load_fresh_f32(change + (i64)token * DIM + out);
         b += load_fresh_f32(change + (i64)token * DIM + out + 8);
       }
-      at[0] = to_bf16(to_float(at[0]) + a);
-      at[8] = to_bf16(to_float(at[8]) + b);
+      at[0] = to_bf16(old[j].x + a);
+      at[8] = to_bf16(old[j].y + b);
     }
   });
 }

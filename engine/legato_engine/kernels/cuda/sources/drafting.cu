@@ -6,7 +6,8 @@
 
 // What each lane feeds: sources, tokens, positions and firsts [B], from drafts [R, BLOCK], newest and last [R]; and the
 // row and the position of what is sampled from it, `sampled` and `samples`.
-// A lane behind what is no token of the model, or behind its row's last position, becomes padding.
+// A lane behind what is no token of the model, or behind its row's last position, becomes padding: it writes behind its
+// own position.
 extern "C" __global__ void __launch_bounds__(128) place(const i64* drafts, const i64* newest, const i64* last, i64* rows,
                                                         const i64* lanes, i64* sources, i64* tokens, i64* positions,
                                                         i64* firsts, i64* sampled, i64* samples, int batch, int scratch) {
@@ -22,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(128) place(const i64* drafts, const
   sources[b] = idle || lane ? -1 : row;
   tokens[b] = idle || !lane ? 0 : draft;
   positions[b] = idle ? 0 : position;
-  firsts[b] = idle ? 0 : first;
+  firsts[b] = idle ? 1 : first;
   sampled[b] = idle ? scratch : row;
   samples[b] = idle ? 0 : position + 1;
   if (idle) rows[b] = scratch;

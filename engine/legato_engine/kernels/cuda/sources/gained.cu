@@ -25,18 +25,17 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) gained_in(
     const bf16* x, const bf16* weights, const float2* folded, const bf16* norm_scale, const bf16* norm_shift, bf16* qkv,
     bf16* features, bf16* mixed, float* logits, bf16* normed_x, int batch, int stages) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  normed_blocks(
-      (QKV + (ROUTED ? EXPERTS : FF)) / 16, weights, stages, x, batch,
-      [&](int block, int tile, float4 sum, const float2* moments) {
+  normed_blocks<1>(
+      (QKV + (ROUTED ? EXPERTS : FF)) / 16, weights, stages, x, batch, [](int) {},
+      [&](int block) { return Folded{folded[block * 16 + g], folded[block * 16 + g + 8]}; },
+      [&](int block, int tile, float4 sum, Folded rows, const float2* moments) {
         const int row = block * 16 + g;
         const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
-        const float2 first_folded = folded[row], second_folded = folded[row + 8];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
           const i64 token = tile * 8 + t * 2 + j;
           if (token >= batch) continue;
-          const float a = normed(low[j], moments[token], first_folded);
-          const float b = normed(high[j], moments[token], second_folded);
+          const float a = normed(low[j], moments[token], rows.low), b = normed(high[j], moments[token], rows.high);
           if (block < QKV / 16) {
             bf16 *out = qkv + token * QKV + row, *feature = features + token * QKV + row;
             out[0] = to_bf16(a);
@@ -59,8 +58,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) gained_in(
         for (int token = blockIdx.x; token < batch; token += gridDim.x) {
           workers_sync();  // another warp has measured it
           for (int at = threadIdx.x * 8; at < DIM; at += WORKERS * 8) {
-            const uint4 v = *reinterpret_cast<const uint4*>(
-                inputs.data + at / IN_CHUNK * inputs.elements + token * (IN_CHUNK + PAD) + at % IN_CHUNK);
+            const uint4 v = *reinterpret_cast<const uint4*>(inputs.data + token * (DIM + PAD) + at);
             const uint4 scale = *reinterpret_cast<const uint4*>(norm_scale + at);
             const uint4 shift = *reinterpret_cast<const uint4*>(norm_shift + at);
             const float2 moment = moments[token];

@@ -8,16 +8,18 @@
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) head(
     const bf16* x, const bf16* weights, const float2* folded, float* logits, int batch, int stages) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  normed_blocks(VOCAB / 16, weights, stages, x, batch, [&](int block, int tile, float4 sum, const float2* moments) {
-    const int out = block * 16 + g;
-    const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
-    const float2 first_folded = folded[out], second_folded = folded[out + 8];
+  normed_blocks<1>(
+      VOCAB / 16, weights, stages, x, batch, [](int) {},
+      [&](int block) { return Folded{folded[block * 16 + g], folded[block * 16 + g + 8]}; },
+      [&](int block, int tile, float4 sum, Folded rows, const float2* moments) {
+        const int out = block * 16 + g;
+        const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int token = tile * 8 + t * 2 + j;
-      if (token >= batch) continue;
-      logits[(i64)token * VOCAB + out] = normed(low[j], moments[token], first_folded);
-      logits[(i64)token * VOCAB + out + 8] = normed(high[j], moments[token], second_folded);
-    }
-  });
+        for (int j = 0; j < 2; j++) {
+          const int token = tile * 8 + t * 2 + j;
+          if (token >= batch) continue;
+          logits[(i64)token * VOCAB + out] = normed(low[j], moments[token], rows.low);
+          logits[(i64)token * VOCAB + out + 8] = normed(high[j], moments[token], rows.high);
+        }
+      });
 }

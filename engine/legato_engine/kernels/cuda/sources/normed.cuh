@@ -16,9 +16,7 @@ __device__ __forceinline__ void measure(float2* moments, const Ring& inputs, int
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
       const int at = i * 256 + lane * 8;
-      v[i] = at < DIM ? *reinterpret_cast<const uint4*>(
-                            inputs.data + at / IN_CHUNK * inputs.elements + token * (IN_CHUNK + PAD) + at % IN_CHUNK)
-                      : uint4{0, 0, 0, 0};
+      v[i] = at < DIM ? *reinterpret_cast<const uint4*>(inputs.data + token * (DIM + PAD) + at) : uint4{0, 0, 0, 0};
 #pragma unroll
       for (int j = 0; j < 4; j++) sum[j] += low_float((&v[i].x)[j]) + high_float((&v[i].x)[j]);
     }
@@ -43,28 +41,38 @@ __device__ __forceinline__ float normed(float sum, float2 moment, float2 row) {
   return moment.y * (sum - moment.x * row.x) + row.y;
 }
 
-// The frame of a kernel whose blocks of rows all read the normed batch; finish(block, tile, sum, moments).
+// Of rows g and g + 8 of a block what `normed` needs.
+struct Folded {
+  float2 low, high;
+};
+
+// The frame of a kernel whose blocks of rows all read the normed batch; finish(block, tile, sum, prepare(block),
+// moments). early(token) runs for each token, a lane a token, ahead of the kernel in front's results.
 // also(inputs, moments) runs once in all workers, while the inputs lie in shared memory; each warp has
-// measured its own tokens by then.
-template <class Finish, class Also>
+// measured its own tokens by then. A cluster of SHARED thread blocks reads the batch once.
+template <int SHARED, class Early, class Prepare, class Finish, class Also>
 __device__ __forceinline__ void normed_blocks(
-    int blocks, const bf16* weights, int stages, const bf16* x, int batch, Finish finish, Also also) {
+    int blocks, const bf16* weights, int stages, const bf16* x, int batch, Early early, Prepare prepare,
+    Finish finish, Also also) {
   __shared__ float2 moments[TILES * 8];
   unsigned char* shared = shared_memory;
-  const int elements = places<TILES>(batch) * (IN_CHUNK + PAD), late = HELD<TILES> ? elements * IN_CHUNKS / (16 * IN_CHUNK) : 0;
-  Ring ring(shared, stages, 16 * IN_CHUNK, late), inputs(shared, IN_CHUNKS, elements);
+  const int elements = places<TILES>(batch) * (DIM + PAD), late = HELD<TILES> ? elements / (16 * IN_CHUNK) : 0;
+  Ring ring(shared, stages, 16 * IN_CHUNK, late), inputs(shared, 1, elements);
   ring.late_data = inputs.data;  // free when the tokens are held
   auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
   const int first = blockIdx.x, step = gridDim.x, count = (blocks - first + step - 1) / step, warp = threadIdx.x / 32;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
-  if (warp < WARPS)
-    for (int i = 0; i < IN_CHUNKS; i++) clear<TILES>(inputs.data + i * inputs.elements, IN_CHUNK + PAD, batch);
-  __syncthreads();
+  if (warp < WARPS) clear<TILES>(inputs.data, DIM + PAD, batch);
+  if (SHARED > 1) cluster_sync(); else __syncthreads();
   launch_dependents();
   if (warp > WARPS) {
+    const int token = threadIdx.x % 32;
+    if (token < batch) early(token);
+    __syncwarp();
     wait_previous();
-    produce_inputs<IN_CHUNK>(inputs, IN_CHUNKS, batch, [&](int i, int token) { return x + (i64)token * DIM + i * IN_CHUNK; });
+    const auto at = [&](int, int token) { return x + (i64)token * DIM; };
+    produce_inputs<DIM, SHARED>(inputs, 1, batch, at, SHARED > 1 ? cluster_rank() : 0);
   } else if (warp == WARPS) {
     if (threadIdx.x == WORKERS)
       produce_weights<IN_CHUNK>(ring, count * IN_CHUNKS, [&](int i) {
@@ -79,12 +87,15 @@ __device__ __forceinline__ void normed_blocks(
           measure(moments, inputs, batch);
           also(inputs, moments);
         },
-        [&](int i, int tile, float4 sum) { finish(first + i * step, tile, sum, moments); });
+        [&](int i) { return prepare(first + i * step); },
+        [&](int i, int tile, float4 sum, Folded folded) { finish(first + i * step, tile, sum, folded, moments); });
   }
 }
 
-template <class Finish>
+template <int SHARED, class Early, class Prepare, class Finish>
 __device__ __forceinline__ void normed_blocks(
-    int blocks, const bf16* weights, int stages, const bf16* x, int batch, Finish finish) {
-  normed_blocks(blocks, weights, stages, x, batch, finish, [](const Ring&, const float2*) {});
+    int blocks, const bf16* weights, int stages, const bf16* x, int batch, Early early, Prepare prepare,
+    Finish finish) {
+  normed_blocks<SHARED>(
+      blocks, weights, stages, x, batch, early, prepare, finish, [](const Ring&, const float2*) {});
 }

@@ -1,7 +1,7 @@
 // Values that tokens carry, read out of the residual stream by two layers.
 //
 // Constants: DIM width, INNER inner width, COORD_BINS and SIZE_BINS (all of a decoder's outputs), COORD and SIZE
-// token ids, TILES groups of 8 tokens; PARTS, SPLIT and INPUT_STAGES as in decode.cu. B tokens; `stages` is how
+// token ids, TILES groups of 8 tokens; PARTS, CLUSTER and INPUT_STAGES as in decode.cu. B tokens; `stages` is how
 // many stages of weights shared memory holds.
 #include "stream.cuh"
 
@@ -22,15 +22,14 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_inner(
     const bf16* size_bias, bf16* inner, int batch, int stages) {
   constexpr int BLOCKS = INNER / 16, CHUNK = chunk_of(DIM), CHUNKS = DIM / CHUNK;
   unsigned char* shared = shared_memory;
-  const int elements = places<TILES>(batch) * (CHUNK + PAD), late = HELD<TILES> ? elements * CHUNKS / (16 * CHUNK) : 0;
-  Ring ring(shared, stages, 16 * CHUNK, late), inputs(shared, CHUNKS, elements);
+  const int elements = places<TILES>(batch) * (DIM + PAD), late = HELD<TILES> ? elements / (16 * CHUNK) : 0;
+  Ring ring(shared, stages, 16 * CHUNK, late), inputs(shared, 1, elements);
   ring.late_data = inputs.data;  // free when the tokens are held
   auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
-  if (warp < WARPS)
-    for (int i = 0; i < CHUNKS; i++) clear<TILES>(inputs.data + i * inputs.elements, CHUNK + PAD, batch);
+  if (warp < WARPS) clear<TILES>(inputs.data, DIM + PAD, batch);
   __syncthreads();
   launch_dependents();
   wait_previous();
@@ -40,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_inner(
   const int first = begin + blockIdx.x, step = gridDim.x, count = first < end ? (end - first + step - 1) / step : 0;
   if (count == 0) return;
   if (warp > WARPS) {
-    produce_inputs<CHUNK>(inputs, CHUNKS, batch, [&](int i, int token) { return hidden + (i64)token * DIM + i * CHUNK; });
+    produce_inputs<DIM>(inputs, 1, batch, [&](int, int token) { return hidden + (i64)token * DIM; });
     return;
   }
   if (warp == WARPS) {
@@ -52,19 +51,24 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_inner(
       });
     return;
   }
-  multiply_blocks<TILES, DIM>(count, ring, inputs, sums, batch, [] {}, [&](int i, int tile, float4 sum) {
+  const auto biases = [&](int i) {
     const int block = first + i * step, at = block % BLOCKS * 16 + g;
     const bf16* bias = block < BLOCKS ? coord_bias : size_bias;
+    return float2{to_float(bias[at]), to_float(bias[at + 8])};
+  };
+  const auto finish = [&](int i, int tile, float4 sum, float2 bias) {
+    const int block = first + i * step, at = block % BLOCKS * 16 + g;
     const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int token = tile * 8 + t * 2 + j;
       if (token >= batch) continue;
       bf16* out = inner + (i64)token * 2 * INNER + block / BLOCKS * INNER + at;
-      out[0] = to_bf16(gelu_tanh(low[j] + to_float(bias[at])));
-      out[8] = to_bf16(gelu_tanh(high[j] + to_float(bias[at + 8])));
+      out[0] = to_bf16(gelu_tanh(low[j] + bias.x));
+      out[8] = to_bf16(gelu_tanh(high[j] + bias.y));
     }
-  });
+  };
+  multiply_blocks<TILES, DIM>(count, ring, inputs, sums, batch, [] {}, biases, finish);
 }
 
 // coord_bins [B, COORD_BINS] and size_bins [B, SIZE_BINS] float32 logits; a decoder that no token needs
@@ -72,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_inner(
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_bins(
     const i64* tokens, const bf16* inner, const bf16* coord_weights, const bf16* coord_bias, const bf16* size_weights,
     const bf16* size_bias, float* coord_bins, float* size_bins, int batch, int stages) {
-  constexpr int PART = INNER / PARTS, CHUNK = chunk_of(PART), CHUNKS = PART / CHUNK, COORD_BLOCKS = COORD_BINS / 16;
+  constexpr int PART = INNER / PARTS, CHUNK = chunk_of(PART), CHUNKS = PART / CHUNK, OWN = PARTS / CLUSTER, COORD_BLOCKS = COORD_BINS / 16;
   static_assert(COORD_BINS % (16 * PARTS) == 0 && SIZE_BINS % (16 * PARTS) == 0, "unsupported sizes");
   unsigned char* shared = shared_memory;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
@@ -81,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_bins(
   auto& sums = *reinterpret_cast<PartSums<TILES, PARTS>*>(shared);
   const bool is_size = blockIdx.x >= COORD_BLOCKS;
   const int index = is_size ? blockIdx.x - COORD_BLOCKS : blockIdx.x;
-  const int rank = SPLIT ? cluster_rank() : 0, first = SPLIT ? index / PARTS * PARTS : index;
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0, first = index / CLUSTER * CLUSTER;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
   if (warp < WARPS)
@@ -94,21 +98,19 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_bins(
   if (is_size ? !size : !coord) return;
   const bf16* weights = is_size ? size_weights : coord_weights;
   if (warp < WARPS) {
-    multiply_parts<TILES, PARTS, SPLIT, PART>(ring, inputs, sums, batch);
+    multiply_parts<TILES, PARTS, CLUSTER, PART>(ring, inputs, sums, batch);
   } else if (threadIdx.x == WORKERS) {
     produce_weights<CHUNK>(ring, PARTS * CHUNKS, [&](int i) {
-      const i64 block = SPLIT ? first + i % PARTS : first;
-      const int chunk = SPLIT ? rank * CHUNKS + i / PARTS : i;
-      return weights + (block * (PARTS * CHUNKS) + chunk) * (16 * CHUNK);
+      return weights + parts_stage<PARTS, CLUSTER, PART>(i, first, rank) * (16 * CHUNK);
     });
   } else if (warp > WARPS) {
-    const bf16* source = inner + is_size * INNER + (SPLIT ? rank * PART : 0);
-    produce_inputs<CHUNK>(inputs, SPLIT ? CHUNKS : PARTS * CHUNKS, batch, [&](int i, int token) {
+    const bf16* source = inner + is_size * INNER + rank * OWN * PART;
+    produce_inputs<CHUNK>(inputs, OWN * CHUNKS, batch, [&](int i, int token) {
       return source + (i64)token * 2 * INNER + i * CHUNK;
     });
   }
   __syncwarp();
-  add_parts<TILES, PARTS, SPLIT>(rank, sums, [&](int tile, float4 sum) {
+  add_parts<TILES, PARTS, CLUSTER>(rank, sums, [&](int tile, float4 sum) {
     const int out = (first + rank) * 16 + g;
     const bf16* bias = is_size ? size_bias : coord_bias;
     float* bins = is_size ? size_bins : coord_bins;

@@ -150,7 +150,7 @@ struct WarpSums {
 
 // Whether registers have room for all inputs of the tokens, so that shared memory is read for them once.
 template <int NT>
-constexpr bool HELD = NT < 4;
+constexpr bool HELD = NT <= 2;
 
 // Sums of the blocks under way: two, so that one is added up while the next runs, where there is room.
 template <int NT>
@@ -159,26 +159,30 @@ struct BlockSums {
   WarpSums<NT> blocks[COUNT];
 };
 
-// The workers' half of `count` blocks whose inputs, INPUTS of each token, come by a ring of a chunk a stage and
-// are HELD from the first block on; that one needs the ring's early stages. before() runs once, when all inputs
+// The workers' half of `count` blocks whose inputs, INPUTS of each token, lie in the one stage of a ring and are
+// HELD from the first block on; that one needs the ring's early stages. before() runs once, when all inputs
 // are there, ahead of the first finish.
-// finish(i, tile, sum): one warp per tile of 8 tokens; sum.x, .y are row g of tokens 2t and 2t+1, .z, .w
-// row g + 8, as packed, with g = lane / 4 and t = lane % 4.
-template <int NT, int INPUTS, class Before, class Finish>
+// finish(i, tile, sum, prepare(i)): one warp per tile of 8 tokens; sum.x, .y are row g of tokens 2t and 2t+1,
+// .z, .w row g + 8, as packed, with g = lane / 4 and t = lane % 4. It prepares before it multiplies.
+template <int NT, int INPUTS, class Before, class Prepare, class Finish>
 __device__ __forceinline__ void multiply_blocks(
-    int count, Ring& ring, const Ring& inputs, BlockSums<NT>& sums, int batch, Before before, Finish finish) {
-  constexpr int CHUNK = chunk_of(INPUTS), STRIDE = CHUNK + PAD;
+    int count, Ring& ring, const Ring& inputs, BlockSums<NT>& sums, int batch, Before before, Prepare prepare,
+    Finish finish) {
+  constexpr int CHUNK = chunk_of(INPUTS), STRIDE = INPUTS + PAD;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool active = warp * GROUP < CHUNK;
   const bf16* from = inputs.data + (active ? g * STRIDE + warp * GROUP + t * 8 : 0);
   Tokens<NT> held[HELD<NT> ? INPUTS / CHUNK : 1];
   for (int block = 0; block < count; block++) {
+    const int tile = (warp - block * NT) & (WARPS - 1);  // another warp each time: none falls behind
+    decltype(prepare(block)) prepared;
+    if (tile < NT) prepared = prepare(block);
+    if (block == 0) barrier_wait(inputs.full, 0);
     float4 sum[NT] = {};
 #pragma unroll
     for (int chunk = 0; chunk < INPUTS / CHUNK; chunk++) {
-      if (block == 0) barrier_wait(inputs.full + chunk, 0);
       auto& tokens = held[HELD<NT> ? chunk : 0];
-      if (!HELD<NT> || block == 0) tokens.load(from + chunk * inputs.elements, STRIDE, g < batch);
+      if (!HELD<NT> || block == 0) tokens.load(from + chunk * CHUNK, STRIDE, g < batch);
       const bf16* stage = ring.get();
       if (active) multiply<NT>(sum, stage + warp * 1024 + lane * 8, tokens);
       ring.release();
@@ -192,8 +196,7 @@ __device__ __forceinline__ void multiply_blocks(
       ring.open();
     }
     workers_sync();
-    const int tile = (warp - block * NT) & (WARPS - 1);  // another warp each time: none falls behind
-    if (tile < NT) finish(block, tile, mine.total(tile));
+    if (tile < NT) finish(block, tile, mine.total(tile), prepared);
   }
 }
 
@@ -203,47 +206,35 @@ struct PartSums {
   float4 all[NP][NT][32];
 };
 
-// The workers' half of such a map; the inputs arrive by a ring of their own. SHARED: a cluster of NP
-// thread blocks has a part of the inputs each, which is multiplied with the cluster's NP blocks of rows.
-// Else one thread block multiplies all parts of one block.
-template <int NT, int NP, bool SHARED, int WIDTH>
+// The workers' half of such a map; the inputs arrive by a ring of their own. A cluster of SHARED thread blocks
+// shares as many blocks of rows: each multiplies its part of the inputs, or parts, with all of them.
+template <int NT, int NP, int SHARED, int WIDTH>
 __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, PartSums<NT, NP>& sums, int batch) {
-  constexpr int CHUNK = chunk_of(WIDTH), CHUNKS = WIDTH / CHUNK, STRIDE = CHUNK + PAD;
+  constexpr int CHUNK = chunk_of(WIDTH), CHUNKS = WIDTH / CHUNK, STRIDE = CHUNK + PAD, OWN = NP / SHARED;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int mine = g * STRIDE + warp * GROUP + t * 8;
   const bool active = warp * GROUP < CHUNK;
   float4 sum[NP][NT] = {};
   Tokens<NT> tokens;
-  auto take = [&] {
-    const bf16* stage = inputs.get();
-    tokens.load(active ? stage + mine : stage, STRIDE, g < batch);
-    inputs.release();
-  };
-  auto step = [&](float4(&into)[NT]) {
-    const bf16* stage = ring.get();
-    if (active) multiply<NT>(into, stage + warp * 1024 + lane * 8, tokens);
-    ring.release();
-  };
-  if constexpr (SHARED) {
+#pragma unroll
+  for (int part = 0; part < OWN; part++)
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
-      take();
+      const bf16* from = inputs.get();
+      tokens.load(active ? from + mine : from, STRIDE, g < batch);
+      inputs.release();
 #pragma unroll
-      for (int block = 0; block < NP; block++) step(sum[block]);
-    }
-  } else {
-#pragma unroll
-    for (int part = 0; part < NP; part++)
-      for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        take();
-        step(sum[part]);
+      for (int block = 0; block < SHARED; block++) {
+        const bf16* stage = ring.get();
+        if (active) multiply<NT>(sum[part * SHARED + block], stage + warp * 1024 + lane * 8, tokens);
+        ring.release();
       }
-  }
+    }
   workers_sync();  // nobody reads weights any more: the warps' sums take their place
   auto* warps = reinterpret_cast<WarpSums<NT>*>(ring.data);
 #pragma unroll
-  for (int part = 0; part < NP; part++)
+  for (int i = 0; i < NP; i++)
 #pragma unroll
-    for (int tile = 0; tile < NT; tile++) warps[part].of[warp][tile][lane] = sum[part][tile];
+    for (int tile = 0; tile < NT; tile++) warps[i].of[warp][tile][lane] = sum[i][tile];
   workers_sync();
 #pragma unroll
   for (int i = 0; i < ceil_div(NP * NT, WARPS); i++) {
@@ -252,20 +243,30 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, PartSum
   }
 }
 
+// Stage `i` of the weights that `multiply_parts` takes, of all stages of rows as they are packed.
+template <int NP, int SHARED, int WIDTH>
+__device__ __forceinline__ i64 parts_stage(int i, int first, int rank) {
+  constexpr int CHUNKS = WIDTH / chunk_of(WIDTH);
+  return (i64)(first + i % SHARED) * (NP * CHUNKS) + rank * (NP / SHARED) * CHUNKS + i / SHARED;
+}
+
 // What follows, for all threads: a block's parts are added up in their order; finish(tile, sum) as above.
 // In a cluster member `rank` adds up block `rank`.
-template <int NT, int NP, bool SHARED, class Finish>
+template <int NT, int NP, int SHARED, class Finish>
 __device__ __forceinline__ void add_parts(int rank, PartSums<NT, NP>& sums, Finish finish) {
+  constexpr int OWN = NP / SHARED;
   const int tile = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (SHARED) cluster_sync(); else __syncthreads();
+  if (SHARED > 1) cluster_sync(); else __syncthreads();
   if (tile < NT) {
     float4 all = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-    for (int part = 0; part < NP; part++)
-      add(all, SHARED ? load_peer(&sums.all[rank][tile][lane], part) : sums.all[part][tile][lane]);
+    for (int part = 0; part < NP; part++) {
+      const float4* from = &sums.all[part % OWN * SHARED + rank][tile][lane];
+      add(all, SHARED > 1 ? load_peer(from, part / OWN) : *from);
+    }
     finish(tile, all);
   }
-  if (SHARED) cluster_sync();  // nobody leaves while a peer may still read
+  if (SHARED > 1) cluster_sync();  // nobody leaves while a peer may still read
 }
 
 // Tokens that have a place in shared memory: with one tile only those there are.
@@ -281,17 +282,23 @@ __device__ __forceinline__ void clear(bf16* inputs, int stride, int batch) {
 }
 
 // The second producer's whole work, by all lanes of its warp: CHUNK inputs of each token per stage;
-// at(i, token) points at them.
-template <int CHUNK, class At>
-__device__ __forceinline__ void produce_inputs(Ring& ring, int count, int batch, At at) {
+// at(i, token) points at them. With SHARED a cluster's blocks read each token once: `rank` has every
+// SHARED-th, for all of them.
+template <int CHUNK, int SHARED = 1, class At>
+__device__ __forceinline__ void produce_inputs(Ring& ring, int count, int batch, At at, int rank = 0) {
   const int token = threadIdx.x % 32;
   const u64 policy = keep_policy();
   for (int i = 0; i < count; i++) {
     bf16* stage = ring.here();
     if (token == 0) ring.acquire(batch * CHUNK * 2);
     __syncwarp();
-    if (token < batch)
-      copy_bulk(stage + token * (CHUNK + PAD), at(i, token), CHUNK * 2, ring.full + ring.slot, policy);
+    if (token < batch && token % SHARED == rank) {
+      bf16* to = stage + token * (CHUNK + PAD);
+      if (SHARED > 1)
+        copy_bulk_shared<SHARED>(to, at(i, token), CHUNK * 2, ring.full + ring.slot, policy);
+      else
+        copy_bulk(to, at(i, token), CHUNK * 2, ring.full + ring.slot, policy);
+    }
     ring.next();
   }
 }

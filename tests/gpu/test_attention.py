@@ -1,0 +1,226 @@
+"""On a GPU: attention to pages is exact, and a token has its own result in whatever group.
+
+Shape legend: B tokens, H heads, E head dim, D = H * E, F width of the output's rows, R rows of the
+page table, M pages per row, N pages, S positions per page, P positions of a row.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from legato_engine.kernels.cuda.attention import (
+    HEAD_DIM,
+    SPLITS,
+    Attention,
+    AttentionSizes,
+    Places,
+    splits_for,
+)
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = torch.device("cuda")
+HEADS, ROWS, CONTEXT, BEHIND = 32, 40, 2048, 24
+WIDTH = HEADS * HEAD_DIM
+EDGES = (0, 1, 7, 14, 15, 16, 17, 127, 128, 255, 256, 511, 512, 513, 850, CONTEXT - 9)
+"""Positions at the ends of pages, steps and tracks."""
+LAYOUTS = (1, 2, MAX_TOKENS)
+"""Numbers of groups that make for each number of splits."""
+MIXTURES = (
+    *((count,) for count in range(1, 10)),
+    (8, 8),
+    (19, 13),
+    (32,),
+    (5, 1),
+    (1,) * 8,
+    (1,) * 32,
+    (4,) * 8,
+    (2,) * 16,
+    (7, 7, 7, 7, 4),
+    (1, 1, 1, 1, 1, 19, 3),
+    (31, 1),
+    (1, 31),
+)
+"""Tokens of the rows of a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Pages of random keys and values, dealt in random order to rows; and the kernel."""
+
+    attention: Attention
+    k_NHSE: torch.Tensor
+    v_NHSE: torch.Tensor
+    table_RM: torch.Tensor
+
+    def attend(self, q_BD: torch.Tensor, places: Places) -> torch.Tensor:
+        """The kernel's [B, D]; nothing else may be written."""
+        batch = len(q_BD)
+        out_BF = torch.full((MAX_TOKENS + 1, WIDTH + BEHIND), torch.nan, device=DEVICE)
+        out_BF = out_BF.bfloat16()
+        self.attention.launch(q_BD, self.k_NHSE, self.v_NHSE, places, out_BF)
+        assert out_BF[batch:].isnan().all()
+        assert out_BF[:, WIDTH:].isnan().all()
+        return out_BF[:batch, :WIDTH].clone()
+
+    def places(self, tokens: Sequence[int], seed: int) -> Places:
+        """So many tokens of each of some rows: in order, or the last of them first."""
+        rng = random.Random(seed)
+        row, position, fresh = [], [], []
+        for name, count in zip(rng.sample(range(ROWS), len(tokens)), tokens, strict=True):
+            start = min(rng.choice([*EDGES, rng.randrange(CONTEXT)]), CONTEXT - count)
+            here = list(range(start, start + count))
+            position += [here[-1], *here[:-1]] if rng.random() < 0.5 else here
+            row += [name] * count
+            fresh += [start] * count
+        row_B, position_B, fresh_B = torch.tensor([row, position, fresh], device=DEVICE)
+        return Places(row_B, position_B, fresh_B, self.table_RM, num_groups=1)
+
+    def seen(self, cache_NHSE: torch.Tensor, places: Places, index: int) -> torch.Tensor:
+        """[H, P, E]: what a token sees of a cache."""
+        count, size = int(places.position_B[index]) + 1, cache_NHSE.shape[2]
+        pages = self.table_RM[places.row_B[index], : -(-count // size)]
+        return cache_NHSE[pages].transpose(0, 1).reshape(HEADS, -1, HEAD_DIM)[:, :count]
+
+    def expected(self, q_BD: torch.Tensor, places: Places, dtype: torch.dtype) -> torch.Tensor:
+        """[B, D] by torch."""
+        out = []
+        for index, q_D in enumerate(q_BD):
+            k_HPE = self.seen(self.k_NHSE, places, index).to(dtype)
+            v_HPE = self.seen(self.v_NHSE, places, index).to(dtype)
+            q_H1E = q_D.view(HEADS, 1, HEAD_DIM).to(dtype)
+            weights_H1P = (q_H1E @ k_HPE.mT / HEAD_DIM**0.5).softmax(-1)
+            out.append((weights_H1P @ v_HPE).flatten())
+        return torch.stack(out)
+
+
+@pytest.fixture(scope="module", params=[16, 32, 64])
+def world(request):
+    """Pages of every size in use."""
+    size, pages = request.param, CONTEXT // request.param
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    shape = (ROWS * pages + 1, HEADS, size, HEAD_DIM)
+    k_NHSE, v_NHSE = (
+        torch.randn(shape, device=DEVICE, generator=generator).bfloat16() for _ in range(2)
+    )
+    table_RM = torch.randperm(ROWS * pages, device=DEVICE, generator=generator) + 1
+    sizes = AttentionSizes(
+        num_heads=HEADS, page_size=size, max_pages=pages, out_stride=WIDTH + BEHIND
+    )
+    attention = Attention(sizes, DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split)
+    return World(attention, k_NHSE, v_NHSE, table_RM.view(ROWS, pages))
+
+
+def queries(count: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    """[B, D] random; the larger, the fewer positions matter."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return (torch.randn(count, WIDTH, device=DEVICE, generator=generator) * scale).bfloat16()
+
+
+def one(places: Places, index: int) -> Places:
+    """A token alone."""
+    here = slice(index, index + 1)
+    return replace(
+        places,
+        row_B=places.row_B[here],
+        position_B=places.position_B[here],
+        fresh_B=places.fresh_B[here],
+    )
+
+
+def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """Root mean square of the difference over that of the truth."""
+    return float((ours.double() - truth).norm() / truth.norm())
+
+
+def test_layouts_cover_all_splits():
+    """The numbers of groups used here run every form of the kernel."""
+    assert {splits_for(groups * HEADS) for groups in LAYOUTS} == set(SPLITS)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("tokens", [(1,) * 32, (8,) * 4, (1, 1, 19, 3)])
+def test_it_is_as_exact_as_torch(world, tokens, scale):
+    """Against float64 the kernel errs less than torch's operations in bf16."""
+    places = world.places(tokens, seed=len(tokens))
+    q_BD = queries(sum(tokens), 5, scale)
+    truth_BD = world.expected(q_BD, places, torch.float64)
+    plain_BD = world.expected(q_BD, places, torch.bfloat16)
+    assert error(world.attend(q_BD, places), truth_BD) < error(plain_BD, truth_BD)
+
+
+@pytest.mark.parametrize("tokens", MIXTURES)
+def test_a_token_has_the_same_bits_in_any_group(world, tokens):
+    """Alone or beside others of its row, in whatever order, however a head is shared."""
+    places, q_BD = world.places(tokens, seed=sum(tokens)), queries(sum(tokens), 3)
+    alone_BD = torch.cat(
+        [
+            world.attend(
+                q_BD[i : i + 1], replace(one(places, i), num_groups=LAYOUTS[i % len(LAYOUTS)])
+            )
+            for i in range(sum(tokens))
+        ]
+    )
+    assert alone_BD.isfinite().all()
+    for groups in LAYOUTS:
+        together_BD = world.attend(q_BD, replace(places, num_groups=groups))
+        assert torch.equal(together_BD, alone_BD), groups
+
+
+@pytest.mark.parametrize("groups", LAYOUTS)
+def test_padding_gets_zeros(world, groups):
+    """What writes only behind its own position changes nobody's bits, and is alike."""
+    places, q_BD = world.places((1, 5, 3, 8), seed=6), queries(17, 9)
+    expected_BD = world.attend(q_BD, replace(places, num_groups=groups))
+    for idle in ([0], [3], [1, 2, 3, 4, 5], [8, 16], list(range(1, 17))):
+        row_B, position_B, fresh_B = (
+            field.clone() for field in (places.row_B, places.position_B, places.fresh_B)
+        )
+        row_B[idle], position_B[idle], fresh_B[idle] = ROWS - 1, 0, 1
+        padded = Places(row_B, position_B, fresh_B, world.table_RM, groups)
+        out_BD = world.attend(q_BD, padded)
+        assert not out_BD[idle].any()
+        kept = [index for index in range(17) if index not in idle]
+        assert torch.equal(out_BD[kept], expected_BD[kept])
+
+
+@pytest.mark.parametrize("start", [*range(18), 127, 128, 1023, 1024, 2040])
+def test_every_place_of_a_page_can_be_the_last(world, start):
+    """Eight tokens from any position on have the bits that they have alone."""
+    row_B = torch.full((8,), 7, device=DEVICE)
+    position_B = start + torch.arange(8, device=DEVICE)
+    fresh_B = torch.full_like(row_B, start)
+    places, q_BD = Places(row_B, position_B, fresh_B, world.table_RM, 1), queries(8, start)
+    together_BD = world.attend(q_BD, places)
+    truth_BD = world.expected(q_BD, places, torch.float64)
+    assert error(together_BD, truth_BD) < 4e-3
+    for i in range(8):
+        assert torch.equal(world.attend(q_BD[i : i + 1], one(places, i))[0], together_BD[i])
+
+
+@pytest.mark.parametrize("groups", LAYOUTS)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_lies_behind_a_position_never_reaches_it(world, groups, poison):
+    """A token keeps its bits when all that follows it is no number, its own group's included."""
+    places = replace(world.places((3, 8, 1, 5), seed=4), num_groups=groups)
+    q_BD = queries(17, 8)
+    expected_BD = world.attend(q_BD, places)
+    for kept in (0, 2, 3, 6, 11, 12, 15):
+        row, last = int(places.row_B[kept]), int(places.position_B[kept])
+        past_P, size = torch.arange(last + 1, device=DEVICE), world.k_NHSE.shape[2]
+        at = world.table_RM[row, past_P // size], slice(None), past_P % size
+        caches = []
+        for cache_NHSE in (world.k_NHSE, world.v_NHSE):
+            poisoned_NHSE = torch.full_like(cache_NHSE, poison)
+            poisoned_NHSE[at] = cache_NHSE[at]
+            caches.append(poisoned_NHSE)
+        out_BD = replace(world, k_NHSE=caches[0], v_NHSE=caches[1]).attend(q_BD, places)
+        assert torch.equal(out_BD[kept], expected_BD[kept]), kept
