@@ -60,7 +60,9 @@ def measure(
     network = bench.network
     kernels = FusedMoondream(bench.config, network.text, network.region, bench.kv, bank)
     rows = []
+    no_experts = [0] * bench.config.text.num_layers
     for batch in streams:
+        plain_ms = floor_ms(bench.config, batch, no_experts, 0)
         for adapters in sorted({1, min(SLOTS, batch)}) if rank else (0,):
             inputs = bench.inputs(batch)
             slot_R = torch.zeros(ROWS, dtype=torch.int64, device=DEVICE)
@@ -72,7 +74,7 @@ def measure(
                 "rank": rank,
                 "streams": batch,
                 "adapters": adapters,
-                "floor_ms": floor_ms(bench.config, batch) + adapters * _adapter_ms(bench, rank),
+                "floor_ms": plain_ms + adapters * _adapter_ms(bench, rank),
                 "step_ms": timed(device, functools.partial(kernels.forward, inputs, *out)),
             }
             if bank is not None and torch_too:

@@ -102,7 +102,8 @@ class Bench:
     def with_stages(self, stages: Stages) -> Bench:
         """The same with rings of other depths."""
         network = self.network
-        kernels = FusedMoondream(self.config, network.text, network.region, self.kv, stages)
+        text, region = network.text, network.region
+        kernels = FusedMoondream(self.config, text, region, self.kv, stages=stages)
         return dataclasses.replace(self, kernels=kernels)
 
     def inputs(self, rows: int, tokens: int = 1) -> StepInputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence as Many
 
@@ -116,9 +117,8 @@ class Workload:
         missing = self.context - sequence.prompt_length
         filler = itertools.islice(itertools.cycle(sequence.prompt), missing)
         prompt = (*filler, *sequence.prompt)
-        sequence.task = FixedLengthTask(sequence.task, self._length, prompt, self._constraints)
-        sequence.prompt = prompt
-        return sequence
+        task = FixedLengthTask(sequence.task, self._length, prompt, self._constraints)
+        return dataclasses.replace(sequence, task=task, prompt=prompt)
 
     def _bare(self, index: int) -> Sequence:
         """The request as somebody would ask it."""

@@ -24,18 +24,19 @@ def assembly():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_request_has_its_length_context_and_pages(assembly, kind, context):
     """All requests take exactly `length` tokens from `context` on, and share no page."""
-    workload = Workload(assembly, kind=kind, count=2, length=LENGTH, context=context)
+    workload = Workload(assembly, kind=kind, count=5, length=LENGTH, context=context)
     timeline = Timeline(capacity=100)
     feed = StepFeed(assembly.runner.times, (timeline,))
     scheduler = assembly.scheduler(SilentSink(), pipeline_depth=2, observer=feed)
     sequences = workload.sequences()
+    assert {sequence.length for sequence in sequences} == {workload.context}, "all of it is fed"
     for sequence in sequences:
         scheduler.submit(sequence)
     scheduler.drain()
-    assert [sequence.num_committed for sequence in sequences] == [LENGTH, LENGTH]
+    assert [sequence.num_committed for sequence in sequences] == [LENGTH] * 5
     assert {sequence.prompt_length for sequence in sequences} == {workload.context}
     assert workload.context == context or not context
-    assert [sequence.cached_tokens for sequence in sequences] == [0, 0]
+    assert [sequence.cached_tokens for sequence in sequences] == [0] * 5
 
 
 def test_every_detect_step_is_constrained(assembly):
