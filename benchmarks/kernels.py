@@ -29,7 +29,8 @@ from legato_engine.kernels.experts import Routes
 from legato_engine.layers.moe import ExpertLinear
 from legato_engine.models.model import DecodeBatch, KVCache, StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.fused import FusedMoondream, can_fuse
+from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.moondream.fused_sizes import can_fuse
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,

@@ -12,7 +12,7 @@ from legato_engine.kernels.cuda import attention, gained, streams
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS, DecoderSizes
 from legato_engine.kernels.cuda.gained import GainedSizes
 from legato_engine.kernels.cuda.regions import BINS_STAGES, INNER_STAGES, RegionSizes
-from legato_engine.models.moondream.fused import gained_sizes, region_sizes
+from legato_engine.models.moondream.fused_sizes import gained_sizes, region_sizes
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
     moondream2_config,

@@ -25,7 +25,8 @@ from legato_engine.models.moondream.adapters import parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
 from legato_engine.models.moondream.draft import read_draft
-from legato_engine.models.moondream.fused import FusedMoondream, can_fuse
+from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.moondream.fused_sizes import can_fuse
 from legato_engine.models.moondream.preprocess import Crops
 from legato_engine.models.moondream.region import Region
 from legato_engine.models.moondream.text import Text

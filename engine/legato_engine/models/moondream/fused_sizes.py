@@ -1,0 +1,74 @@
+"""What Moondream's kernels are compiled for, and whether they can be."""
+
+from __future__ import annotations
+
+import torch
+
+from legato_engine.kernels.cuda import gained
+from legato_engine.kernels.cuda.decoder import DecoderSizes, supported
+from legato_engine.kernels.cuda.gained import ExpertSizes, GainedSizes
+from legato_engine.kernels.cuda.regions import RegionSizes
+from legato_engine.models.model import KVCache
+from legato_engine.models.moondream.config import Gelu, MoondreamConfig
+
+
+def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
+    """The text part's sizes over this KV cache."""
+    text = config.text
+    return DecoderSizes(
+        dim=text.dim,
+        ff_dim=text.ff_dim,
+        num_heads=text.num_heads,
+        rotary_dim=text.rotary_dim,
+        vocab_size=text.vocab_size,
+        page_size=kv.page_size,
+        max_pages=-(-text.max_context // kv.page_size),
+    )
+
+
+def can_fuse(config: MoondreamConfig, kv: KVCache) -> bool:
+    """Whether the kernels run this model on the device of its KV cache.
+
+    They know gains and experts together or neither.
+    """
+    text, region = config.text, config.region
+    if (text.tau is None) != (text.moe is None):
+        return False
+    if text.moe is not None and not gained.supported(expert_sizes(config, kv.k_LNHSE.dtype)):
+        return False
+    if region.inner_dim is not None and region.inner_dim % 64:
+        return False
+    fits = region.coord_bins % 64 == 0 and region.size_bins % 64 == 0
+    fits = fits and region.coord_features % 4 == 0 and region.size_features % 4 == 0
+    return fits and supported(decoder_sizes(config, kv), kv.k_LNHSE.device, kv.k_LNHSE.dtype)
+
+
+def region_sizes(config: MoondreamConfig) -> RegionSizes:
+    """The sizes of the region part."""
+    region = config.region
+    return RegionSizes(
+        dim=config.text.dim,
+        inner_dim=region.inner_dim,
+        coord_features=region.coord_features,
+        size_features=region.size_features,
+        coord_bins=region.coord_bins,
+        size_bins=2 * region.size_bins,
+        coord_token=config.tokens.coord,
+        size_token=config.tokens.size,
+    )
+
+
+def gained_sizes(
+    config: MoondreamConfig, decoder: DecoderSizes, expert_dtype: torch.dtype
+) -> GainedSizes:
+    """The sizes of a text part with gains and experts."""
+    assert config.text.tau is not None, "only where there are gains"
+    exact = config.text.tau.gelu is Gelu.EXACT
+    return GainedSizes(decoder, expert_sizes(config, expert_dtype), exact)
+
+
+def expert_sizes(config: MoondreamConfig, dtype: torch.dtype) -> ExpertSizes:
+    """The sizes of its experts; those of e4m3 have half the bytes."""
+    moe = config.text.moe
+    assert moe is not None, "only where there are experts"
+    return ExpertSizes(moe.num_experts, moe.num_active, moe.inner_dim, dtype.itemsize)
