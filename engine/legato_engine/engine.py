@@ -200,6 +200,7 @@ class EngineCore:
         source = request.image
         if source is None or not self._frontend.takes_images:
             return None
+        self._image_jobs.expire()
         found = self._preprocessor.find(source, look_inside=self._scheduler.idle)
         if isinstance(found, Picture):
             return found

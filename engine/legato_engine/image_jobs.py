@@ -87,9 +87,13 @@ class ImageJobs:
         job[1].cancel()
         return True
 
+    def expire(self) -> None:
+        """Let go what is over: who asks for it later is told that it is gone."""
+        self._holds.expire()
+
     def step(self) -> None:
         """Pin what is prepared and let go what is over."""
-        self._holds.expire()
+        self.expire()
         while self._prepared:
             request_id, future = self._prepared.popleft()
             job = self._jobs.get(request_id)

@@ -102,6 +102,7 @@ class NullEngine:
         arrival = time.monotonic()
         try:
             self._check(request)
+            self._pictures.holds.expire()
             image = self._pictures.take(request.image, keep=request.cache_image)
         except LegatoError as error:
             self._fail(request, error)

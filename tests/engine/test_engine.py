@@ -355,6 +355,15 @@ def test_the_loop_wakes_for_the_end_of_a_hold(world):
     assert world.core.next_deadline() == math.inf
 
 
+def test_a_hold_ends_on_time_however_late_the_loop_is(world):
+    """Who asks behind the end is told so, also where the loop has not come round since."""
+    held = hold(world, png(), ttl=0.05)
+    while time.monotonic() < held.until:
+        time.sleep(0.01)
+    world.submit("late", DetectTask(object="x"), CachedImage(image_id=held.image.image_id))
+    assert type(world.error("late")).__name__ == "ImageNotFound"
+
+
 def test_holds_wait_in_the_same_queue(assembly):
     """Pictures to be held are refused like requests when too many of both wait."""
     world = World(assembly, max_waiting=1, preprocess_threads=1)

@@ -318,9 +318,9 @@ def test_pictures_are_held_and_dropped():
     """A picture that is held is named by its id, is counted for its caller, and can be dropped."""
     bench = Bench(image_quota_bytes=40 * 30 * 3)
 
-    def hold(name, size, **fields):
+    def hold(name, size, ttl=9.0, **fields):
         image = bench.picture(size)
-        bench.engine.hold(HoldImage(request_id=name, image=image, owner="me", ttl=9.0, **fields))
+        bench.engine.hold(HoldImage(request_id=name, image=image, owner="me", ttl=ttl, **fields))
         return bench.reports[-1]
 
     held = hold("h", (40, 30))
@@ -334,4 +334,7 @@ def test_pictures_are_held_and_dropped():
     for name, kind in (("d", "ImageDropped"), ("e", "Failed")):
         bench.engine.drop(DropImage(request_id=name, image_id=held.image.image_id, owner="me"))
         assert type(bench.reports[-1]).__name__ == kind
+    over = hold("short", (30, 30), ttl=0.0).image.image_id
+    *_, failed = bench.run(image=CachedImage(image_id=over))
+    assert failed.error.kind == "ImageNotFound"
     bench.blobs.close()
