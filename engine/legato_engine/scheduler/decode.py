@@ -48,6 +48,17 @@ class DecodePlanner:
             rows = self._drafting(batch, self._block_sizes)
         return Plan(LaunchKind.DECODE, rows) if rows else None
 
+    @property
+    def streams(self) -> bool:
+        """Whether anybody who decodes reads tokens one by one, with a page for the next or not."""
+        return any(
+            sequence.request.deltas
+            and sequence.last_position >= 0
+            and sequence.num_launched < sequence.task.max_tokens
+            and not sequence.preempted
+            for sequence in self._running
+        )
+
     def _ready(self) -> list[Sequence]:
         """Those prefilled, with a page, whose tokens are not all planned, and not too far ahead."""
         return [

@@ -46,7 +46,7 @@ class Planner:
         decode = self._decode.plan()
         plan = decode
         if self._prefill.due and (decode is None or self._streak < self._prefills_per_decode):
-            max_crops = self._crops_per_launch if _streams(decode) else 0
+            max_crops = self._crops_per_launch if self._decode.streams else 0
             plan = self._prefill.plan(max_crops, _riders(decode)) or decode
         if plan is not None:
             self._streak = 0 if plan.decodes else self._streak + 1
@@ -58,8 +58,3 @@ def _riders(decode: Plan | None) -> tuple[Row, ...]:
     if decode is None or any(row.sequence.adapter_key for row in decode.rows):
         return ()
     return decode.rows
-
-
-def _streams(decode: Plan | None) -> bool:
-    """Whether somebody reads these tokens one by one."""
-    return decode is not None and any(row.sequence.request.deltas for row in decode.rows)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Many
 
+import msgspec
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefix_work import PrefixWork
 from legato_engine.scheduler.block_sizes import BlockSizes
@@ -88,6 +89,18 @@ def test_decode_leaves_out_who_cannot_go_on() -> None:
     last = running(3, launched=7)
     assert planned(plain(leaving, full, ahead, encoding, last).plan()) == [3]
     assert plain(leaving, full, ahead, encoding).plan() is None
+
+
+def test_who_streams_does_so_without_a_page_too() -> None:
+    """A picture is split for whoever reads token by token, though no page is free for the next."""
+    waiting = running(0, launched=2)
+    waiting.capacity = waiting.last_position
+    assert plain(waiting).streams
+    waiting.preempted = True
+    assert not plain(waiting).streams
+    whole = running(1, launched=2)
+    whole.request = msgspec.structs.replace(whole.request, deltas=False)
+    assert not plain(whole, running(2, launched=8)).streams
 
 
 class Blocks:

@@ -141,19 +141,20 @@ class World:
             and (s.request.deadline or math.inf) > now
         ]
         streaming = any(s.request.deltas for s in decoding)
+        due = any(s.last_position < s.capacity for s in decoding)  # has a page for it
         num_planned = len(self.runner.plans)
         progressed = self.scheduler.step()
         for plan in self.runner.plans[num_planned:]:
-            self._check_turn(plan, decoding=bool(decoding), streaming=streaming)
+            self._check_turn(plan, due=due, streaming=streaming)
         self.check()
         return progressed
 
-    def _check_turn(self, plan: Plan, *, decoding: bool, streaming: bool) -> None:
+    def _check_turn(self, plan: Plan, *, due: bool, streaming: bool) -> None:
         if plan.decodes:
             self._streak = 0
             return
         self._streak += 1
-        assert not (decoding and self._streak > 1), "a decode is due"
+        assert not (due and self._streak > 1), "a decode is due"
         assert streaming or plan.kind is LaunchKind.PREFILL, "split with nobody to hold up"
         limit = self._crops_per_launch if streaming else 0
         for row in plan.rows:
