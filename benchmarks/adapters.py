@@ -28,14 +28,8 @@ SLOTS = 8
 def bank_of(bench: Bench, rank: int) -> AdapterBank:
     """All slots filled with random adapters of one rank."""
     text = bench.config.text
-    bank = AdapterBank(
-        num_layers=text.num_layers,
-        dim=text.dim,
-        ff_dim=text.ff_dim,
-        num_slots=SLOTS,
-        max_rank=rank,
-        like=bench.network.text.wte,
-    )
+    bank = bench.model.adapter_bank(SLOTS, rank)
+    assert bank is not None, "this model takes adapters"
     widths = text.dim, text.ff_dim, text.ff_dim, text.dim
     for slot in range(1, SLOTS + 1):
         shapes = ((text.num_layers, rank, width) for width in widths)

@@ -7,7 +7,6 @@ of the KV cache there is for them.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from legato_engine.engine import make_sequence
 from legato_engine.models.model import PreparedImage
 from legato_engine.models.moondream.family import shipped
 from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.workload import FixedLengthTask
+from legato_engine.workload import fixed_length
 
 REAL = "captions and queries"
 _QUESTIONS = ("What is in the picture?", "How many things are there?")
@@ -81,14 +80,7 @@ def synthetic_requests(
         if profile.pressure:
             question = _PREAMBLE + question
         sequence = _sequence(assembly, str(index), QueryTask(question=question), None)
-        missing = max(0, context - sequence.prompt_length)
-        filler = itertools.islice(itertools.cycle(sequence.prompt), missing)
-        sequence.prompt = (*filler, *sequence.prompt)
-        sequence.task = FixedLengthTask(
-            sequence.task, profile.length or length, sequence.prompt, constraints
-        )
-        sequence.tokens = [(token.token_id, token.payload) for token in sequence.prompt]
-        sequences.append(sequence)
+        sequences.append(fixed_length(sequence, profile.length or length, context, constraints))
     return sequences
 
 

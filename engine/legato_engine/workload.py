@@ -76,6 +76,17 @@ class FixedLengthTask:
         return self._inner.reasoning_tokens
 
 
+def fixed_length(sequence: Sequence, length: int, context: int, constraints: Many[int]) -> Sequence:
+    """The sequence with an answer of `length` tokens, the first at position `context` or behind it.
+
+    Its prompt is repeated in front of itself until it is long enough.
+    """
+    missing = max(0, context - sequence.prompt_length)
+    prompt = (*itertools.islice(itertools.cycle(sequence.prompt), missing), *sequence.prompt)
+    task = FixedLengthTask(sequence.task, length, prompt, constraints)
+    return dataclasses.replace(sequence, task=task, prompt=prompt)
+
+
 class Workload:
     """`count` equal requests of `length` tokens; `kind` is one of `KINDS`.
 
@@ -113,12 +124,7 @@ class Workload:
         return [self._sequence(index) for index in range(self._count)]
 
     def _sequence(self, index: int) -> Sequence:
-        sequence = self._bare(index)
-        missing = self.context - sequence.prompt_length
-        filler = itertools.islice(itertools.cycle(sequence.prompt), missing)
-        prompt = (*filler, *sequence.prompt)
-        task = FixedLengthTask(sequence.task, self._length, prompt, self._constraints)
-        return dataclasses.replace(sequence, task=task, prompt=prompt)
+        return fixed_length(self._bare(index), self._length, self.context, self._constraints)
 
     def _bare(self, index: int) -> Sequence:
         """The request as somebody would ask it."""

@@ -13,6 +13,7 @@ from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.layers.lora import AdapterBank, MlpWeights
 from legato_engine.models.model import DecodeBatch, KVCache, StepInputs
 from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.moondream.model import MoondreamModel
 
 from tests.gpu import test_kernels
 from tests.gpu.test_kernels import DEVICE, ONE_PASS, ROWS, World, error, places, written
@@ -45,17 +46,11 @@ class Adapted:
         return out
 
 
-def filled(world: World, dtype: torch.dtype) -> AdapterBank:
-    """Slots of all ranks with changes as large as the model's own maps."""
+def filled(world: World, model: MoondreamModel) -> AdapterBank:
+    """Slots of all ranks, in the model's dtype, with changes as large as its own maps."""
     text = world.config.text
-    bank = AdapterBank(
-        num_layers=text.num_layers,
-        dim=text.dim,
-        ff_dim=text.ff_dim,
-        num_slots=len(RANKS),
-        max_rank=MAX_RANK,
-        like=torch.empty(0, dtype=dtype, device=DEVICE),
-    )
+    bank = model.adapter_bank(len(RANKS), MAX_RANK)
+    assert bank is not None, "only models without experts are asked"
     generator = torch.Generator(DEVICE).manual_seed(5)
     for slot, rank in enumerate(RANKS, 1):
         tensors = []
@@ -63,7 +58,7 @@ def filled(world: World, dtype: torch.dtype) -> AdapterBank:
             for width, scale in ((inputs, inputs**-0.5), (outputs, 0.3 * rank**-0.5)):
                 shape = text.num_layers, rank, width
                 noise = torch.randn(shape, device=DEVICE, generator=generator) * scale
-                tensors.append(noise.bfloat16().to(dtype))
+                tensors.append(noise.bfloat16().to(model.dtype))
         bank.write(slot, MlpWeights(*tensors))
     return bank
 
@@ -73,7 +68,7 @@ def adapted(world: World) -> Adapted:
     """Neighbours share slots, or have none, or one each."""
     if world.config.text.moe is not None:
         pytest.skip("experts take no adapters")
-    bank = filled(world, torch.bfloat16)
+    bank = filled(world, world.model)
     kernels = FusedMoondream(world.config, world.network.text, world.network.region, world.kv, bank)
     generator = torch.Generator(DEVICE).manual_seed(6)
     slot_R = torch.randint(0, len(RANKS) + 1, (ROWS,), device=DEVICE, generator=generator)
@@ -93,7 +88,7 @@ def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
     rows = adapted.bank.rows(slot_B, MAX_RANK)
     plain_BD = world.model.decode(x_BD, dataclasses.replace(where, adapters=rows), before)
     wide = KVCache(world.kv.k_LNHSE.float(), world.kv.v_LNHSE.float())
-    exact_rows = filled(world, torch.float32).rows(slot_B, MAX_RANK)
+    exact_rows = filled(world, world.exact).rows(slot_B, MAX_RANK)
     batch = DecodeBatch(where.positions_B, where.page_table_BM, exact_rows)
     exact_BD = world.exact.decode(x_BD.float(), batch, wide)
     again = KVCache(wide.k_LNHSE.clone(), wide.v_LNHSE.clone())

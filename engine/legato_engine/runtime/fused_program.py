@@ -32,6 +32,7 @@ from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.passes import (
     FedPrompt,
     FedToken,
+    bucket_for,
     cut_passes,
     num_groups,
     stage_pass,
@@ -92,16 +93,16 @@ class FusedProgram:
         """Every bucket of both slots, with and without adapters, payloads and log-probabilities;
         every number of crops.
         """
-        blocks = (0,) if self._state.drafts is None else self._state.drafts.blocks
+        blocks = () if self._state.drafts is None else self._state.drafts.blocks
         adapters = (False,) if self._bank is None else (False, True)
         for slot in range(len(self._slots)):
             self._submit("admit", slot)
             self.grow(slot)
             for bucket in self.buckets:
-                for adapted, block in product(adapters, blocks):
-                    self._slots[slot].num_drafts = block
-                    for groups in (*_FEW_GROUPS, bucket):
-                        self.decode(slot, bucket, int(adapted), groups)
+                for block in blocks:
+                    self._submit("place", slot, bucket, block)
+                for adapted, groups in product(adapters, (*_FEW_GROUPS, bucket)):
+                    self._forward(slot, bucket, groups, adapted=adapted)
                 for payload in (False, True):
                     self.sample(slot, bucket, sampled=False, payload=payload)
             for payload in (False, True):
@@ -206,7 +207,7 @@ class FusedProgram:
         buffers, scratch = self._slots[slot], self._state.scratch_row
         adapted = any(row.sequence.adapter_key for row in sampled)
         for copy, tokens in enumerate(passes):
-            bucket = next(bucket for bucket in self.buckets if bucket >= len(tokens))
+            bucket = bucket_for(self.buckets, len(tokens))
             if copy == len(passes) - 1:
                 stage_samples(buffers, sampled, scratch, copy=copy)
             stage_pass(buffers, copy, tokens, bucket, scratch)

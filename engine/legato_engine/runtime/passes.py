@@ -35,6 +35,11 @@ class FedPrompt(NamedTuple):
     tokens: Many[TokenKey]
 
 
+def bucket_for(buckets: Many[int], num_tokens: int) -> int:
+    """Of steps of these sizes, rising, the first that has room for so many."""
+    return next(bucket for bucket in buckets if bucket >= num_tokens)
+
+
 def cut_passes(
     decodes: Many[Row], prompts: Many[FedPrompt], most: int
 ) -> tuple[list[FedToken], ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.passes import stage_step
+from legato_engine.runtime.passes import bucket_for, stage_step
 from legato_engine.runtime.row_state import RowState
 from legato_engine.scheduler.launch import Row
 
@@ -24,7 +24,7 @@ class StepStaging:
 
     def bucket(self, num_tokens: int) -> int:
         """The size of the step that has room for so many."""
-        return next(bucket for bucket in self._buckets if bucket >= num_tokens)
+        return bucket_for(self._buckets, num_tokens)
 
     def padding(self, slot: DecodeSlot) -> None:
         """Nothing at all: every place is the scratch row's."""

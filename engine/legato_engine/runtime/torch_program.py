@@ -11,7 +11,7 @@ from legato_engine.models.model import KVCache, Model
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.decode_step import DecodeStep
 from legato_engine.runtime.logprobs import LogprobStep
-from legato_engine.runtime.passes import stage_step
+from legato_engine.runtime.passes import bucket_for, stage_step
 from legato_engine.runtime.prefill_step import PrefillStep, stage_prompts, stage_samples
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table
@@ -109,7 +109,7 @@ class TorchProgram:
         buffers, compute, state = self._slots[slot], self._device.compute, self._state
         stage_prompts(buffers, prompts, state.scratch_row)
         stage_samples(buffers, (*decodes, *prompts), state.scratch_row)
-        bucket = next(bucket for bucket in self.buckets if bucket >= len(decodes))
+        bucket = bucket_for(self.buckets, len(decodes))
         if decodes:
             stage_step(buffers, decodes, bucket, state.scratch_row)
         buffers.prompt.upload(compute)

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda.adapters import StepAdapters
 from legato_engine.kernels.cuda.attention import Places
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
@@ -172,8 +173,10 @@ class GainedDecoder:
         v_LNHSE: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         parts: Collection[Part] = tuple(Part),
+        adapters: StepAdapters | None = None,
     ) -> None:
-        """See `Decoder.layers`."""
+        """See `Decoder.layers`; there are no adapters of such layers."""
+        assert adapters is None, "layers with gains take no adapters"
         batch = x_BD.shape[0]
         for layer, weights in enumerate(layers):
             keys, values = k_LNHSE[layer], v_LNHSE[layer]

@@ -201,5 +201,4 @@ def _layers(
     routed_sizes = gained_sizes(config, sizes, expert_dtype)
     routed = GainedDecoder(routed_sizes, len(blocks), device, stages)
     layers = [gained_layer(block, sizes) for block in blocks]
-    # Such models have no bank of adapters, and so none of their steps has any.
-    return routed, lambda x_BD, *rest: routed.layers(x_BD, layers, *rest[:-1])
+    return routed, lambda x_BD, *rest: routed.layers(x_BD, layers, *rest)
