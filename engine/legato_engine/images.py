@@ -18,14 +18,12 @@ import io
 import struct
 
 import numpy as np
-import numpy.typing as npt
 import simplejpeg
 from PIL import Image
 
 from legato_engine.core import RawImage
 from legato_engine.errors import ImageTooLarge, ImageUndecodable
-
-Pixels = npt.NDArray[np.uint8]
+from legato_engine.pixel_memory import PixelMemory, Pixels
 
 _EXIF_ORIENTATION = 0x0112
 _TRANSPOSE = {
@@ -69,8 +67,10 @@ def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> Ima
     return header
 
 
-def decode_encoded(data: bytes | memoryview, *, max_pixels: int) -> Pixels:
-    """[H, W, C] of the displayed picture of a JPEG, PNG or WebP file.
+def decode_encoded(
+    data: bytes | memoryview, *, max_pixels: int, memory: PixelMemory | None = None
+) -> Pixels:
+    """[H, W, C] of the displayed picture of a JPEG, PNG or WebP file, of a JPEG in `memory`.
 
     Raises `ImageUndecodable`, or `ImageTooLarge` before anything is decoded.
     """
@@ -79,7 +79,8 @@ def decode_encoded(data: bytes | memoryview, *, max_pixels: int) -> Pixels:
         image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
         if image.size != (header.width, header.height):
             raise ImageUndecodable("the image contradicts its own header", field="image")
-        pixels_HWC = _decode_jpeg(data, image) if header.mime_type == "image/jpeg" else None
+        is_jpeg = header.mime_type == "image/jpeg"
+        pixels_HWC = _decode_jpeg(data, image, memory or PixelMemory()) if is_jpeg else None
         if pixels_HWC is None:
             image.load()
             pixels_HWC = np.asarray(_to_rgb(image))
@@ -181,7 +182,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _decode_jpeg(data: bytes | memoryview, opened: Image.Image) -> Pixels | None:
+def _decode_jpeg(
+    data: bytes | memoryview, opened: Image.Image, memory: PixelMemory
+) -> Pixels | None:
     """Pillow's own pixels without its copies; None where Pillow has to decide.
 
     That is for colour spaces which Pillow converts, and for files that make libjpeg complain: some
@@ -190,7 +193,7 @@ def _decode_jpeg(data: bytes | memoryview, opened: Image.Image) -> Pixels | None
     """
     if opened.mode not in _FLAT_JPEG_MODES:
         return None
-    pixels_HWC = np.empty((opened.height, opened.width, 3), np.uint8)
+    pixels_HWC = memory.take((opened.height, opened.width, 3))
     try:
         decoded_HWC = simplejpeg.decode_jpeg(data, "RGB", buffer=pixels_HWC, strict=True)
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import time
@@ -13,13 +14,9 @@ from legato_engine.blob_reader import BlobReader
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.errors import ImageNotFound, InvalidField
 from legato_engine.image_cache import ImageCache
-from legato_engine.images import (
-    Pixels,
-    content_key,
-    decode_encoded,
-    image_id,
-)
+from legato_engine.images import content_key, decode_encoded, image_id
 from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.pixel_memory import PixelMemory, Pixels
 from legato_engine.raw_images import check_raw, decode_raw
 
 _FEW_BYTES = 512 * 1024  # to hash on the caller's thread
@@ -62,6 +59,7 @@ class Preprocessor:
         self._cache = cache
         self._blobs = blobs
         self._max_pixels = max_pixels
+        self._memory = PixelMemory()
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "legato-preprocess")
 
     @property
@@ -151,9 +149,11 @@ class Preprocessor:
         image = self._frontend.prepare_image(pixels_HWC, loaded.key, info)
         if keep:
             self._cache.put(loaded.name, image, image.num_bytes)
+        with contextlib.suppress(RuntimeError):  # the pool may be closing
+            self._pool.submit(self._memory.make_ready, (height, width, 3))
         return image
 
     def _decode(self, view: memoryview, source: EncodedImage | RawImage) -> Pixels:
         if isinstance(source, RawImage):
-            return decode_raw(view, source)
-        return decode_encoded(view, max_pixels=self._max_pixels)
+            return decode_raw(view, source, self._memory)
+        return decode_encoded(view, max_pixels=self._max_pixels, memory=self._memory)

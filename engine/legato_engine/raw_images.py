@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from legato_engine.core import PixelFormat, RawImage
 from legato_engine.errors import ImageTooLarge, InvalidField
+from legato_engine.pixel_memory import PixelMemory, Pixels
 
-Pixels = npt.NDArray[np.uint8]
 _Samples = npt.NDArray[np.int16]
 
 _CHANNELS = {  # bytes of a pixel, and which of them are red, green and blue
@@ -78,25 +78,33 @@ def check_raw(raw: RawImage, *, max_pixels: int) -> None:
         raise InvalidField(f"{needed} bytes of pixels needed, {raw.blob.size} given", field="image")
 
 
-def decode_raw(view: bytes | memoryview, raw: RawImage) -> Pixels:
-    """[H, W, C] of raw pixels, independent of `view`.
+def decode_raw(
+    view: bytes | memoryview, raw: RawImage, memory: PixelMemory | None = None
+) -> Pixels:
+    """[H, W, C] of raw pixels in `memory`, independent of `view`.
 
     Raises `InvalidField` when the layout does not fit the bytes.
     """
     check_raw(raw, max_pixels=raw.width * raw.height)
     bytes_N = np.frombuffer(view, np.uint8, count=raw.blob.size)
+    pixels_HWC = (memory or PixelMemory()).take((raw.height, raw.width, 3))
     if raw.format is PixelFormat.NV12:
-        return _decode_nv12(bytes_N, raw)
-    if raw.format is PixelFormat.YUYV:
-        return _decode_yuyv(bytes_N, raw)
+        _decode_nv12(bytes_N, raw, pixels_HWC)
+    elif raw.format is PixelFormat.YUYV:
+        _decode_yuyv(bytes_N, raw, pixels_HWC)
+    else:
+        _reorder(bytes_N, raw, pixels_HWC)
+    return pixels_HWC
+
+
+def _reorder(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
     channels, order = _CHANNELS[raw.format]
     stored_HWC = _rows(bytes_N, (raw.height, raw.width, channels), raw.row_stride)
     if order == (0, 1, 2) and channels == 3:
-        return stored_HWC.copy()
-    pixels_HWC = np.empty((raw.height, raw.width, 3), np.uint8)
+        pixels_HWC[:] = stored_HWC
+        return
     for channel, stored in enumerate(order):  # several times as fast as one indexing of all
         pixels_HWC[:, :, channel] = stored_HWC[:, :, stored]
-    return pixels_HWC
 
 
 def _rows(bytes_N: Pixels, shape: tuple[int, int, int], row_stride: int) -> Pixels:
@@ -124,27 +132,26 @@ _GREEN_OF_U = _level_table(-_CHROMA * (1 - _BLUE) * _BLUE / _GREEN, 128)
 _GREEN_OF_V = _level_table(-_CHROMA * (1 - _RED) * _RED / _GREEN, 128)
 
 
-def _decode_nv12(bytes_N: Pixels, raw: RawImage) -> Pixels:
+def _decode_nv12(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
     """A plane of Y, then one of U V pairs for 2 by 2 pixels each."""
     height, width = raw.height, raw.width
     luma_HW = _rows(bytes_N, (height, width, 1), raw.row_stride)[:, :, 0]
     chroma_N = bytes_N[height * raw.row_stride :]
     chroma_hwC = _rows(chroma_N, (height // 2, width // 2, 2), raw.row_stride)
-    return _to_rgb(luma_HW, chroma_hwC[:, :, 0], chroma_hwC[:, :, 1])
+    _to_rgb(luma_HW, chroma_hwC[:, :, 0], chroma_hwC[:, :, 1], pixels_HWC)
 
 
-def _decode_yuyv(bytes_N: Pixels, raw: RawImage) -> Pixels:
+def _decode_yuyv(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
     """Y U Y V for each pair of pixels in a row."""
     pairs_HwC = _rows(bytes_N, (raw.height, raw.width // 2, 4), raw.row_stride)
     luma_HW = _rows(bytes_N, (raw.height, raw.width, 2), raw.row_stride)[:, :, 0]
-    return _to_rgb(luma_HW, pairs_HwC[:, :, 1], pairs_HwC[:, :, 3])
+    _to_rgb(luma_HW, pairs_HwC[:, :, 1], pairs_HwC[:, :, 3], pixels_HWC)
 
 
-def _to_rgb(luma_HW: Pixels, u_hw: Pixels, v_hw: Pixels) -> Pixels:
+def _to_rgb(luma_HW: Pixels, u_hw: Pixels, v_hw: Pixels, pixels_HWC: Pixels) -> None:
     """Two columns to a chroma sample, and as many rows as there are to each."""
-    height, width = luma_HW.shape
+    height = luma_HW.shape[0]
     tall = height // u_hw.shape[0]
-    pixels_HWC = np.empty((height, width, 3), np.uint8)
     for top in range(0, height, _ROWS_AT_A_TIME):
         rows = slice(top, top + _ROWS_AT_A_TIME)
         few = slice(top // tall, (top + _ROWS_AT_A_TIME) // tall)
@@ -161,4 +168,3 @@ def _to_rgb(luma_HW: Pixels, u_hw: Pixels, v_hw: Pixels) -> Pixels:
             level >>= _FRACTION_BITS
             np.clip(level, 0, 255, out=level)
             pixels_HWC[rows, :, channel] = level
-    return pixels_HWC
