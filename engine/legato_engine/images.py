@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import io
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 import simplejpeg
@@ -37,6 +38,8 @@ _TRANSPOSE = {
 }
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
 _FLAT_JPEG_MODES = ("RGB", "L")  # the colour spaces that libjpeg itself brings to RGB
+_APP1 = 0xE1  # EXIF or XMP
+_FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _PILLOW_FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP"}
 
 
@@ -75,12 +78,18 @@ def decode_encoded(
     Raises `ImageUndecodable`, or `ImageTooLarge` before anything is decoded.
     """
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
+    memory = memory or PixelMemory()
+    is_jpeg = header.mime_type == "image/jpeg"
     try:
+        if is_jpeg and _says_nothing_else(memoryview(data)):
+            pixels_HWC = _decode_jpeg(data, header, memory)
+            if pixels_HWC is not None:
+                return pixels_HWC
         image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
         if image.size != (header.width, header.height):
             raise ImageUndecodable("the image contradicts its own header", field="image")
-        is_jpeg = header.mime_type == "image/jpeg"
-        pixels_HWC = _decode_jpeg(data, image, memory or PixelMemory()) if is_jpeg else None
+        is_flat = is_jpeg and image.mode in _FLAT_JPEG_MODES
+        pixels_HWC = _decode_jpeg(data, header, memory) if is_flat else None
         if pixels_HWC is None:
             image.load()
             pixels_HWC = np.asarray(_to_rgb(image))
@@ -140,7 +149,36 @@ def _parse(data: memoryview) -> ImageHeader:
 
 
 def _jpeg_size(data: memoryview) -> tuple[int, int]:
-    """Width and height of the first frame header (SOF); walks the segments, reads no entropy."""
+    """Width and height of the first frame header (SOF)."""
+    for marker, start in _jpeg_segments(data):
+        if marker in _FRAME_HEADERS:
+            height, width = struct.unpack_from(">HH", data, start + 1)
+            return width, height
+    raise ImageUndecodable("JPEG without a frame header", field="image")
+
+
+def _says_nothing_else(data: memoryview) -> bool:
+    """Whether a JPEG is grey or of three channels and brings neither EXIF nor XMP.
+
+    Then Pillow has nothing to decide, and opening it costs a lone picture 0.3 ms.
+    """
+    channels = 0
+    try:
+        for marker, start in _jpeg_segments(data):
+            if marker == _APP1:
+                return False
+            if marker in _FRAME_HEADERS:
+                channels = data[start + 5]
+    except (ImageUndecodable, IndexError, struct.error):
+        return False  # Pillow forgives some
+    return channels in (1, 3)
+
+
+def _jpeg_segments(data: memoryview) -> Iterator[tuple[int, int]]:
+    """Markers and where their content begins, up to the pixels; reads no entropy.
+
+    Raises `ImageUndecodable`, `IndexError` or `struct.error`.
+    """
     at = 2
     while True:
         if data[at] != 0xFF:
@@ -150,11 +188,9 @@ def _jpeg_size(data: memoryview) -> tuple[int, int]:
             at += 1 if marker == 0xFF else 2  # fill byte, or a marker without a segment
             continue
         if marker in (0xD9, 0xDA):
-            raise ImageUndecodable("JPEG without a frame header", field="image")
+            return
         (length,) = struct.unpack_from(">H", data, at + 2)
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = struct.unpack_from(">HH", data, at + 5)
-            return width, height
+        yield marker, at + 4
         at += 2 + max(length, 2)
 
 
@@ -183,17 +219,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _decode_jpeg(
-    data: bytes | memoryview, opened: Image.Image, memory: PixelMemory
+    data: bytes | memoryview, header: ImageHeader, memory: PixelMemory
 ) -> Pixels | None:
     """Pillow's own pixels without its copies; None where Pillow has to decide.
 
-    That is for colour spaces which Pillow converts, and for files that make libjpeg complain: some
-    of them Pillow shows, the truncated ones it refuses. The buffer has the size of the checked
-    header, so a file cannot grow while it is decoded.
+    That is for files that make libjpeg complain: some of them Pillow shows, the truncated ones it
+    refuses. The buffer has the size of the checked header, so a file cannot grow while it is
+    decoded.
     """
-    if opened.mode not in _FLAT_JPEG_MODES:
-        return None
-    pixels_HWC = memory.take((opened.height, opened.width, 3))
+    pixels_HWC = memory.take((header.height, header.width, 3))
     try:
         decoded_HWC = simplejpeg.decode_jpeg(data, "RGB", buffer=pixels_HWC, strict=True)
     except ValueError:

@@ -160,6 +160,13 @@ def test_orientation(kind, orientation):
     assert np.abs(decoded_HWC - shown_HWC).mean() < 4
 
 
+def test_orientation_in_xmp():
+    """Where there is no EXIF, XMP says how a picture is shown, as Pillow reads it."""
+    xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"></rdf:Description></x:xmpmeta>'
+    data = save(Image.new("RGB", (48, 32)), "JPEG", xmp=xmp)
+    assert decode_encoded(data, max_pixels=ALL_PIXELS).shape == (48, 32, 3)
+
+
 def test_broken_exif_does_not_lose_the_picture():
     """A picture with a broken EXIF block is shown as stored."""
     data = save(Image.new("RGB", (4, 3)), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff junk")
