@@ -16,6 +16,7 @@ BENCHMARKS = (
     "intake",
     "kernels",
     "kv",
+    "lone",
     "peers",
     "reference",
     "serve",
