@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import math
@@ -31,6 +32,7 @@ from legato_engine.report_sink import ReportSink, Ticket
 from legato_engine.request_job import Preparation, RequestJob
 from legato_engine.scheduler.scheduler import Scheduler, deadline_of
 from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.tasks import Task
 
 _log = structlog.get_logger()
 
@@ -95,7 +97,7 @@ class EngineCore:
             return
         job.cancel()
         try:
-            self._enqueue(job.request, job.arrival, None, None)
+            self._enqueue(dataclasses.replace(job, picture=None, adapter=None))
         except Exception as error:  # noqa: BLE001 - one request's failure is its own
             self._fail(job.request, error)
         else:
@@ -177,14 +179,13 @@ class EngineCore:
 
     def _prepare(self, request: Request, arrival: float) -> None:
         """Enqueue a request that has all it needs; else as soon as threads have prepared it."""
-        job = RequestJob(
-            request,
-            arrival,
-            self._picture(request),
-            self._adapters.start(request.adapter) if self._adapters and request.adapter else None,
-        )
+        picture = self._picture(request)
+        adapters = self._adapters
+        adapter = adapters.start(request.adapter) if adapters and request.adapter else None
+        # Made here, beside the threads: what it costs is not waited for behind the picture.
+        job = RequestJob(request, arrival, self._task(request, picture), picture, adapter)
         if not job.futures:
-            self._enqueue(request, arrival, job.prepared_picture, None)
+            self._enqueue(job)
             return
         self._jobs[request.request_id] = job
         for future in job.futures:
@@ -225,20 +226,31 @@ class EngineCore:
             self._fail(job.request, failure)
             return
         try:
-            self._enqueue(job.request, job.arrival, job.prepared_picture, job.prepared_adapter)
+            self._enqueue(job)
         except Exception as error:  # noqa: BLE001 - one request's failure is its own
             self._fail(job.request, error)
 
-    def _enqueue(
-        self, request: Request, arrival: float, picture: Picture | None, adapter: Adapter | None
-    ) -> None:
+    def _task(
+        self, request: Request, picture: Picture | concurrent.futures.Future[Picture] | None
+    ) -> Task:
+        try:
+            return self._frontend.make_task(request)
+        except BaseException:
+            if isinstance(picture, concurrent.futures.Future):
+                picture.cancel()
+            raise
+
+    def _enqueue(self, job: RequestJob) -> None:
+        picture = job.prepared_picture
         image = picture.image if picture else None
-        sequence = make_sequence(self._frontend, request, image, adapter)
+        sequence = make_sequence(
+            self._frontend, job.request, image, job.prepared_adapter, task=job.task
+        )
         sequence.seq_id = next(self._seq_ids)
-        sequence.arrival = arrival
+        sequence.arrival = job.arrival
         self._scheduler.submit(sequence)
         ticket = Ticket(image.info, picture.seconds) if image and picture else Ticket()
-        self._sink.expect(request.request_id, ticket)
+        self._sink.expect(job.request.request_id, ticket)
         self._fresh.append(sequence)
 
     def _fail(self, request: Request, error: BaseException) -> None:
@@ -272,13 +284,15 @@ def make_sequence(
     request: Request,
     image: PreparedImage | None,
     adapter: Adapter | None = None,
+    *,
+    task: Task | None = None,
 ) -> Sequence:
     """A waiting sequence; it shares nothing where the request forbids to keep its image.
 
     An adapter changes what the prefix's positions hold, so the prefix is shared under it alone.
-    Raises what `ModelFrontend.make_task` raises.
+    Without its `task` that is made here, and raises what `ModelFrontend.make_task` raises.
     """
-    task = frontend.make_task(request)
+    task = task or frontend.make_task(request)
     return Sequence(
         seq_id=0,
         request=request,

@@ -8,6 +8,7 @@ import dataclasses
 from legato_engine.core import Request
 from legato_engine.models.model import Adapter
 from legato_engine.preprocess import Picture
+from legato_engine.tasks import Task
 
 Preparation = concurrent.futures.Future[Picture] | concurrent.futures.Future[Adapter]
 
@@ -18,6 +19,7 @@ class RequestJob:
 
     request: Request
     arrival: float
+    task: Task
     picture: Picture | concurrent.futures.Future[Picture] | None
     adapter: concurrent.futures.Future[Adapter] | None
 

@@ -596,6 +596,15 @@ def test_deadline_while_preparing(gated):
     assert world.core.load().waiting == 0
 
 
+def test_a_wrong_request_does_not_wait_for_its_picture(gated):
+    """What can be said of a request without its picture is said at once."""
+    world, frontend = gated
+    world.submit("r", QueryTask(question="word " * 1000), world.encoded(png()))
+    assert type(world.error("r")).__name__ == "PromptTooLong"
+    assert world.core.load().waiting == 0
+    frontend.gate.set()
+
+
 def test_abort_while_preparing(gated):
     """A request aborted while its picture is prepared never starts."""
     world, frontend = gated
