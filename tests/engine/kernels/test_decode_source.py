@@ -13,7 +13,7 @@ import pytest
 from legato_engine.kernels.cuda import compiler, streams
 from legato_engine.kernels.cuda.attention import SPLITS, attend_defines
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS, decode_defines, decode_forms
-from legato_engine.kernels.cuda.gained import Rows, expert_defines, gained_defines
+from legato_engine.kernels.cuda.gained_stages import Rows, expert_defines, gained_defines
 from legato_engine.kernels.cuda.head import head_defines
 from legato_engine.kernels.cuda.regions import embed_defines, region_defines
 from legato_engine.kernels.cuda.sampling import sampling_defines

@@ -8,9 +8,9 @@ import re
 
 import pytest
 import torch
-from legato_engine.kernels.cuda import attention, gained, streams
+from legato_engine.kernels.cuda import attention, gained_stages, streams
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS, DecoderSizes
-from legato_engine.kernels.cuda.gained import GainedSizes
+from legato_engine.kernels.cuda.gained_stages import GainedSizes
 from legato_engine.kernels.cuda.regions import BINS_STAGES, INNER_STAGES, RegionSizes
 from legato_engine.models.moondream.fused_sizes import gained_sizes, region_sizes
 from legato_engine.models.moondream.presets import (
@@ -60,8 +60,8 @@ def expert_shared(dtype: torch.dtype, batch: int) -> dict[str, int]:
     """Dynamic shared memory of the launches of Moondream 3's experts."""
     sizes = expert_sizes(dtype)
     launches = {
-        "experts_up": gained.up_stages(sizes, batch),
-        "experts_out": gained.out_stages(sizes, batch),
+        "experts_up": gained_stages.up_stages(sizes, batch),
+        "experts_out": gained_stages.out_stages(sizes, batch),
     }
     assert min(stages for stages, _ in launches.values()) >= 2
     return {name: num_bytes for name, (_, num_bytes) in launches.items()}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from legato_engine.kernels.cuda import gained
+from legato_engine.kernels.cuda import gained_stages
 from legato_engine.kernels.cuda.decoder import DecoderSizes, supported
-from legato_engine.kernels.cuda.gained import ExpertSizes, GainedSizes
+from legato_engine.kernels.cuda.gained_stages import ExpertSizes, GainedSizes
 from legato_engine.kernels.cuda.regions import RegionSizes
 from legato_engine.models.model import KVCache
 from legato_engine.models.moondream.config import Gelu, MoondreamConfig
@@ -34,7 +34,7 @@ def can_fuse(config: MoondreamConfig, kv: KVCache) -> bool:
     text, region = config.text, config.region
     if (text.tau is None) != (text.moe is None):
         return False
-    if text.moe is not None and not gained.supported(expert_sizes(config, kv.k_LNHSE.dtype)):
+    if text.moe is not None and not gained_stages.supported(expert_sizes(config, kv.k_LNHSE.dtype)):
         return False
     if region.inner_dim is not None and region.inner_dim % 64:
         return False
