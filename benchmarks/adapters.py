@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from legato_engine.device.cuda import CudaDevice
-from legato_engine.layers.lora import AdapterBank, MlpWeights
+from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import DecodeBatch, StepInputs
+from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.fused import FusedMoondream
 
 from benchmarks import record
@@ -27,14 +29,13 @@ SLOTS = 8
 
 def bank_of(bench: Bench, rank: int) -> AdapterBank:
     """All slots filled with random adapters of one rank."""
-    text = bench.config.text
     bank = bench.model.adapter_bank(SLOTS, rank)
     assert bank is not None, "this model takes adapters"
-    widths = text.dim, text.ff_dim, text.ff_dim, text.dim
-    for slot in range(1, SLOTS + 1):
-        shapes = ((text.num_layers, rank, width) for width in widths)
-        noise = (torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for shape in shapes)
-        bank.write(slot, MlpWeights(*(each / 64 for each in noise)))
+    for tensor in bank.weights.tensors:
+        for layer in tensor:
+            layer[1:].normal_(0, 1 / 64)
+    bank.rank_S[1:] = rank
+    bank.expert_rank_S[1:] = bank.rows(bank.rank_S, rank).expert_rows.rank
     return bank
 
 
@@ -54,22 +55,26 @@ def measure(
     network = bench.network
     kernels = FusedMoondream(bench.config, network.text, network.region, bench.kv, bank)
     rows = []
-    no_experts = [0] * bench.config.text.num_layers
     for batch in streams:
-        plain_ms = floor_ms(bench.config, batch, no_experts, 0)
         for adapters in sorted({1, min(SLOTS, batch)}) if rank else (0,):
+            torch.manual_seed(batch)  # the same tokens, so nearly the same experts, at all ranks
             inputs = bench.inputs(batch)
             slot_R = torch.zeros(ROWS, dtype=torch.int64, device=DEVICE)
             if bank is not None:
                 slot_R[inputs.row_B] = 1 + torch.arange(batch, device=DEVICE) % adapters
                 inputs = dataclasses.replace(inputs, adapter_slot_R=slot_R)
             out = bench.empty(batch)
+            step_ms = timed(device, functools.partial(kernels.forward, inputs, *out))
+            expert_LBK = None if kernels.expert_LBK is None else kernels.expert_LBK[:, :batch]
+            touched = _touched(bench.config, expert_LBK)
             figures = {
+                "model": bench.config.name,
                 "rank": rank,
                 "streams": batch,
                 "adapters": adapters,
-                "floor_ms": plain_ms + adapters * _adapter_ms(bench, rank),
-                "step_ms": timed(device, functools.partial(kernels.forward, inputs, *out)),
+                "floor_ms": floor_ms(bench.config, batch, touched, bench.expert_bytes)
+                + _adapter_ms(bench.config, rank, slot_R[inputs.row_B].tolist(), expert_LBK),
+                "step_ms": step_ms,
             }
             if bank is not None and torch_too:
                 work = functools.partial(by_torch, bench, inputs, bank, slot_R)
@@ -78,27 +83,57 @@ def measure(
     return rows
 
 
-def _adapter_ms(bench: Bench, rank: int) -> float:
-    text = bench.config.text
-    return text.num_layers * 2 * rank * (text.dim + text.ff_dim) * 2 / BANDWIDTH * 1e3
+def _touched(config: MoondreamConfig, expert_LBK: torch.Tensor | None) -> list[int]:
+    """Experts that the last step read, by layer."""
+    if expert_LBK is None or config.text.moe is None:
+        return [0] * config.text.num_layers
+    first = config.text.moe.first_layer
+    return [0] * first + [len(layer.unique()) for layer in expert_LBK[first:]]
+
+
+def _adapter_ms(
+    config: MoondreamConfig, rank: int, slots: Sequence[int], expert_LBK: torch.Tensor | None
+) -> float:
+    """The bytes of the adapters that a step must read, over the bandwidth."""
+    text, moe = config.text, config.text.moe
+    dense = text.num_layers if moe is None else moe.first_layer
+    values = dense * len({*slots}) * 2 * rank * (text.dim + text.ff_dim)
+    if moe is not None and expert_LBK is not None:
+        each = rank // moe.num_active * (2 * text.dim + 3 * moe.inner_dim)
+        for layer in expert_LBK[dense:].tolist():
+            values += each * len(
+                {(slot, e) for slot, k in zip(slots, layer, strict=True) for e in k}
+            )
+    return values * 2 / BANDWIDTH * 1e3
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure and record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks adapters", description=__doc__)
     parser.add_argument("--name", default="adapters", help="of the record")
+    parser.add_argument("--models", default="moondream2,moondream3", help="by commas")
     parser.add_argument("--ranks", type=_numbers, default=[0, 8, 64, 512])
     parser.add_argument("--streams", type=_numbers, default=[1, 8, 32])
     parser.add_argument("--torch", action="store_true", help="torch's operations, too")
     arguments = parser.parse_args(argv)
     device = CudaDevice(0)
-    with torch.inference_mode():
-        bench = Bench.make("moondream2")
-        rows = [
-            row
-            for rank in arguments.ranks
-            for row in measure(bench, device, rank, arguments.streams, arguments.torch)
-        ]
+    rows, tables = [], []
+    for model in arguments.models.split(","):
+        with torch.inference_mode():
+            bench = Bench.make(model)
+            own = [
+                row
+                for rank in arguments.ranks
+                for row in measure(bench, device, rank, arguments.streams, arguments.torch)
+            ]
+        del bench
+        rows += own
+        tables += [f"## {model}", _table(own)]
+    record.write(arguments.name, "Adapters in a decode step", {"rows": rows}, tables)
+    return 0
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     plain = {row["streams"]: row["step_ms"] for row in rows if row["rank"] == 0}
     cells = [
         [
@@ -110,9 +145,7 @@ def main(argv: Sequence[str]) -> int:
         for row in rows
     ]
     heads = ("rank", "streams", "adapters", "floor ms", "step ms", "more ms", "by torch ms")
-    title, table = "Adapters in a decode step: moondream2", record.table(heads, cells)
-    record.write(arguments.name, title, {"rows": rows}, [table])
-    return 0
+    return record.table(heads, cells)
 
 
 def _numbers(text: str) -> list[int]:

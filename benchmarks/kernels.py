@@ -107,6 +107,11 @@ class Bench:
         kernels = FusedMoondream(self.config, text, region, self.kv, stages=stages)
         return dataclasses.replace(self, kernels=kernels)
 
+    @property
+    def expert_bytes(self) -> int:
+        """Of a weight of an expert."""
+        return 1 if self.network.text.has_fp8_experts else 2
+
     def inputs(self, rows: int, tokens: int = 1) -> StepInputs:
         """`tokens` of each of `rows` at the benchmark's context, in a random order of rows.
 
@@ -319,12 +324,11 @@ def steps(
         works[part.name.lower()] = lambda part=part: kernels.layers(inputs, hidden_BD, (part,))
     kernels.forward(inputs, hidden_BD, logits_BV)
     touched = _touched(bench, batch)
-    expert_bytes = 1 if bench.network.text.has_fp8_experts else 2
     figures = {name: timed(device, work, repeats) for name, work in works.items()}
     if any(touched):
         figures["experts_touched"] = sum(touched) / sum(map(bool, touched))
     figures["attend_bytes_per_s"] = context_bytes(bench.config, shape[0]) / figures["attend"] * 1e3
-    floor = floor_ms(bench.config, shape[0], touched, expert_bytes)
+    floor = floor_ms(bench.config, shape[0], touched, bench.expert_bytes)
     return {"floor": floor, **figures}
 
 

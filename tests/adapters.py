@@ -1,4 +1,4 @@
-"""Random adapters of text MLPs, and the two kinds of files that hold them."""
+"""Random adapters of text MLPs and experts, and the two kinds of files that hold them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ def random_adapter(text: TextConfig, rank: int, seed: int = 0, scale: float = 1.
 
     tensors: Tensors = {}
     for layer in range(text.num_layers):
-        for name, inputs, outputs in (
-            ("fc1", text.dim, text.ff_dim),
-            ("fc2", text.ff_dim, text.dim),
-        ):
-            tensors[layer, f"{name}.lora_a"] = noise(rank, inputs) / inputs**0.5
-            tensors[layer, f"{name}.lora_b"] = noise(outputs, rank) * scale / rank**0.5
+        own, leading = rank, tuple[int, ...]()
+        maps = ((text.dim, text.ff_dim), (text.ff_dim, text.dim))
+        moe = text.moe
+        if moe is not None and layer >= moe.first_layer:
+            own, leading = rank // moe.num_active, (moe.num_experts,)
+            maps = (text.dim, 2 * moe.inner_dim), (moe.inner_dim, text.dim)
+        for name, (inputs, outputs) in zip(("fc1", "fc2"), maps, strict=True):
+            tensors[layer, f"{name}.lora_a"] = noise(*leading, own, inputs) / inputs**0.5
+            tensors[layer, f"{name}.lora_b"] = noise(*leading, outputs, own) * scale / own**0.5
     return tensors
 
 
@@ -50,16 +53,19 @@ def safetensors_file(
 
 
 def published_file(
-    tensors: Mapping[tuple[int, str], torch.Tensor], prefix: str = "text_model.lora."
+    tensors: Mapping[tuple[int, str], torch.Tensor],
+    prefix: str = "text_model.lora.",
+    text: TextConfig | None = None,
 ) -> bytes:
-    """An adapter as fine-tunes are published."""
-    return torch_file(
-        {
-            "lora_state_dict": {
-                f"{prefix}dense.{i}.{PUBLISHED[part]}": each for (i, part), each in tensors.items()
-            }
-        }
-    )
+    """An adapter as fine-tunes are published; `text` says which layers have experts, if any."""
+    moe = text.moe if text is not None else None
+
+    def place(layer: int) -> str:
+        is_dense = moe is None or layer < moe.first_layer
+        return f"dense.{layer}" if is_dense or moe is None else f"moe.{layer - moe.first_layer}"
+
+    named = {f"{prefix}{place(i)}.{PUBLISHED[part]}": each for (i, part), each in tensors.items()}
+    return torch_file({"lora_state_dict": named})
 
 
 def torch_file(content: object) -> bytes:

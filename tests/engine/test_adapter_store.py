@@ -9,7 +9,7 @@ import pytest
 import torch
 from legato_engine.adapter_store import AdapterStore
 from legato_engine.errors import AdapterNotFound, AdapterUnusable
-from legato_engine.layers.lora import MlpWeights
+from legato_engine.layers.lora import AdapterWeights, MlpWeights
 from legato_engine.models.model import Adapter
 
 MAX_VALUES = 100
@@ -32,7 +32,7 @@ class Reader:
         if data == b"bad":
             raise AdapterUnusable("no adapter")
         none = torch.zeros(0)
-        return Adapter(key, 8, MlpWeights(none, none, none, none), len(data))
+        return Adapter(key, 8, AdapterWeights(MlpWeights(none, none, none, none)), len(data))
 
 
 @pytest.fixture

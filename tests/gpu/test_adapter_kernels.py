@@ -10,13 +10,22 @@ import dataclasses
 import pytest
 import torch
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
-from legato_engine.layers.lora import AdapterBank, MlpWeights
+from legato_engine.layers.lora import AdapterBank, AdapterWeights, MlpWeights
 from legato_engine.models.model import DecodeBatch, KVCache, StepInputs
 from legato_engine.models.moondream.fused import FusedMoondream
 from legato_engine.models.moondream.model import MoondreamModel
 
 from tests.gpu import test_kernels
-from tests.gpu.test_kernels import DEVICE, ONE_PASS, ROWS, World, error, places, written
+from tests.gpu.test_kernels import (
+    DEVICE,
+    ONE_PASS,
+    ROWS,
+    World,
+    chosen,
+    error,
+    places,
+    written,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,6 +34,7 @@ pytestmark = [
 
 world = test_kernels.world  # all models
 RANKS = (3, 8, 64, 512)  # of slots 1 to 4
+SHARES = (1, 2, 8, 64)  # the same of one expert
 MAX_RANK = 512
 
 
@@ -34,7 +44,6 @@ class Adapted:
 
     world: World
     bank: AdapterBank
-    kernels: FusedMoondream
     slot_R: torch.Tensor
 
     def forward(
@@ -42,39 +51,49 @@ class Adapted:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One step of the kernels: hidden state and logits."""
         out = self.world.empty(len(inputs.row_B))
-        self.kernels.forward(dataclasses.replace(inputs, adapter_slot_R=slot_R), *out)
+        self.world.kernels.forward(dataclasses.replace(inputs, adapter_slot_R=slot_R), *out)
         return out
 
 
 def filled(world: World, model: MoondreamModel) -> AdapterBank:
     """Slots of all ranks, in the model's dtype, with changes as large as its own maps."""
-    text = world.config.text
+    moe = world.config.text.moe
     bank = model.adapter_bank(len(RANKS), MAX_RANK)
-    assert bank is not None, "only models without experts are asked"
+    assert bank is not None
     generator = torch.Generator(DEVICE).manual_seed(5)
-    for slot, rank in enumerate(RANKS, 1):
+
+    def noise(like_LSRW: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
+        shape = like_LSRW[:, 0, ..., :rank, :].shape
+        made = torch.randn(shape, device=DEVICE, generator=generator) * scale
+        return made.bfloat16().to(model.dtype)
+
+    def weights(slots: MlpWeights, rank: int) -> MlpWeights:
         tensors = []
-        for inputs, outputs in ((text.dim, text.ff_dim), (text.ff_dim, text.dim)):
-            for width, scale in ((inputs, inputs**-0.5), (outputs, 0.3 * rank**-0.5)):
-                shape = text.num_layers, rank, width
-                noise = torch.randn(shape, device=DEVICE, generator=generator) * scale
-                tensors.append(noise.bfloat16().to(model.dtype))
-        bank.write(slot, MlpWeights(*tensors))
+        for number, slot in enumerate(slots.tensors):
+            is_a = number % 2 == 0
+            tensors.append(noise(slot, rank, slot.shape[-1] ** -0.5 if is_a else 0.3 * rank**-0.5))
+        return MlpWeights(*tensors)
+
+    for slot, (rank, share) in enumerate(zip(RANKS, SHARES, strict=True), 1):
+        if moe is None:
+            bank.write(slot, AdapterWeights(weights(bank.weights.mlps, rank)))
+            continue
+        assert bank.weights.experts is not None
+        mlps = weights(bank.weights.mlps, share * moe.num_active)
+        bank.write(slot, AdapterWeights(mlps, weights(bank.weights.experts, share)))
     return bank
 
 
 @pytest.fixture(scope="module")
 def adapted(world: World) -> Adapted:
     """Neighbours share slots, or have none, or one each."""
-    if world.config.text.moe is not None:
-        pytest.skip("experts take no adapters")
     bank = filled(world, world.model)
     kernels = FusedMoondream(world.config, world.network.text, world.network.region, world.kv, bank)
     generator = torch.Generator(DEVICE).manual_seed(6)
     slot_R = torch.randint(0, len(RANKS) + 1, (ROWS,), device=DEVICE, generator=generator)
     rows = world.inputs().row_B
     slot_R[rows[:4]], slot_R[rows[4:8]] = 4, 0
-    return Adapted(world, bank, kernels, slot_R)
+    return Adapted(dataclasses.replace(world, kernels=kernels), bank, slot_R)
 
 
 def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
@@ -83,17 +102,18 @@ def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
     inputs = world.inputs().part(ONE_PASS)
     slot_B = adapted.slot_R[inputs.row_B]
     x_BD, _ = world.empty(MAX_TOKENS)
-    adapted.kernels.embed(inputs, x_BD)
+    world.kernels.embed(inputs, x_BD)
     before, where = world.snapshot(), places(inputs)
+    hidden_BD, logits_BV = adapted.forward(inputs, adapted.slot_R)
+    wide = KVCache(before.k_LNHSE.float(), before.v_LNHSE.float())
+    again = KVCache(wide.k_LNHSE.clone(), wide.v_LNHSE.clone())
     rows = adapted.bank.rows(slot_B, MAX_RANK)
-    plain_BD = world.model.decode(x_BD, dataclasses.replace(where, adapters=rows), before)
-    wide = KVCache(world.kv.k_LNHSE.float(), world.kv.v_LNHSE.float())
     exact_rows = filled(world, world.exact).rows(slot_B, MAX_RANK)
     batch = DecodeBatch(where.positions_B, where.page_table_BM, exact_rows)
-    exact_BD = world.exact.decode(x_BD.float(), batch, wide)
-    again = KVCache(wide.k_LNHSE.clone(), wide.v_LNHSE.clone())
+    with chosen(world):
+        plain_BD = world.model.decode(x_BD, dataclasses.replace(where, adapters=rows), before)
+        exact_BD = world.exact.decode(x_BD.float(), batch, wide)
     untouched_BD = world.exact.decode(x_BD.float(), where, again)
-    hidden_BD, logits_BV = adapted.forward(inputs, adapted.slot_R)
     assert error(hidden_BD, exact_BD) <= 1.2 * error(plain_BD, exact_BD)
     assert error(untouched_BD, exact_BD) > 10 * error(hidden_BD, exact_BD), "adapters matter"
     assert error(logits_BV, world.exact.logits(exact_BD)) < 0.05

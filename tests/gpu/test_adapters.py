@@ -22,6 +22,7 @@ from legato_engine.core import (
 )
 from legato_engine.engine import make_sequence
 from legato_engine.kernels import ops, reference
+from legato_engine.kernels.low_rank import AdapterRows
 from legato_engine.models.model import Adapter
 from legato_engine.models.moondream.presets import moondream2_config
 from legato_engine.sequence import Sequence
@@ -47,7 +48,7 @@ def test_a_captured_step_follows_the_slots() -> None:
     a_SRI[0] = b_SRO[0] = 0
     slot_T = torch.zeros(8, dtype=torch.int64, device="cuda")
     rank_S = torch.full((5,), 16, device="cuda")
-    rows = ops.AdapterRows(slot_T, rank_S, 16)
+    rows = AdapterRows(slot_T, rank_S, 16)
     ops.add_low_rank(out_TO.clone(), x_TI, a_SRI, b_SRO, rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

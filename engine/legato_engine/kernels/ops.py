@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from legato_engine.kernels import reference
 from legato_engine.kernels.cuda import fused_attention, grouped, prefill
 from legato_engine.kernels.experts import ExpertWeights, Routes
+from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters
 
 _ALIGNMENT = 16  # bytes; where rows of matrices begin elsewhere, libraries are several times slower
 
@@ -54,19 +55,6 @@ class Span:
             self.pages_M[positions_T // page_size],
             positions_T % page_size,
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class AdapterRows:
-    """Which adapter slot each of T tokens reads, all int64; slot 0 is none.
-
-    `slot_T` of one element speaks for all tokens. `rank_S` are the slots' own ranks, and `rank` is
-    at least that of every slot named: known on the host, so that a step's cost is.
-    """
-
-    slot_T: torch.Tensor
-    rank_S: torch.Tensor
-    rank: int
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -198,15 +186,17 @@ def experts(
     down: ExpertWeights,
     *,
     capturable: bool,
+    adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """[T, D]: each token through its experts, summed by their shares.
 
     An expert is `down(gelu(u) * (g + 1))`, gelu exact, where u and g are the halves of `up(x)`.
-    On the CPU a row's bits depend on nothing but that row. Elsewhere, with `capturable`, nothing is
-    read on the host and no shape depends on the routes.
+    Adapters change both maps, each token's by its slot. On the CPU a row's bits depend on nothing
+    but that row and its adapter. Elsewhere, with `capturable`, nothing is read on the host and no
+    shape depends on the routes.
     """
     if grouped.can_group(x_TD, up, down):
-        return grouped.experts(x_TD, routes, up, down)
+        return grouped.experts(x_TD, routes, up, down, adapters)
     if capturable and x_TD.device.type != "cpu":
-        return reference.experts_gathered(x_TD, routes, up, down)
-    return reference.experts_sorted(x_TD, routes, up, down)
+        return reference.experts_gathered(x_TD, routes, up, down, adapters)
+    return reference.experts_sorted(x_TD, routes, up, down, adapters)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from legato_engine.kernels.experts import ExpertWeights, Routes
+from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMap
 
 _SCRATCH_PAGE = 0
 _NO_SLOT = 0
@@ -211,7 +212,11 @@ def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
 
 
 def experts_sorted(
-    x_TD: torch.Tensor, routes: Routes, up: ExpertWeights, down: ExpertWeights
+    x_TD: torch.Tensor,
+    routes: Routes,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """See `ops.experts`; one product for each expert that has tokens, their numbers on the host.
 
@@ -224,21 +229,51 @@ def experts_sorted(
     counts = torch.bincount(expert_J, minlength=len(up.weight_XOI)).tolist()
     for expert, pairs in enumerate(torch.split(order_J, counts)):
         if len(pairs):
-            rows_TD = _whole_blocks(x_TD[pairs // routes.expert_TK.shape[1]])
-            inner_TI = gate(_one_expert(rows_TD, up, expert))
-            out_JD[pairs] = _one_expert(inner_TI, down, expert)[: len(pairs)]
+            tokens, count = pairs // routes.expert_TK.shape[1], len(pairs)
+            rows_TD = _whole_blocks(x_TD[tokens])
+            both_TO = _one_expert(rows_TD, up, expert)
+            if adapters is not None:
+                own = expert, adapters.rows, tokens
+                _change_rows(both_TO[:count], rows_TD[:count], adapters.up, *own)
+            inner_TI = gate(both_TO)
+            out_JD[pairs] = _one_expert(inner_TI, down, expert)[:count]
+            if adapters is not None:
+                own_TD = out_JD[pairs]
+                _change_rows(own_TD, inner_TI[:count], adapters.down, *own)
+                out_JD[pairs] = own_TD
     return _shared_out(out_JD.view(*routes.expert_TK.shape, -1), routes)
 
 
 def experts_gathered(
-    x_TD: torch.Tensor, routes: Routes, up: ExpertWeights, down: ExpertWeights
+    x_TD: torch.Tensor,
+    routes: Routes,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """See `ops.experts`; a copy of the weights for each token, so for few tokens only."""
-    out_TKD = [
-        _own_expert(gate(_own_expert(x_TD, up, expert_T)), down, expert_T)
-        for expert_T in routes.expert_TK.unbind(1)
-    ]
+    out_TKD = []
+    for expert_T in routes.expert_TK.unbind(1):
+        both_TO = _own_expert(x_TD, up, expert_T)
+        if adapters is not None:
+            slot_T = adapters.rows.slot_T.expand(len(x_TD))
+            own = slot_T, expert_T, adapters.rows.rank
+            both_TO = both_TO + own_low_rank(x_TD, adapters.up, *own)
+        inner_TI = gate(both_TO)
+        out_TD = _own_expert(inner_TI, down, expert_T)
+        if adapters is not None:
+            out_TD = out_TD + own_low_rank(inner_TI, adapters.down, *own)
+        out_TKD.append(out_TD)
     return _shared_out(torch.stack(out_TKD, dim=1), routes)
+
+
+def own_low_rank(
+    x_JI: torch.Tensor, change: ExpertMap, slot_J: torch.Tensor, expert_J: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """[J, O]: B(A x) of each row's slot and expert, of which every row has a copy."""
+    index_J = slot_J * change.a_SXRI.shape[1] + expert_J
+    a_JRI, b_JRO = (each.flatten(0, 1)[:, :rank].index_select(0, index_J) for each in change)
+    return torch.bmm(torch.bmm(x_JI[:, None], a_JRI.transpose(1, 2)), b_JRO)[:, 0]
 
 
 def gate(z: torch.Tensor) -> torch.Tensor:
@@ -249,6 +284,20 @@ def gate(z: torch.Tensor) -> torch.Tensor:
     """
     u, g = z.float().chunk(2, dim=-1)
     return (F.gelu(u.contiguous()) * (g + 1.0)).to(z.dtype)
+
+
+def _change_rows(
+    out_TO: torch.Tensor,
+    x_TI: torch.Tensor,
+    change: ExpertMap,
+    expert: int,
+    rows: AdapterRows,
+    tokens: torch.Tensor,
+) -> None:
+    """Add one expert's low-rank change to rows that are these tokens'."""
+    slot_T = rows.slot_T if len(rows.slot_T) == 1 else rows.slot_T[tokens]
+    a_SRI, b_SRO = change.a_SXRI[:, expert], change.b_SXRO[:, expert]
+    add_low_rank_rows(out_TO, x_TI, a_SRI, b_SRO, slot_T, rows.rank_S)
 
 
 def _one_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Low-rank adapters of MLPs in device slots at fixed addresses.
+"""Low-rank adapters of MLPs and experts in device slots at fixed addresses.
 
-Shape legend: L layers, S slots, R ranks, D width, F inner width, T tokens.
+Shape legend: L layers, S slots, R ranks, D width, F inner width, T tokens, W any width; X experts,
+Q ranks of one expert.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import torch
 
 from legato_engine.kernels import ops
-from legato_engine.kernels.ops import AdapterRows
+from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMap
 
 LEAST_RANK = 8
 """Launches are captured for ranks that double from here."""
@@ -20,7 +21,8 @@ LEAST_RANK = 8
 class MlpWeights:
     """The adapters of all MLPs: B(A x) is added to what fc1 and fc2 give, without another factor.
 
-    Of one adapter the tensors are without S.
+    Of one adapter the tensors are without S. Of experts they are [L, S, X, Q, W], an expert's fc1
+    giving both halves of its gated unit.
     """
 
     fc1_a_LSRD: torch.Tensor
@@ -32,6 +34,66 @@ class MlpWeights:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All four, in this order."""
         return self.fc1_a_LSRD, self.fc1_b_LSRF, self.fc2_a_LSRF, self.fc2_b_LSRD
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights:
+    """The adapters of a decoder: of its MLPs, and of the experts in the layers behind them."""
+
+    mlps: MlpWeights
+    experts: MlpWeights | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those of the MLPs, then those of the experts."""
+        return (*self.mlps.tensors, *(self.experts.tensors if self.experts is not None else ()))
+
+    @property
+    def rank(self) -> int:
+        """Of one adapter; its experts have a share of it each."""
+        return self.mlps.fc1_a_LSRD.shape[-2]
+
+    def pinned(self) -> AdapterWeights:
+        """The same in page-locked memory."""
+        mlps, experts = (
+            None if each is None else MlpWeights(*(tensor.pin_memory() for tensor in each.tensors))
+            for each in (self.mlps, self.experts)
+        )
+        assert mlps is not None, "a decoder's MLPs are always there, if only in no layers"
+        return AdapterWeights(mlps, experts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertBankSizes:
+    """The layers with experts; a token's `num_active` experts have a share of the rank each."""
+
+    num_layers: int
+    num_experts: int
+    num_active: int
+    inner_dim: int
+
+    def rank(self, rank: int) -> int:
+        """Of one expert, in an adapter of that rank; at least 1, so that there is always room."""
+        return max(1, rank // self.num_active)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BankSizes:
+    """What adapters change: `num_layers` with an MLP, then those with experts."""
+
+    num_layers: int
+    dim: int
+    ff_dim: int
+    experts: ExpertBankSizes | None = None
+
+    def widths(self) -> tuple[int, int, int, int]:
+        """Of an MLP's tensors."""
+        return self.dim, self.ff_dim, self.ff_dim, self.dim
+
+    def expert_widths(self) -> tuple[int, int, int, int]:
+        """Of an expert's."""
+        assert self.experts is not None, "there are none"
+        return self.dim, 2 * self.experts.inner_dim, self.experts.inner_dim, self.dim
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +112,9 @@ class MlpAdapters:
         return ops.add_low_rank(out_TD, x_TF, self.weights[2], self.weights[3], self.rows)
 
 
+BlockAdapters = MlpAdapters | ExpertAdapters
+
+
 class AdapterBank:
     """Room for `num_slots` adapters up to `max_rank`; slot 0 is none and stays zero.
 
@@ -57,56 +122,75 @@ class AdapterBank:
     """
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        dim: int,
-        ff_dim: int,
-        num_slots: int,
-        max_rank: int,
-        like: torch.Tensor,
+        self, sizes: BankSizes, *, num_slots: int, max_rank: int, like: torch.Tensor
     ) -> None:
         """`like` has the device and the dtype of the model's weights."""
-        shape = num_layers, num_slots + 1, max_rank
-        self.weights = MlpWeights(*(like.new_zeros(*shape, w) for w in (dim, ff_dim, ff_dim, dim)))
-        self.rank_S = like.new_zeros(num_slots + 1, dtype=torch.int64)
+        slots, experts = num_slots + 1, sizes.experts
+        shape = sizes.num_layers, slots, max_rank
+        mlps = MlpWeights(*(like.new_zeros(*shape, width) for width in sizes.widths()))
+        routed = None
+        if experts is not None:
+            room = experts.num_layers, slots, experts.num_experts, experts.rank(max_rank)
+            routed = MlpWeights(*(like.new_zeros(*room, width) for width in sizes.expert_widths()))
+        self.weights = AdapterWeights(mlps, routed)
+        self.rank_S = like.new_zeros(slots, dtype=torch.int64)
         """The slots' own ranks."""
+        self.expert_rank_S = like.new_zeros(slots, dtype=torch.int64)
+        """Those of one expert."""
         self.max_rank = max_rank
         self.ranks = _doubling(max_rank)
         """The ranks of captured launches, rising."""
+        self._sizes = sizes
+
+    @property
+    def num_mlps(self) -> int:
+        """Layers with an MLP; those with experts follow."""
+        return self._sizes.num_layers
 
     @property
     def values_per_slot(self) -> int:
         """Numbers that an adapter of the highest rank has."""
         return sum(tensor[:, 0].numel() for tensor in self.weights.tensors)
 
-    def write(self, slot: int, adapter: MlpWeights) -> None:
+    def write(self, slot: int, adapter: AdapterWeights) -> None:
         """Put an adapter into a slot that no launch before this reads."""
-        for slots_LSRW, own_LRW in zip(self.weights.tensors, adapter.tensors, strict=True):
-            rank = own_LRW.shape[1]
-            slots_LSRW[:, slot, :rank].copy_(own_LRW, non_blocking=True)
-            slots_LSRW[:, slot, rank:].zero_()
-        self.rank_S[slot] = rank
+        for slots, own in zip(self.weights.tensors, adapter.tensors, strict=True):
+            room, rank = slots[:, slot], own.shape[-2]
+            room[..., :rank, :].copy_(own, non_blocking=True)
+            room[..., rank:, :].zero_()
+        self.rank_S[slot] = adapter.rank
+        if self._sizes.experts is not None:
+            self.expert_rank_S[slot] = self._sizes.experts.rank(adapter.rank)
 
     def bucket(self, rank: int) -> int:
         """The rank that a launch is captured for, 0 for none."""
         return next(each for each in self.ranks if each >= rank) if rank else 0
 
     def rows(self, slot_T: torch.Tensor, rank: int) -> AdaptedRows:
-        """The tokens of a launch by their slots, see `ops.AdapterRows`; `rank` is of `ranks`."""
-        return AdaptedRows(self.weights, AdapterRows(slot_T, self.rank_S, rank))
+        """The tokens of a launch by their slots, see `AdapterRows`; `rank` is of `ranks`."""
+        experts, rows = self._sizes.experts, AdapterRows(slot_T, self.rank_S, rank)
+        if experts is None:
+            return AdaptedRows(self.weights, rows, rows)
+        routed = AdapterRows(slot_T, self.expert_rank_S, experts.rank(rank))
+        return AdaptedRows(self.weights, rows, routed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdaptedRows:
-    """The tokens of a launch, and the slots that they read."""
+    """The tokens of a launch and the slots that they read; `expert_rows` have an expert's ranks."""
 
-    weights: MlpWeights
+    weights: AdapterWeights
     rows: AdapterRows
+    expert_rows: AdapterRows
 
-    def layer(self, index: int) -> MlpAdapters:
+    def layer(self, index: int) -> BlockAdapters:
         """One layer's part."""
-        return MlpAdapters(tuple(each[index] for each in self.weights.tensors), self.rows)
+        dense = len(self.weights.mlps.fc1_a_LSRD)
+        if index < dense:
+            return MlpAdapters(tuple(each[index] for each in self.weights.mlps.tensors), self.rows)
+        assert self.weights.experts is not None, "a layer behind the last"
+        up_a, up_b, down_a, down_b = (each[index - dense] for each in self.weights.experts.tensors)
+        return ExpertAdapters(ExpertMap(up_a, up_b), ExpertMap(down_a, down_b), self.expert_rows)
 
 
 def _doubling(most: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from legato_engine.kernels import ops
 from legato_engine.kernels.experts import ExpertWeights
+from legato_engine.kernels.low_rank import ExpertAdapters
 from legato_engine.layers.linear import Linear
 
 
@@ -47,11 +48,13 @@ class MoE(nn.Module):
         self.fc1 = ExpertLinear(num_experts, dim, 2 * inner_dim)
         self.fc2 = ExpertLinear(num_experts, inner_dim, dim)
 
-    def forward(self, x_TD: torch.Tensor, *, capturable: bool) -> torch.Tensor:
+    def forward(
+        self, x_TD: torch.Tensor, adapters: ExpertAdapters | None = None, *, capturable: bool
+    ) -> torch.Tensor:
         """[T, D]; `capturable`: nothing may be read on the host, unless that is the CPU."""
         routes = ops.route(self.router(x_TD), self._num_active)
         up, down = self.fc1.weights(), self.fc2.weights()
-        return ops.experts(x_TD, routes, up, down, capturable=capturable)
+        return ops.experts(x_TD, routes, up, down, capturable=capturable, adapters=adapters)
 
     def use_fp8(self) -> None:
         """See `ExpertLinear`."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch  # frontends import this module, and they never load torch
 
     from legato_engine.kernels.cuda.sampling import RowTensors
-    from legato_engine.layers.lora import AdaptedRows, AdapterBank, MlpWeights
+    from legato_engine.layers.lora import AdaptedRows, AdapterBank, AdapterWeights
     from legato_engine.speculative.proposer import Proposer
 
 
@@ -111,7 +111,7 @@ class Adapter:
 
     key: str
     rank: int
-    weights: MlpWeights
+    weights: AdapterWeights
     num_bytes: int
 
 

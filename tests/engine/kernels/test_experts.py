@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import grouped
 from legato_engine.kernels.experts import ExpertWeights, Routes
+from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMap
 
 from tests.engine.kernels.expert_cases import (
     DIM,
@@ -58,6 +59,64 @@ def test_e4m3_weights_count_by_their_scales(form):
     torch.testing.assert_close(
         form(x_TD, routes, up, down).double(), expected_TD, rtol=1e-5, atol=1e-5
     )
+
+
+SLOTS, RANK = 3, 2
+
+
+def changes(dtype=torch.float32):
+    """Slots of an expert's ranks 2 and 1 behind slot 0, for both maps."""
+    generator = torch.Generator().manual_seed(3)
+    rank_S, maps = torch.tensor([0, RANK, 1]), []
+    for inputs, outputs in ((DIM, 2 * INNER), (INNER, DIM)):
+        a_SXRI = torch.zeros(SLOTS, NUM_EXPERTS, RANK, inputs, dtype=dtype)
+        b_SXRO = torch.zeros(SLOTS, NUM_EXPERTS, RANK, outputs, dtype=dtype)
+        for slot, rank in enumerate(rank_S.tolist()):
+            for each_SXRW, scale in ((a_SXRI, inputs**-0.5), (b_SXRO, 1.0)):
+                shape = each_SXRW[slot, :, :rank].shape
+                each_SXRW[slot, :, :rank] = torch.randn(shape, generator=generator) * scale
+        maps.append(ExpertMap(a_SXRI, b_SXRO))
+    return maps, rank_S
+
+
+def with_change(layer, change, slot):
+    """The experts of a token that reads this slot, the change in their weights."""
+    a_XRI, b_XRO = change.a_SXRI[slot], change.b_SXRO[slot]
+    return ExpertWeights(layer.weight_XOI + b_XRO.transpose(1, 2) @ a_XRI, None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("slots", [[0], [1], [2], [1, 0, 2, 2, 0, 1, 1, 2, 1, 0]])
+def test_adapters_are_as_in_the_weights(form, slots):
+    """Every form gives each token what experts with its slot's change in them give."""
+    x_TD, routes = tokens(10)
+    (up, down), (maps, rank_S) = layers(), changes()
+    adapters = ExpertAdapters(maps[0], maps[1], AdapterRows(torch.tensor(slots), rank_S, RANK))
+    out_TD = form(x_TD, routes, up, down, adapters)
+    for token, slot in enumerate(slots if len(slots) > 1 else slots * len(x_TD)):
+        one = slice(token, token + 1)
+        own = Routes(routes.expert_TK[one], routes.share_TK[one])
+        merged = (with_change(*pair, slot) for pair in zip((up, down), maps, strict=True))
+        expected_1D = by_hand(x_TD[one], own, *merged)
+        torch.testing.assert_close(out_TD[one].double(), expected_1D, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_change_nobody_else():
+    """On the CPU a row's bits depend on its own slot alone; those of slot 0 are as without."""
+    x_TD, routes = tokens(20)
+    (up, down), (maps, rank_S) = layers(), changes()
+
+    def out(rows, slots):
+        some = Routes(routes.expert_TK[rows], routes.share_TK[rows])
+        adapters = ExpertAdapters(maps[0], maps[1], AdapterRows(torch.tensor(slots), rank_S, RANK))
+        return ops.experts(x_TD[rows], some, up, down, capturable=True, adapters=adapters)
+
+    slots = [0, 1, 2, 1] * 5
+    whole_TD = out(range(20), slots)
+    for row, slot in enumerate(slots):
+        assert torch.equal(out([row], [slot])[0], whole_TD[row])
+    plain_TD = ops.experts(x_TD, routes, up, down, capturable=True)
+    assert torch.equal(whole_TD[::4], plain_TD[::4])
 
 
 def test_one_unit_by_hand():

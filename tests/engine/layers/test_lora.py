@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from legato_engine.kernels import ops, reference
+from legato_engine.kernels.low_rank import AdapterRows
 
 
 def slots_of(ranks, inputs, outputs, max_rank):
@@ -30,5 +31,5 @@ def test_gathered_and_row_by_row_agree(slots, rank):
         expected[row] += b_SRO[slot].t() @ (a_SRI[slot] @ x_TI[row])
     gathered = reference.add_low_rank_gathered(out_TO, x_TI, a_SRI, b_SRO, slot_T, rank)
     torch.testing.assert_close(gathered, expected)
-    rows = ops.AdapterRows(slot_T, rank_S, rank)
+    rows = AdapterRows(slot_T, rank_S, rank)
     torch.testing.assert_close(ops.add_low_rank(out_TO, x_TI, a_SRI, b_SRO, rows), expected)

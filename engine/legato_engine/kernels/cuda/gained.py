@@ -27,6 +27,7 @@ from legato_engine.kernels.cuda.decoder import (
     Part,
     Stages,
 )
+from legato_engine.kernels.cuda.expert_adapters import LayerChanges, RoutedAdapters
 from legato_engine.kernels.cuda.gained_stages import (
     BUDGET,
     GainedSizes,
@@ -40,6 +41,7 @@ from legato_engine.kernels.cuda.module import Kernel, Module
 from legato_engine.kernels.experts import ExpertWeights
 
 _GAIN_TOKENS = 8  # of a thread block of `gains`
+_NO_CHANGE = None, None, None
 _ROWS = 8  # pairs of rows of an expert's first map, a thread block of `experts_up`
 
 
@@ -74,6 +76,10 @@ class GainedLayer:
 
     gains: Gains
     maps: LayerWeights | ExpertLayer
+
+
+_Where = tuple[Places, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
+"""Of one layer: the tokens' places, its keys and values, and the angles."""
 
 
 class _Kernels:
@@ -141,29 +147,73 @@ class GainedDecoder:
         parts: Collection[Part] = tuple(Part),
         adapters: StepAdapters | None = None,
     ) -> None:
-        """See `Decoder.layers`; there are no adapters of such layers."""
-        assert adapters is None, "layers with gains take no adapters"
-        batch = x_BD.shape[0]
+        """See `Decoder.layers`; adapters are `RoutedAdapters`."""
+        assert adapters is None or isinstance(adapters, RoutedAdapters), "of another decoder"
+        row_B = places.row_B
         for layer, weights in enumerate(layers):
-            keys, values = k_LNHSE[layer], v_LNHSE[layer]
-            maps = weights.maps
-            routed = isinstance(maps, ExpertLayer)
-            if Part.LAYER_IN in parts:
-                self._layer_in(x_BD, maps)
-            if isinstance(maps, ExpertLayer) and Part.EXPERTS in parts:
-                self._experts_up(batch, layer, maps)
-            if Part.GAINS in parts:
-                self._gain(batch, weights.gains, places, keys, values, angles, behind=routed)
-            if Part.ATTEND in parts:
-                self._decoder.attend(places, keys, values)
-            if Part.LAYER_OUT not in parts:
+            where = places, k_LNHSE[layer], v_LNHSE[layer], angles
+            if isinstance(weights.maps, ExpertLayer):
+                changes = None
+                if adapters is not None:
+                    changes = adapters.experts(layer, self.expert_LBK[layer], row_B)
+                self._routed_layer(x_BD, layer, weights.gains, weights.maps, where, parts, changes)
                 continue
-            if isinstance(maps, ExpertLayer):
-                self._experts_out(x_BD, layer, maps)
-            else:
-                self._decoder.layer_out(x_BD, maps)
+            change_BF = None if adapters is None else adapters.inner(layer, x_BD, row_B)
+            if Part.LAYER_IN in parts:
+                self._layer_in(x_BD, weights.maps, change_BF)
+            self._attention(len(x_BD), weights.gains, where, parts, behind=False)
+            mixed_BF, change_BD = self._decoder.mixed_BF, None
+            if adapters is not None:
+                change_BD = adapters.outer(layer, mixed_BF, row_B)
+            if Part.LAYER_OUT in parts:
+                self._decoder.layer_out(x_BD, weights.maps, change_BD)
 
-    def _layer_in(self, x_BD: torch.Tensor, maps: LayerWeights | ExpertLayer) -> None:
+    def _routed_layer(
+        self,
+        x_BD: torch.Tensor,
+        layer: int,
+        gains: Gains,
+        maps: ExpertLayer,
+        where: _Where,
+        parts: Collection[Part],
+        changes: LayerChanges | None,
+    ) -> None:
+        """A layer with experts.
+
+        What adapters change stands where kernels have time: the experts' first map needs its change
+        at its first sums only, the inner activations pass A beside the gains, and B beside
+        attention.
+        """
+        if Part.LAYER_IN in parts:
+            self._layer_in(x_BD, maps, None)
+        if Part.EXPERTS in parts:
+            if changes is not None:
+                changes.first(self._normed_BD, self._logits_BX)
+            self._experts_up(len(x_BD), layer, maps, changes)
+            if changes is not None:
+                changes.shrink(self._inner_BKI)
+        self._attention(len(x_BD), gains, where, parts, behind=True)
+        if Part.LAYER_OUT in parts:
+            if changes is not None:
+                changes.expand(self._share_LBK[layer])
+            self._experts_out(x_BD, layer, maps, changes)
+
+    def _attention(
+        self, batch: int, gains: Gains, where: _Where, parts: Collection[Part], *, behind: bool
+    ) -> None:
+        """The gains, and the heads' output; `behind` other kernels than the layer's first."""
+        places, keys, values, angles = where
+        if Part.GAINS in parts:
+            self._gain(batch, gains, places, keys, values, angles, behind=behind)
+        if Part.ATTEND in parts:
+            self._decoder.attend(places, keys, values)
+
+    def _layer_in(
+        self,
+        x_BD: torch.Tensor,
+        maps: LayerWeights | ExpertLayer,
+        change_BF: torch.Tensor | None,
+    ) -> None:
         batch, sizes = x_BD.shape[0], self._sizes.decoder
         routed = isinstance(maps, ExpertLayer)
         kernels = self._kernels[streams.tiles_for(batch)]
@@ -175,7 +225,7 @@ class GainedDecoder:
             (
                 *(x_BD, maps.weights_in, maps.folded_in, *norm),
                 *(self._qkv_BC, self._features_BC, self._decoder.mixed_BF),
-                *(self._logits_BX, self._normed_BD, batch, kernels.in_stages),
+                *(self._logits_BX, self._normed_BD, change_BF, batch, kernels.in_stages),
             ),
             shared=streams.whole_shared(sizes.dim, batch, kernels.in_stages),
             overlap=True,
@@ -203,7 +253,9 @@ class GainedDecoder:
             overlap=True,
         )
 
-    def _experts_up(self, batch: int, layer: int, maps: ExpertLayer) -> None:
+    def _experts_up(
+        self, batch: int, layer: int, maps: ExpertLayer, changes: LayerChanges | None
+    ) -> None:
         kernels = self._kernels[streams.tiles_for(batch)]
         stages, shared = up_stages(self._sizes, batch)
         kernels.up.launch(
@@ -211,13 +263,17 @@ class GainedDecoder:
             streams.THREADS,
             (
                 *(self._normed_BD, self._logits_BX, *_weights(maps.up), self._inner_BKI),
-                *(self.expert_LBK[layer], self._share_LBK[layer], batch, stages),
+                *(self.expert_LBK[layer], self._share_LBK[layer]),
+                *(_NO_CHANGE if changes is None else changes.of_first),
+                *(batch, stages),
             ),
             shared=shared,
             overlap=True,
         )
 
-    def _experts_out(self, x_BD: torch.Tensor, layer: int, maps: ExpertLayer) -> None:
+    def _experts_out(
+        self, x_BD: torch.Tensor, layer: int, maps: ExpertLayer, changes: LayerChanges | None
+    ) -> None:
         batch = x_BD.shape[0]
         kernels = self._kernels[streams.tiles_for(batch)]
         stages, shared = out_stages(self._sizes, batch)
@@ -227,7 +283,7 @@ class GainedDecoder:
             (
                 *(self._inner_BKI, self.expert_LBK[layer], self._share_LBK[layer]),
                 *(self._decoder.mixed_BF, *_weights(maps.down), maps.proj_DD, maps.proj_bias),
-                *(x_BD, batch, stages),
+                *(x_BD, *(_NO_CHANGE if changes is None else changes.of_second), batch, stages),
             ),
             shared=shared,
             overlap=True,

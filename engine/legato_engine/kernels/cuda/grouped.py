@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from legato_engine.kernels.experts import ExpertWeights, Routes
-from legato_engine.kernels.reference import gate
+from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMap
+from legato_engine.kernels.reference import gate, own_low_rank
 
 _CAPABILITY = (9, 0)
 _ALIGNMENT = 8  # values: rows begin at multiples of 16 bytes
@@ -33,14 +34,26 @@ def can_group(x_TD: torch.Tensor, up: ExpertWeights, down: ExpertWeights) -> boo
 
 
 def experts(
-    x_TD: torch.Tensor, routes: Routes, up: ExpertWeights, down: ExpertWeights
+    x_TD: torch.Tensor,
+    routes: Routes,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """See `ops.experts`."""
     num_active = routes.expert_TK.shape[1]
     expert_J, order_J = routes.expert_TK.flatten().sort(stable=True)
     bound_X = _bounds(expert_J, len(up.weight_XOI))
-    inner_JI = gate(_product(x_TD[order_J // num_active], up, expert_J, bound_X))
+    token_J = order_J // num_active
+    x_JD = x_TD[token_J]
+    both_JO = _product(x_JD, up, expert_J, bound_X)
+    if adapters is not None:
+        where = adapters.rows, token_J, expert_J, bound_X
+        both_JO = both_JO + _change(x_JD, adapters.up, *where)
+    inner_JI = gate(both_JO)
     sorted_JD = _product(inner_JI, down, expert_J, bound_X)
+    if adapters is not None:
+        sorted_JD = sorted_JD + _change(inner_JI, adapters.down, *where)
     out_JD = torch.empty_like(sorted_JD)
     out_JD[order_J] = sorted_JD
     out_TKD = out_JD.view(-1, num_active, x_TD.shape[1]).float()
@@ -61,3 +74,22 @@ def _product(
     if layer.scale_XO is None:
         return out_JO
     return (out_JO.float() * layer.scale_XO[expert_J]).to(x_JI.dtype)
+
+
+def _change(
+    x_JI: torch.Tensor,
+    change: ExpertMap,
+    rows: AdapterRows,
+    token_J: torch.Tensor,
+    expert_J: torch.Tensor,
+    bound_X: torch.Tensor,
+) -> torch.Tensor:
+    """[J, O]: B(A x) of each pair's slot and expert: grouped too, where all have one slot."""
+    if len(rows.slot_T) > 1:
+        return own_low_rank(x_JI, change, rows.slot_T[token_J], expert_J, rows.rank)
+    padding = (0, 0, 0, -rows.rank % _ALIGNMENT)
+    a_XRI, b_XRO = (
+        F.pad(each[:, :, : rows.rank].index_select(0, rows.slot_T)[0], padding) for each in change
+    )
+    low_JR = F.grouped_mm(x_JI, a_XRI.transpose(1, 2), offs=bound_X)
+    return F.grouped_mm(low_JR, b_XRO, offs=bound_X)

@@ -10,11 +10,7 @@ from typing import cast
 
 import torch
 
-from legato_engine.kernels.cuda.adapters import (
-    LowRank,
-    Slots,
-    StepAdapters,
-)
+from legato_engine.kernels.cuda.adapters import StepAdapters
 from legato_engine.kernels.cuda.attention import Places
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
@@ -35,6 +31,7 @@ from legato_engine.kernels.cuda.sampling import PayloadReader, RowTensors
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import KVCache, StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.models.moondream.fused_adapters import FusedAdapters
 from legato_engine.models.moondream.fused_sizes import (
     decoder_sizes,
     gained_sizes,
@@ -42,7 +39,6 @@ from legato_engine.models.moondream.fused_sizes import (
 )
 from legato_engine.models.moondream.fused_weights import (
     gained_layer,
-    layer_adapters,
     normed_map,
     plain_layer,
     value_bins,
@@ -91,14 +87,7 @@ class FusedMoondream:
             self.expert_LBK = self._decoder.expert_LBK
         self._head = normed_map([text.lm_head], text.post_ln)
         self._angles = text.rope.cos_PR, text.rope.sin_PR
-        self._bank = adapters
-        if adapters is not None:
-            self._adapted = [
-                layer_adapters(cast(TextBlock, block), adapters, layer)
-                for layer, block in enumerate(text.blocks)
-            ]
-            ff_dim = config.text.ff_dim
-            self._low_rank = LowRank(config.text.dim, ff_dim, adapters.max_rank, device)
+        self._adapted = FusedAdapters(config, text, adapters) if adapters is not None else None
         values = region_sizes(config)
         coord = EncoderWeights(region.coord_features, *weight_and_bias(region.coord_encoder))
         size = EncoderWeights(region.size_features, *weight_and_bias(region.size_encoder))
@@ -177,9 +166,8 @@ class FusedMoondream:
     def _adapters(self, inputs: StepInputs) -> StepAdapters | None:
         if inputs.adapter_slot_R is None:
             return None
-        assert self._bank is not None, "adapters need a bank"
-        slots = Slots(inputs.adapter_slot_R, self._bank.rank_S)
-        return StepAdapters(self._low_rank, self._adapted, slots)
+        assert self._adapted is not None, "adapters need a bank"
+        return self._adapted.step(inputs.adapter_slot_R)
 
 
 def _passes(batch: int) -> list[slice]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from legato_engine.kernels.cuda.adapters import LayerAdapters, Map
 from legato_engine.kernels.cuda.decoder import DecoderSizes, LayerWeights
+from legato_engine.kernels.cuda.expert_adapters import ExpertSlots
 from legato_engine.kernels.cuda.gained import ExpertLayer, GainedLayer, Gains
 from legato_engine.kernels.cuda.head import HeadWeights
 from legato_engine.kernels.cuda.packing import fold_norm, pack, pack_beside, pair_rotated
@@ -19,6 +20,7 @@ from legato_engine.kernels.cuda.regions import (
     NormedBins,
     RegionSizes,
 )
+from legato_engine.kernels.low_rank import ExpertMap
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.layers.mlp import MLP
@@ -71,10 +73,20 @@ def weight_and_bias(layer: nn.LayerNorm | Linear) -> tuple[torch.Tensor, torch.T
     return layer.weight, layer.bias
 
 
-def layer_adapters(block: TextBlock, bank: AdapterBank, layer: int) -> LayerAdapters:
-    """A bank's slots for a layer."""
-    fc1_a, fc1_b, fc2_a, fc2_b = (tensor[layer] for tensor in bank.weights.tensors)
+def mlp_slots(block: TextBlock, bank: AdapterBank, layer: int) -> LayerAdapters:
+    """A bank's slots for a layer with an MLP."""
+    fc1_a, fc1_b, fc2_a, fc2_b = (tensor[layer] for tensor in bank.weights.mlps.tensors)
     return LayerAdapters(weight_and_bias(block.ln), Map(fc1_a, fc1_b), Map(fc2_a, fc2_b))
+
+
+def expert_slots(bank: AdapterBank, first_layer: int) -> dict[int, ExpertSlots]:
+    """A bank's slots for all layers with experts, the first of them that layer of the decoder."""
+    assert bank.weights.experts is not None, "only where there are experts"
+    layers = zip(*bank.weights.experts.tensors, strict=True)
+    return {
+        layer: ExpertSlots(ExpertMap(up_a, up_b), ExpertMap(down_a, down_b))
+        for layer, (up_a, up_b, down_a, down_b) in enumerate(layers, first_layer)
+    }
 
 
 def _together(maps: Sequence[Linear]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from legato_engine.layers.lora import AdapterBank, MlpWeights
+from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import (
     Adapter,
     DecodeBatch,
@@ -21,7 +21,7 @@ from legato_engine.models.model import (
     PreparedImage,
     StepKernels,
 )
-from legato_engine.models.moondream.adapters import parse_adapter
+from legato_engine.models.moondream.adapters import bank_sizes, parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
 from legato_engine.models.moondream.draft import read_draft
@@ -122,26 +122,17 @@ class MoondreamModel:
         return torch.where(token_ids_B == self._tokens.size, size_B, logprob_B)
 
     def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank | None:
-        """Room for adapters of all text MLPs; experts have none."""
-        text = self._config.text
-        if text.moe is not None:
-            return None
-        return AdapterBank(
-            num_layers=text.num_layers,
-            dim=text.dim,
-            ff_dim=text.ff_dim,
-            num_slots=num_slots,
-            max_rank=max_rank,
-            like=self._network.text.wte,
-        )
+        """Room for adapters of all text MLPs and experts."""
+        sizes, like = bank_sizes(self._config.text), self._network.text.wte
+        return AdapterBank(sizes, num_slots=num_slots, max_rank=max_rank, like=like)
 
     def read_adapter(self, data: bytes, key: str, max_rank: int) -> Adapter:
         """An adapter's file, in page-locked memory where the device copies from that."""
         weights = parse_adapter(data, self._config, max_rank, self.dtype)
         if self._device.type != "cpu":
-            weights = MlpWeights(*(tensor.pin_memory() for tensor in weights.tensors))
+            weights = weights.pinned()
         num_bytes = sum(tensor.nbytes for tensor in weights.tensors)
-        return Adapter(key, weights.tensors[0].shape[1], weights, num_bytes)
+        return Adapter(key, weights.rank, weights, num_bytes)
 
     def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
         """A layer behind the last; see `draft`."""

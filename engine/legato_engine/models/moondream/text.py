@@ -15,7 +15,7 @@ from legato_engine.kernels.cuda import norm
 from legato_engine.layers.attention import Attention, Heads
 from legato_engine.layers.grouped_attention import Attend
 from legato_engine.layers.linear import Linear
-from legato_engine.layers.lora import AdaptedRows, MlpAdapters
+from legato_engine.layers.lora import AdaptedRows, BlockAdapters, MlpAdapters
 from legato_engine.layers.mlp import MLP
 from legato_engine.layers.moe import MoE
 from legato_engine.layers.rope import Rope
@@ -54,7 +54,7 @@ class TextBlock(nn.Module):
         k_NHSE: torch.Tensor,
         v_NHSE: torch.Tensor,
         attend: Attend,
-        adapters: MlpAdapters | None,
+        adapters: BlockAdapters | None,
     ) -> Terms:
         """[T, D] each; writes the tokens' keys and values first."""
         x, normed = self._norm(terms)
@@ -95,12 +95,13 @@ class TextBlock(nn.Module):
         return ops.rotate_and_cache(qkv_T3HE.flatten(1, 2), where, k_NHSE, v_NHSE)
 
     def _feed_forward(
-        self, normed: torch.Tensor, adapters: MlpAdapters | None, *, capturable: bool
+        self, normed: torch.Tensor, adapters: BlockAdapters | None, *, capturable: bool
     ) -> torch.Tensor:
-        """The MLP or the experts, which have no adapters; a step may be captured, a span is not."""
+        """The MLP or the experts, each with its adapters; a step may be captured, a span not."""
         out: torch.Tensor
         if isinstance(self.mlp, MoE):
-            out = self.mlp(normed, capturable=capturable)
+            assert not isinstance(adapters, MlpAdapters), "experts have adapters of their own"
+            out = self.mlp(normed, adapters, capturable=capturable)
         else:
             out = self.mlp(normed, adapters)
         return out

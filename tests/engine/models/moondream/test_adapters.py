@@ -7,7 +7,7 @@ import pytest
 import torch
 from legato_engine.core import PromptToken
 from legato_engine.errors import AdapterUnusable
-from legato_engine.layers.lora import AdapterBank
+from legato_engine.layers.lora import AdapterBank, BankSizes
 from legato_engine.models.model import DecodeBatch, PrefillSpan
 from legato_engine.models.moondream.adapters import parse_adapter
 from legato_engine.models.moondream.model import MoondreamModel
@@ -95,7 +95,7 @@ def merged(config, tensors, seed=0):
     for layer, block in enumerate(network.text.blocks):
         for name in ("fc1", "fc2"):
             a_RI, b_OR = tensors[layer, f"{name}.lora_a"], tensors[layer, f"{name}.lora_b"]
-            getattr(block.mlp, name).weight += b_OR @ a_RI
+            getattr(block.mlp, name).weight += b_OR @ a_RI  # of every expert, where there are some
     return MoondreamModel(config, network)
 
 
@@ -107,31 +107,35 @@ def bank_of(model, *adapters, num_slots=4):
     return bank
 
 
-@pytest.mark.parametrize("rank", [1, 3, 8, 16])
+@pytest.fixture(params=["tiny_config", "tiny3_config"])
+def config(request):
+    """Of both kinds: with an MLP in every layer, and with experts behind the first."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("rank", [2, 6, 8, 16])
 @pytest.mark.parametrize("with_image", [False, True])
 def test_slots_compute_what_merged_weights_do(
-    tiny_config, make_model, frontend, prepare, rank, with_image
+    config, make_model, frontend, prepare, rank, with_image
 ):
     """Prefill and decode have the logits of a model with the adapter in its weights."""
-    model, _ = make_model(tiny_config)
+    model, _ = make_model(config)
     image = prepare(frontend, 60, 50) if with_image else None
-    tensors = random_adapter(tiny_config.text, rank, seed=rank)
+    tensors = random_adapter(config.text, rank, seed=rank)
     session = AdaptedSession(model, bank_of(model, safetensors_file(tensors)), [1])
     ours_SV = walk(session, [0], image)[0]
     plain_SV = walk(PagedSession(model, num_rows=1), [0], image)[0]
-    truth_SV = walk(PagedSession(merged(tiny_config, tensors), num_rows=1), [0], image)[0]
+    truth_SV = walk(PagedSession(merged(config, tensors), num_rows=1), [0], image)[0]
     scale = truth_SV.abs().max()
     assert (ours_SV - truth_SV).abs().max() < 2e-5 * scale
     assert (plain_SV - truth_SV).abs().max() > 0.1 * scale, "the adapter changes nothing"
 
 
-def test_a_row_decides_its_own_bits(tiny_config, make_model, frontend, prepare):
+def test_a_row_decides_its_own_bits(config, make_model, frontend, prepare):
     """A row has the same bits beside rows of any adapters or none as it has alone."""
-    model, _ = make_model(tiny_config)
+    model, _ = make_model(config)
     image = prepare(frontend, 60, 50)
-    files = [
-        safetensors_file(random_adapter(tiny_config.text, rank, seed=rank)) for rank in (2, 16, 5)
-    ]
+    files = [safetensors_file(random_adapter(config.text, rank, seed=rank)) for rank in (2, 16, 6)]
     slots = [1, 0, 2, 3, 2, 1, 0, 3, 1, 2]
     bank = bank_of(model, *files)
     together = walk(AdaptedSession(model, bank, slots, seed=1), range(len(slots)), image)
@@ -142,30 +146,32 @@ def test_a_row_decides_its_own_bits(tiny_config, make_model, frontend, prepare):
     assert torch.equal(together[1], plain)
 
 
-def test_a_slot_is_written_over_whole(tiny_config, make_model):
+def test_a_slot_is_written_over_whole(config, make_model):
     """Nothing of the adapter before it is left in a slot, also when that had a higher rank."""
-    model, _ = make_model(tiny_config)
-    small = safetensors_file(random_adapter(tiny_config.text, 3, seed=1))
-    large = safetensors_file(random_adapter(tiny_config.text, 16, seed=2))
+    model, _ = make_model(config)
+    small = safetensors_file(random_adapter(config.text, 4, seed=1))
+    large = safetensors_file(random_adapter(config.text, 16, seed=2))
     fresh, used = bank_of(model, small), bank_of(model, large)
     used.write(1, model.read_adapter(small, "", MAX_RANK).weights)
     for ours, theirs in zip(used.weights.tensors, fresh.weights.tensors, strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(used.rank_S, fresh.rank_S)
+    assert torch.equal(used.expert_rank_S, fresh.expert_rank_S)
 
 
-def test_both_formats_hold_the_same(tiny_config):
+def test_both_formats_hold_the_same(config):
     """A published checkpoint and our own file of one adapter give the same weights."""
-    tensors = random_adapter(tiny_config.text, 4)
-    ours = parse(safetensors_file(tensors, tiny_config.name), tiny_config)
+    tensors = random_adapter(config.text, 4)
+    ours = parse(safetensors_file(tensors, config.name), config)
     for prefix in ("", "a.b.", "model.lora_0."):
-        theirs = parse(published_file(tensors, prefix), tiny_config)
+        theirs = parse(published_file(tensors, prefix, config.text), config)
         for one, other in zip(ours.tensors, theirs.tensors, strict=True):
             assert torch.equal(one, other)
     with torch.inference_mode(mode=False):
         parameters = {place: torch.nn.Parameter(each.clone()) for place, each in tensors.items()}
     assert not any(
-        each.requires_grad for each in parse(published_file(parameters), tiny_config).tensors
+        each.requires_grad
+        for each in parse(published_file(parameters, text=config.text), config).tensors
     )
 
 
@@ -234,6 +240,55 @@ def test_what_is_no_adapter_of_the_model_is_told(tiny_config, make, says):
     assert says in caught.value.message
 
 
+MOE_A, MOE_B = (1, "fc1.lora_a"), (2, "fc2.lora_b")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda t: {**t, MOE_A: t[MOE_A][:, :1]}, "layer 1 fc1.lora_a: shape [6, 1, 64]"),
+        (lambda t: {**t, MOE_A: t[MOE_A][:5]}, "expected [6, 2, 64] for rank 4"),
+        (lambda t: {**t, MOE_B: t[MOE_B][:, 0]}, "layer 2 fc2.lora_b: shape [6, 2]"),
+        (lambda t: changed(t, MOE_B, None), "layer 2: fc2.lora_b missing"),
+        (lambda t: {**t, MOE_B: t[MOE_B] * torch.nan}, "fc2.lora_b: not finite"),
+        (lambda t: {place: t[place][0] for place in t if place[0]}, "tells its rank"),
+        (
+            lambda t: {**t, MOE_A: t[A].clone()},
+            "[4, 64], expected [6, 2, 64]",
+        ),
+        (lambda t: {(place[0] + 3, place[1]): t[place] for place in t if place[0]}, "has 3 layers"),
+    ],
+)
+def test_what_is_no_adapter_of_experts_is_told(tiny3_config, make, says):
+    """Experts' tensors are as strictly read as an MLP's."""
+    with pytest.raises(AdapterUnusable) as caught:
+        parse(safetensors_file(make(random_adapter(tiny3_config.text, 4))), tiny3_config)
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("dense.1.up_a", "dense.1.up_a: this model has 1 layers with an MLP"),
+        ("moe.2.up_a", "moe.2.up_a: this model has 2 with experts"),
+    ],
+)
+def test_published_layers_are_counted_by_kind(tiny3_config, name, says):
+    """`dense` and `moe` have numbers of their own, and ends of their own."""
+    with pytest.raises(AdapterUnusable) as caught:
+        parse(torch_file({"lora_state_dict": {name: torch.zeros(2, 2)}}), tiny3_config)
+    assert says in caught.value.message
+
+
+def test_a_rank_is_shared_evenly(tiny3_config):
+    """The experts of a token have equal shares of the rank, also where no MLP tells it."""
+    experts = {p: each for p, each in random_adapter(tiny3_config.text, 6).items() if p[0]}
+    assert parse(safetensors_file(experts), tiny3_config).rank == 6
+    dense = {p: each for p, each in random_adapter(tiny3_config.text, 5).items() if not p[0]}
+    with pytest.raises(AdapterUnusable, match="its rank is 5, no multiple of the 2 experts"):
+        parse(safetensors_file(dense), tiny3_config)
+
+
 class Bomb:
     """Would run code when unpickled."""
 
@@ -270,7 +325,7 @@ def test_another_size_of_model_is_refused(tiny_config, mid_config):
 def test_ranks_are_captured_doubling(most, ranks):
     """A launch pays for less than twice the rank of its adapters, or for the least."""
     like = torch.zeros(1)
-    bank = AdapterBank(num_layers=1, dim=2, ff_dim=2, num_slots=1, max_rank=most, like=like)
+    bank = AdapterBank(BankSizes(1, 2, 2), num_slots=1, max_rank=most, like=like)
     assert bank.ranks == ranks
     assert [bank.bucket(0), bank.bucket(1), bank.bucket(most)] == [0, ranks[0], most]
 

@@ -6,49 +6,19 @@
 //
 // Sums run over inputs and ranks in an order that the sizes fix: a token's change has the same bits whoever is
 // beside it, and costs what its own rank does.
-#include "common.cuh"
+#include "low_rank.cuh"
 
 constexpr int WARPS = 8;
 constexpr int OUTS = 64;  // outputs of a thread block of `expand`
-
-// The slot of a token; none behind the batch.
-__device__ __forceinline__ int slot_of(const i64* slots, const i64* rows, int token, int batch) {
-  return token < batch ? (int)slots[rows[token]] : 0;
-}
 
 #ifdef WIDTH
 constexpr int SHARE = WIDTH / PARTS, STEPS = (SHARE + 255) / 256;
 constexpr int PAIRS = WARPS / PARTS, RANKS_HERE = PAIRS / TOKENS;  // of a rank and a token, in a thread block
 static_assert(WIDTH % (8 * PARTS) == 0 && PAIRS % TOKENS == 0 && (PARTS == 1 || !NORM), "unsupported sizes");
 
-// What a lane has of a warp's SHARE values.
-struct Values {
-  uint4 at[STEPS] = {};
-  template <class Load>
-  __device__ __forceinline__ void load(const bf16* from, Load load) {
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-      const int column = i * 256 + threadIdx.x % 32 * 8;
-      if (column < SHARE) at[i] = load(from + column);
-    }
-  }
-};
+using Values = LaneValues<SHARE>;
 
-__device__ __forceinline__ uint4 load_constant(const bf16* from) { return *reinterpret_cast<const uint4*>(from); }
-
-__device__ __forceinline__ float dot(const Values& a, const Values& x) {
-  float sum[4] = {};
-#pragma unroll
-  for (int i = 0; i < STEPS; i++)
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const u32 p = (&a.at[i].x)[j], q = (&x.at[i].x)[j];
-      sum[j] += low_float(p) * low_float(q) + high_float(p) * high_float(q);
-    }
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
-// The same of the layer norm of all WIDTH values.
+// As `dot`, of the layer norm of all WIDTH values.
 __device__ __forceinline__ float normed_dot(const Values& a, const Values& x, const bf16* scale, const bf16* shift) {
   const int lane = threadIdx.x % 32;
   float sum[4] = {}, squares[4] = {}, product[4] = {};

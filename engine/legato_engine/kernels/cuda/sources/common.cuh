@@ -6,6 +6,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+constexpr float LIFT = 0x1p64f;  // of tokens that meet e4m3 weights, see unpacked.cuh
+
 #define INFINITY __int_as_float(0x7f800000)
 
 __device__ __forceinline__ float to_float(bf16 bits) { return __uint_as_float((u32)bits << 16); }

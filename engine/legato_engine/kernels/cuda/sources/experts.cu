@@ -8,6 +8,7 @@
 // Only experts with tokens are read, as the checkpoint has them, a row after another. A thread block has 16 rows
 // of every expert, so that all have the same work whoever is chosen. A token's sum runs in the order of its own
 // ranking: it has the same bits whoever is beside it.
+#include "low_rank.cuh"
 #include "routes.cuh"
 #include "unpacked.cuh"
 
@@ -52,9 +53,11 @@ __device__ __forceinline__ void by_tiles(int count, One one) {
 // inner [B * ACTIVE, INNER]: gelu(u) * (g + 1) of each pair, where u and g are the halves of its expert's first map;
 // `weights` [EXPERTS, 2 INNER, DIM], `scales` [EXPERTS, 2 INNER]. `normed_x` and `inner` are in UNIT. Chooses the
 // experts and leaves that in `experts` and `shares` [B, ACTIVE].
+// `change` [B * ACTIVE, 2 INNER] float32, unless it is null, is added to what the first map gives for tokens that
+// have a slot. The kernel in front, which makes it, has then let this one begin only after all else was there.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
     const bf16* normed_x, const float* logits, const unsigned char* weights, const float* scales, bf16* inner,
-    int* experts, float* shares, int batch, int stages) {
+    int* experts, float* shares, const float* change, const i64* slots, const i64* rows, int batch, int stages) {
   constexpr int STRIDE = DIM + Up::BEHIND;
   __shared__ Routes routes;
   unsigned char* shared = shared_memory;
@@ -63,8 +66,9 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = blockIdx.x * 8;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
+  const u32 adapted = change ? adapted_tokens(slots, rows, batch) : 0u;
   __syncthreads();
-  wait_previous();
+  if (!change) wait_previous();
   launch_dependents();  // so late that those behind find ended what this one waited for
   if (warp > WARPS) {
     produce_tokens(inputs, batch, DIM, STRIDE, keep_policy(), [&](int token) { return normed_x + (i64)token * DIM; });
@@ -108,14 +112,20 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
         for (int tile = 0; tile < NT; tile++) from[tile] += Up::CHUNK;
       }
       const float* scale = scales + (i64)e * 2 * INNER + inner_row;
+      if (change && block == 0) wait_previous();
       add_warps(sums, block, sum, [&](int tile, float4 all) {
         const float u_scale = to_scale(scale), gate_scale = to_scale(scale + INNER);
-        const float u[2] = {all.x * u_scale, all.y * u_scale}, gate[2] = {all.z * gate_scale, all.w * gate_scale};
+        float u[2] = {all.x * u_scale, all.y * u_scale}, gate[2] = {all.z * gate_scale, all.w * gate_scale};
 #pragma unroll
         for (int j = 0; j < 2; j++) {
           const int slot = tile * 8 + t * 2 + j;
-          if (slot < count)
-            inner[(i64)routes.pairs[e][slot] * INNER + inner_row] = to_bf16(gelu_exact(u[j]) * (gate[j] + 1.f) * UNIT);
+          if (slot >= count) continue;
+          const int pair = routes.pairs[e][slot];
+          if (adapted >> pair / ACTIVE & 1u) {
+            u[j] += load_fresh_f32(change + (i64)pair * 2 * INNER + inner_row);
+            gate[j] += load_fresh_f32(change + (i64)pair * 2 * INNER + INNER + inner_row);
+          }
+          inner[(i64)pair * INNER + inner_row] = to_bf16(gelu_exact(u[j]) * (gate[j] + 1.f) * UNIT);
         }
       });
       block++;
@@ -171,10 +181,12 @@ struct Terms {
 
 // x [B, DIM] += mixed * `proj` + `bias` + each token's experts; `down` [EXPERTS, DIM, INNER], `scales`
 // [EXPERTS, DIM], `proj` [DIM, DIM].
-// The kernels in front have let this one begin only after `experts_up` had ended; only `mixed` has to be waited for.
+// The kernels in front have let this one begin only after `experts_up` had ended; only `mixed` has to be waited for,
+// and `change` [B, DIM] float32, unless it is null: it is added for tokens that have a slot.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     const bf16* inner, const int* experts, const float* shares, const bf16* mixed, const unsigned char* down,
-    const float* scales, const unsigned char* proj, const bf16* bias, bf16* x, int batch, int stages) {
+    const float* scales, const unsigned char* proj, const bf16* bias, bf16* x, const float* change,
+    const i64* slots, const i64* rows, int batch, int stages) {
   constexpr int MOST = Proj::STAGE > Down::STAGE ? Proj::STAGE : Down::STAGE;
   constexpr int MOST_INPUTS = Proj::CHUNK + Proj::BEHIND > Down::CHUNK + Down::BEHIND ? Proj::CHUNK + Proj::BEHIND
                                                                                       : Down::CHUNK + Down::BEHIND;
@@ -186,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = blockIdx.x * 16;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
+  const u32 adapted = change ? adapted_tokens(slots, rows, batch) : 0u;
   if (warp < WARPS) {
     for (int pair = threadIdx.x; pair < batch * ACTIVE; pair += WORKERS) {
       int e;
@@ -264,6 +277,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
       const int pair = token * ACTIVE + rank;
       mlp += routes.share[pair] * terms.pairs[pair][row];
     }
+    if (adapted >> token & 1u) mlp += load_fresh_f32(change + (i64)token * DIM + first + row);
     bf16* at = x + (i64)token * DIM + first + row;
     *at = to_bf16(to_float(*at) + terms.heads[token][row] + to_float(bias[first + row]) + mlp);
   }

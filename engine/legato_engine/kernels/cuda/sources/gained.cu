@@ -19,11 +19,11 @@ static_assert(ROTARY == 32 && DIM == HEADS * HEAD && FF % 64 == 0 && EXPERTS % 1
 
 // `weights` [3 DIM + FF or EXPERTS]: the joint query, key and value map, then the MLP's first map or the
 // router, each times the norm's scale; `folded` as in `normed`. The MLP's inner activations go to `mixed`
-// [B, DIM + FF]; else the router's to `logits` [B, EXPERTS] and the normed tokens to `normed_x` [B, DIM], in the
-// unit that the experts take.
+// [B, DIM + FF], with `change` [B, FF] float32 added to its first map unless that is null; else the router's to
+// `logits` [B, EXPERTS] and the normed tokens to `normed_x` [B, DIM], in the unit that the experts take.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) gained_in(
     const bf16* x, const bf16* weights, const float2* folded, const bf16* norm_scale, const bf16* norm_shift, bf16* qkv,
-    bf16* features, bf16* mixed, float* logits, bf16* normed_x, int batch, int stages) {
+    bf16* features, bf16* mixed, float* logits, bf16* normed_x, const float* change, int batch, int stages) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   normed_blocks<1>(
       (QKV + (ROUTED ? EXPERTS : FF)) / 16, weights, stages, x, batch, [](int) {},
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) gained_in(
         for (int j = 0; j < 2; j++) {
           const i64 token = tile * 8 + t * 2 + j;
           if (token >= batch) continue;
-          const float a = normed(low[j], moments[token], rows.low), b = normed(high[j], moments[token], rows.high);
+          float a = normed(low[j], moments[token], rows.low), b = normed(high[j], moments[token], rows.high);
           if (block < QKV / 16) {
             bf16 *out = qkv + token * QKV + row, *feature = features + token * QKV + row;
             out[0] = to_bf16(a);
@@ -47,6 +47,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) gained_in(
             out[0] = a;
             out[8] = b;
           } else {
+            if (change) {
+              a += load_fresh_f32(change + token * FF + (row - QKV));
+              b += load_fresh_f32(change + token * FF + (row - QKV) + 8);
+            }
             bf16* out = mixed + token * MIXED + DIM + (row - QKV);
             out[0] = to_bf16(gelu_tanh(a));
             out[8] = to_bf16(gelu_tanh(b));

@@ -2,11 +2,10 @@
 //
 // Constants: EXPERTS, at most 64, ACTIVE of them for a token, at most 8; TILES groups of 8 tokens.
 #pragma once
-#include "best.cuh"
+#include "choice.cuh"
 #include "stream.cuh"
 
 constexpr int TOKENS = TILES * 8;
-static_assert(EXPERTS <= 64 && ACTIVE <= 8 && ACTIVE <= EXPERTS, "unsupported sizes");
 
 // A token and one of its experts are a pair: number token * ACTIVE + rank, the likeliest expert first.
 struct Routes {
@@ -16,34 +15,14 @@ struct Routes {
   unsigned char pairs[EXPERTS][TOKENS];  // of an expert, in the order of its tokens
   float share[TOKENS * ACTIVE];
 
-  // The workers: each token's best experts by their logits [B, EXPERTS], ties to the lower number, and their
-  // shares: a softmax over these alone. A warp has every eighth token.
+  // The workers: each token's experts by logits [B, EXPERTS], and their shares. A warp has every eighth token.
   __device__ __forceinline__ void choose(const float* logits, int batch) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int token = warp; token < batch; token += WARPS) {
-      u32 keys[2], chosen = 0, mine = 0;
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int e = i * 32 + lane;
-        keys[i] = e < EXPERTS ? max(1u, to_key(load_fresh_f32(logits + token * EXPERTS + e))) : 0u;
-      }
-#pragma unroll
-      for (int rank = 0; rank < ACTIVE; rank++) {
-        const u32 best = __reduce_max_sync(~0u, max(keys[0], keys[1]));
-        const u32 low = __ballot_sync(~0u, keys[0] == best), high = __ballot_sync(~0u, keys[1] == best);
-        const u32 e = low ? __ffs(low) - 1 : 31 + __ffs(high);
-        if (lane == rank) chosen = e, mine = best;
-        if (e == lane) keys[0] = 0u;
-        if (e == lane + 32) keys[1] = 0u;
-      }
-      const float value = from_key(mine), top = __shfl_sync(~0u, value, 0);
-      const float p = lane < ACTIVE ? expf(value - top) : 0.f;
-      float sum = p;
-#pragma unroll
-      for (int lanes = 4; lanes; lanes >>= 1) sum += __shfl_xor_sync(~0u, sum, lanes);
+    const int lane = threadIdx.x % 32;
+    for (int token = threadIdx.x / 32; token < batch; token += WARPS) {
+      const Choice choice = choose_experts(logits + token * EXPERTS);
       if (lane < ACTIVE) {
-        expert[token * ACTIVE + lane] = chosen;
-        share[token * ACTIVE + lane] = p / sum;
+        expert[token * ACTIVE + lane] = choice.expert;
+        share[token * ACTIVE + lane] = choice.share;
       }
     }
   }

@@ -32,9 +32,8 @@ struct Rows {
 };
 
 // e4m3 as bf16 has other units: sign, exponent and mantissa are moved as they are, zeros and what lies below the
-// normal numbers included. Tokens are lifted, so that no sum gets too small for float32.
-constexpr float LIFT = 0x1p64f;   // of tokens that meet e4m3 weights
-constexpr float LOWER = 0x1p56f;  // 2^120 / LIFT: of their sums
+// normal numbers included. Tokens are lifted by LIFT, so that no sum gets too small for float32.
+constexpr float LOWER = 0x1p56f;  // 2^120 / LIFT: of sums
 
 // Two bf16 of two e4m3 that stand in the upper bytes of both halves.
 __device__ __forceinline__ u32 widened(u32 pair) { return pair & 0x80008000u | pair >> 4 & 0x07f007f0u; }
