@@ -6,6 +6,7 @@ Shapes: T positions, D the text model's width, E experts.
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.reference.moondream3.adapters import change
 from tests.reference.moondream3.config import TextConfig
 from tests.reference.moondream3.fp8 import expert_matrix
 from tests.reference.moondream3.numerics import Array, Weights, gelu_erf, linear, softmax
@@ -20,15 +21,25 @@ def route(logits_E: Array, experts_per_token: int) -> tuple[NDArray[np.int64], A
     return chosen, softmax(logits_E[chosen])
 
 
-def expert_mlp(x_TD: Array, expert: int, weights: Weights, name: str) -> Array:
-    """One expert on T positions: down of gelu(first half of its rows) * (second half + 1)."""
+def expert_mlp(x_TD: Array, expert: int, weights: Weights, name: str, adapter: str = "") -> Array:
+    """One expert on T positions: down of gelu(first half of its rows) * (second half + 1).
+
+    An adapter changes up and down, and leaves the weight of the expert to what comes behind.
+    """
     up = x_TD @ expert_matrix(weights, f"{name}.fc1", expert).T
-    first, second = np.split(up, 2, axis=-1)
-    return (gelu_erf(first) * (second + 1)) @ expert_matrix(weights, f"{name}.fc2", expert).T
+    first, second = np.split(up + change(x_TD, weights, f"{adapter}.up", expert), 2, axis=-1)
+    hidden = gelu_erf(first) * (second + 1)
+    down = hidden @ expert_matrix(weights, f"{name}.fc2", expert).T
+    return down + change(hidden, weights, f"{adapter}.down", expert)
 
 
-def moe(x_TD: Array, text: TextConfig, weights: Weights, name: str) -> tuple[Array, Array]:
-    """The weighted sum of each position's experts [T, D], and the router's logits [T, E]."""
+def moe(
+    x_TD: Array, text: TextConfig, weights: Weights, name: str, adapter: str = ""
+) -> tuple[Array, Array]:
+    """The weighted sum of each position's experts [T, D], and the router's logits [T, E].
+
+    `adapter` is the name of the layer's changes, which need not be there.
+    """
     logits_TE = linear(x_TD, weights, f"{name}.router")
     shares_TE = np.zeros_like(logits_TE)
     for position, logits_E in enumerate(logits_TE):
@@ -38,7 +49,7 @@ def moe(x_TD: Array, text: TextConfig, weights: Weights, name: str) -> tuple[Arr
     for expert in range(text.experts):
         rows = np.flatnonzero(shares_TE[:, expert])
         if len(rows):
-            mlp = expert_mlp(x_TD[rows], expert, weights, name)
+            mlp = expert_mlp(x_TD[rows], expert, weights, name, adapter)
             out_TD[rows] += shares_TE[rows, expert, None] * mlp
     return out_TD, logits_TE
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.reference.moondream3.adapters import change, layer_name
 from tests.reference.moondream3.config import Config, Switches, TextConfig
 from tests.reference.moondream3.moe import moe
 from tests.reference.moondream3.numerics import (
@@ -92,11 +93,13 @@ def qkv(
 def _mlp(
     x_TD: Array, layer: int, config: Config, weights: Weights
 ) -> tuple[Array, dict[str, Array]]:
-    name = f"text.blocks.{layer}.mlp"
+    name, adapter = f"text.blocks.{layer}.mlp", layer_name(layer, config.text)
     if layer < config.text.dense_layers:
-        hidden = gelu_tanh(linear(x_TD, weights, f"{name}.fc1"))
-        return linear(hidden, weights, f"{name}.fc2"), {}
-    out_TD, logits_TE = moe(x_TD, config.text, weights, name)
+        up = linear(x_TD, weights, f"{name}.fc1") + change(x_TD, weights, f"{adapter}.up")
+        hidden = gelu_tanh(up)
+        down = linear(hidden, weights, f"{name}.fc2")
+        return down + change(hidden, weights, f"{adapter}.down"), {}
+    out_TD, logits_TE = moe(x_TD, config.text, weights, name, adapter)
     return out_TD, {"router_logits": logits_TE}
 
 

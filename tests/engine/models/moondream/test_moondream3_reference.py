@@ -28,6 +28,8 @@ from legato_engine.models.moondream.weights import load_weights
 from legato_engine.tasks import SampledToken
 from safetensors.torch import save_file
 
+from tests.adapters import torch_file
+from tests.engine.models.moondream.test_adapters import AdaptedSession
 from tests.engine.models.moondream.test_model import best, relative_error
 from tests.engine.models.paged_session import PagedSession
 from tests.reference.cases import leaning
@@ -39,6 +41,7 @@ from tests.reference.moondream3 import (
     random_weights,
     skills,
 )
+from tests.reference.moondream3.adapters import random_adapter
 from tests.reference.moondream3.prompts import Coord, Size, Text, object_text
 
 CPU = torch.device("cpu")
@@ -196,9 +199,9 @@ def value_of(token):
             return 6, (width, height)
 
 
-def check_steps(both, image, prompt, steps):
+def check_steps(both, image, prompt, steps, session=None):
     """The engine's states, logits, choices and values at each of the reference's choices."""
-    model, session = both.model, PagedSession(both.model)
+    model, session = both.model, session or PagedSession(both.model)
     hidden_1D = session.prefill(2, image, prompt)
     for step in steps:
         assert relative_error(hidden_1D[0], torch.from_numpy(step.hidden_D)) < 1e-4
@@ -249,6 +252,28 @@ def test_experts_in_e4m3_are_those_of_the_reference(make_both, prepare, picture)
     prompt, run = SKILLS["query"]
     steps = run(embeddings_PD, both.described, both.weights).steps
     check_steps(both, image, prompt(Prompts(both.config, TOKENIZER)), steps)
+
+
+@pytest.mark.parametrize("rank", [2, 8])
+@pytest.mark.parametrize("skill", ["query", "detect"])
+def test_an_adapter_changes_what_it_changes_in_the_reference(
+    make_both, prepare, picture, skill, rank
+):
+    """A published fine-tune of MLPs and experts, from its file through a slot, at every step."""
+    both = make_both(5)
+    adapter = random_adapter(both.described, rank, seed=rank)
+    tensors = {f"a.lora.{name}": torch.from_numpy(array) for name, array in adapter.items()}
+    file = torch_file({"lora_state_dict": tensors})
+    bank = both.model.adapter_bank(num_slots=2, max_rank=8)
+    bank.write(1, both.model.read_adapter(file, "", 8).weights)
+    image = prepare(MoondreamFrontend(both.config, TOKENIZER), 150, 150)
+    embeddings_PD = encode_image(np.asarray(picture(150, 150)), both.described, both.weights)
+    prompt, run = SKILLS[skill]
+    prompt = prompt(Prompts(both.config, TOKENIZER))
+    steps = run(embeddings_PD, both.described, {**both.weights, **adapter}).steps
+    plain = run(embeddings_PD, both.described, both.weights).steps
+    assert np.abs(steps[0].logits_V - plain[0].logits_V).max() > 0.1, "it changes nothing"
+    check_steps(both, image, prompt, steps, AdaptedSession(both.model, bank, [0, 0, 1, 0]))
 
 
 def solved(model, task, image):
