@@ -20,12 +20,16 @@ CONFIG = EngineConfig(
 )
 
 
+ADAPTERS = ("x", "y")
+
+
 @pytest.fixture(scope="module")
 def assembly(tmp_path_factory):
-    """One model for all tests, that has an adapter."""
+    """One model for all tests, that has adapters."""
     folder = tmp_path_factory.mktemp("adapters")
-    tensors = random_adapter(tiny_random_config().text, 4, 1)
-    (folder / "tuned.safetensors").write_bytes(safetensors_file(tensors))
+    for seed, name in enumerate(ADAPTERS):
+        tensors = random_adapter(tiny_random_config().text, 4 + 8 * seed, seed)
+        (folder / f"{name}.safetensors").write_bytes(safetensors_file(tensors))
     made = assemble(msgspec.structs.replace(CONFIG, adapters=str(folder)))
     yield made
     made.device.close()
@@ -87,19 +91,25 @@ def test_sharing_with_few_pages_changes_no_answer(assembly):
         assert run.scheduler.load().kv.preemptions > 0
 
 
-def test_adapters_share_nothing_and_change_no_answer(assembly):
-    """Whoever has one is prefilled alone, and nobody rides while it decodes."""
-    path = Path(assembly.config.adapters) / "tuned.safetensors"
-    tuned = assembly.model.read_adapter(path.read_bytes(), "tuned", 16)
-    adapters = {"boxes": tuned}
+def test_adapters_share_and_change_no_answer(assembly):
+    """Prompts and riders of two adapters and of none have their own answers in one launch."""
+    folder, read = Path(assembly.config.adapters), assembly.model.read_adapter
+    adapters = {
+        skill: read((folder / f"{name}.safetensors").read_bytes(), name, 16)
+        for skill, name in zip(TASKS, ADAPTERS, strict=False)
+    }
     alone = asked(Alone(assembly), 0, adapters=adapters)
     runs = [asked(assembly, seed, adapters=adapters) for seed in (1, 2, 3)]
     assert all(run.answers == alone.answers for run in runs)
-    assert min(map(sum, zip(*map(shared, runs), strict=True))) > 0
+    assert alone.answers != asked(Alone(assembly), 0).answers
     plans = [record.launch.plan for run in runs for record in run.records]
-    for plan in plans:
-        if plan.kind is LaunchKind.PREFILL and len(plan.rows) > 1:
-            assert not any(row.sequence.adapter_key for row in plan.rows)
+    keys = [
+        tuple({row.sequence.adapter_key for row in rows} for rows in (plan.decodes, plan.prefills))
+        for plan in plans
+        if plan.kind is LaunchKind.PREFILL
+    ]
+    assert any(len(riding) > 1 for riding, _ in keys), "riders of different adapters"
+    assert any(len(prompts) > 1 for _, prompts in keys), "prompts of different adapters"
 
 
 @pytest.mark.parametrize("count", [-1, 33])

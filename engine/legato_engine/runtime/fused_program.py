@@ -5,8 +5,8 @@ costs and gives the same bits. Prompts of several sequences share such steps, an
 run in the last one, so that none of them pays for the weights alone.
 
 A pass in which a row has an adapter is a graph of its own, whatever the ranks: the kernels read
-each row's. Only the positions of a picture, which an adapter changes too, are then computed by
-torch's operations.
+each row's. The positions of a picture, which an adapter changes too, are a graph for ranks that
+double.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ class FusedProgram:
         if self._encoder is not None:
             for count in range(1, self._encoder.max_crops + 1):
                 self._submit("crops", count)
-            for slot in range(len(self._slots)):
-                self._submit("prefix", slot)
+            ranks = (0, *self._bank.ranks) if self._bank is not None else (0,)
+            for slot, rank in product(range(len(self._slots)), ranks):
+                self._submit("prefix", slot, rank)
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
         """See `program.Program`."""
@@ -136,8 +137,8 @@ class FusedProgram:
         """
         self._submit("logprobs", slot, payload)
 
-    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row]) -> None:
-        """See `program.Program`."""
+    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row], rank: int) -> None:
+        """See `program.Program`; passes are the same at every rank."""
         buffers, compute = self._slots[slot], self._device.compute
         stage_prompts(buffers, prompts, self._state.scratch_row)
         buffers.prompt.upload(compute)
@@ -181,12 +182,8 @@ class FusedProgram:
             self._device.compute.submit(step.run_prefix)
             return
         self._encode(slot, row, row.sequence.num_crops)
-        if row.sequence.adapter_key:
-            encoder = self._encoder
-            assert encoder is not None, "a picture is left whole only for an encoder"
-            self._device.compute.submit(lambda: step.run_encoded_prefix(encoder.finish()))
-        else:
-            self._submit("prefix", slot)
+        rank = self._bank.bucket(row.sequence.adapter_rank) if self._bank is not None else 0
+        self._submit("prefix", slot, rank)
 
     def _encode(self, slot: int, row: Row, stop: int) -> None:
         encoder, image, first = self._encoder, row.sequence.pixels, row.prefix.first_crop
@@ -303,12 +300,14 @@ class FusedProgram:
         encoder = self._encoder
         return lambda: encoder.encode(count)
 
-    def _prefix_work(self, slot: int) -> Work:
+    def _prefix_work(self, slot: int, rank: int) -> Work:
         assert self._encoder is not None, "a picture's prefix needs an encoder"
-        encoder, pages = self._encoder, self._slots[slot].prompt.device["prefix_pages"][0]
+        encoder, bank, staged = self._encoder, self._bank, self._slots[slot].prompt.device
+        pages, slot_1 = staged["prefix_pages"][0], staged["adapter_slot"][:1]
 
         def work() -> None:
-            span = PrefillSpan(0, pages, bidirectional=True)
+            adapters = bank.rows(slot_1, rank) if bank is not None and rank else None
+            span = PrefillSpan(0, pages, bidirectional=True, adapters=adapters)
             self._model.cache_span(encoder.finish(), span, self._kv)
 
         return work

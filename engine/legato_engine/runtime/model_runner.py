@@ -166,9 +166,9 @@ class ModelRunner:
             if launch.plan.kind is LaunchKind.ENCODE:
                 self._program.encode(launch.slot, rows[0])
             else:
-                decodes = launch.plan.decodes
+                prompts, decodes = launch.plan.prefills, launch.plan.decodes
                 self._grow(launch.slot, decodes)
-                self._program.prefill(launch.slot, launch.plan.prefills, decodes)
+                self._program.prefill(launch.slot, prompts, decodes, self._rank(decodes))
         flight.forward_end = compute.record(flight.forward_end)
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
@@ -239,7 +239,7 @@ class ModelRunner:
         """The rank to run for all rows, 0 when none has an adapter."""
         if self._adapters is None:
             return 0
-        return self._adapters.bucket(max(row.sequence.adapter_rank for row in rows))
+        return self._adapters.bucket(max((row.sequence.adapter_rank for row in rows), default=0))
 
     def _grow(self, index: int, decodes: Sequence[Row]) -> None:
         """Tell the device of the pages that these are the first to name."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-import torch
-
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import Adapter, KVCache, Model, PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
@@ -28,6 +26,7 @@ def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
     staged, first = slot.prompt.host, 0
     staged["row"].fill(scratch_row)
     staged["pages"].fill(0)  # the scratch row's are page 0
+    staged["adapter_slot"].fill(0)  # and it has no adapter
     for place, row in enumerate(rows):
         sequence, tokens = row.sequence, fed_tokens(row)
         end = first + len(tokens)
@@ -125,10 +124,7 @@ class PrefillStep:
 
     def run_prefix(self) -> None:
         """Fill the prefix's pages: BOS, and the picture if there is one."""
-        self.run_encoded_prefix(self._model.prefix_embeddings(self._pixels))
-
-    def run_encoded_prefix(self, x_PD: torch.Tensor) -> None:
-        """The same, of its embeddings."""
+        x_PD = self._model.prefix_embeddings(self._pixels)
         pages = self._slot.prompt.device["prefix_pages"][self._place]
         pages = pages[: len(self._prefix.compute_pages)]
         span = PrefillSpan(0, pages, bidirectional=True, adapters=self._adapters)

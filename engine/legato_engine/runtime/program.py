@@ -42,11 +42,11 @@ class Program(Protocol):
         """Behind `sample`, with its `payload`: how likely what it chose was."""
         ...
 
-    def prefill(self, slot: int, prompts: Many[Row], decodes: Many[Row]) -> None:
+    def prefill(self, slot: int, prompts: Many[Row], decodes: Many[Row], rank: int) -> None:
         """Prompts of some sequences, and others that decode along with them.
 
         Of the decodes and then of the prompts' last positions the outputs become the slot's first
-        rows. More than one prompt, or any decode, only within `limits` and without adapters.
+        rows. More than one prompt, or any decode, only within `limits`; `rank` is the decodes'.
         """
         ...
 

@@ -104,7 +104,7 @@ class TorchProgram:
             self._logprobs[key] = self._capture(lambda: step(payload))
         self._device.compute.submit(self._logprobs[key])
 
-    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row]) -> None:
+    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row], rank: int) -> None:
         """See `program.Program`; a decode step, then one prompt after another."""
         buffers, compute, state = self._slots[slot], self._device.compute, self._state
         stage_prompts(buffers, prompts, state.scratch_row)
@@ -116,7 +116,7 @@ class TorchProgram:
         buffers.staged.upload(compute)
         compute.submit(lambda: state.admit(buffers))
         if decodes:
-            self.decode(slot, bucket, 0, bucket)
+            self.decode(slot, bucket, rank, bucket)
         first = 0
         for place, row in enumerate(prompts):
             sampled = len(decodes) + place

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import Plan, Row
+from legato_engine.scheduler.launch import Plan
 from legato_engine.scheduler.prefill import PrefillPlanner
 
 
@@ -47,14 +47,8 @@ class Planner:
         plan = decode
         if self._prefill.due and (decode is None or self._streak < self._prefills_per_decode):
             max_crops = self._crops_per_launch if self._decode.streams else 0
-            plan = self._prefill.plan(max_crops, _riders(decode)) or decode
+            riding = decode.rows if decode is not None else ()
+            plan = self._prefill.plan(max_crops, riding) or decode
         if plan is not None:
             self._streak = 0 if plan.decodes else self._streak + 1
         return plan
-
-
-def _riders(decode: Plan | None) -> tuple[Row, ...]:
-    """Those who may share a prefill: everybody, or nobody where one of them has an adapter."""
-    if decode is None or any(row.sequence.adapter_key for row in decode.rows):
-        return ()
-    return decode.rows

@@ -27,7 +27,7 @@ class PrefillPlanner:
 
     Short prompts share a launch, as `limits` has it. A picture to be computed only ever begins one,
     so that nobody waits for a picture who would have run before it; those who join have been in
-    the queue behind it, and may ask about that very picture. Whoever has an adapter runs alone.
+    the queue behind it, and may ask about that very picture. Adapters make no difference.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PrefillPlanner:
         if not self._joins(begun.sequence, len(riding), len(riding)):
             riding = ()
         num_tokens = len(riding) + _most_fed(begun.sequence)
-        while len(prompts) < self._limits.prompts and not begun.sequence.adapter_key:
+        while len(prompts) < self._limits.prompts:
             sequence, num_rows = self._next(), len(riding) + len(prompts)
             if sequence is None or not self._joins(sequence, num_tokens, num_rows):
                 break
@@ -117,7 +117,6 @@ class PrefillPlanner:
         limits = self._limits
         return (
             limits.prompts > 1
-            and not sequence.adapter_key
             and num_rows < limits.sampled
             and num_tokens + _most_fed(sequence) <= limits.tokens
         )
