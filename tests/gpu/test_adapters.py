@@ -24,7 +24,7 @@ from legato_engine.engine import make_sequence
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.low_rank import AdapterRows
 from legato_engine.models.model import Adapter
-from legato_engine.models.moondream.presets import moondream2_config
+from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
 from legato_engine.sequence import Sequence
 from PIL import Image
 
@@ -34,7 +34,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-RANKS = {"": 0, "x": 8, "y": 64, "z": 3}
+RANKS = {"": 0, "x": 8, "y": 64, "z": 16}
+PRESETS = {"moondream2": moondream2_config, "moondream3": moondream3_config}
 
 
 def test_a_captured_step_follows_the_slots() -> None:
@@ -79,12 +80,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapters")
 
 
-@pytest.fixture(scope="module")
-def large(folder: Path) -> Iterator[Assembly]:
-    """Moondream 2's shape with random weights, its kernels, and room for two adapters."""
+@pytest.fixture(scope="module", params=PRESETS)
+def large(folder: Path, request: pytest.FixtureRequest) -> Iterator[Assembly]:
+    """A model's shape with random weights, its kernels, and room for two adapters."""
     config = EngineConfig(
-        model="moondream2",
+        model=request.param,
         random_weights=True,
+        max_context=2048,
         device="cuda",
         max_running=4,
         adapters=str(folder),
@@ -101,7 +103,7 @@ def large(folder: Path) -> Iterator[Assembly]:
 @pytest.fixture(scope="module")
 def adapters(large: Assembly) -> dict[str, Adapter]:
     """Three of different ranks, read as a file would be."""
-    text = moondream2_config().text
+    text = PRESETS[large.config.model]().text
     made = {}
     for seed, (name, rank) in enumerate(RANKS.items()):
         if rank:
