@@ -87,6 +87,7 @@ def large(folder: Path, request: pytest.FixtureRequest) -> Iterator[Assembly]:
         model=request.param,
         random_weights=True,
         max_context=2048,
+        num_pages=1024,
         device="cuda",
         max_running=4,
         adapters=str(folder),
