@@ -13,6 +13,7 @@ import pytest
 from legato_engine.kernels.cuda import compiler, streams
 from legato_engine.kernels.cuda.attention import SPLITS, attend_defines
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS, decode_defines, decode_forms
+from legato_engine.kernels.cuda.expert_adapters import expert_adapter_defines
 from legato_engine.kernels.cuda.gained_stages import Rows, expert_defines, gained_defines
 from legato_engine.kernels.cuda.head import head_defines
 from legato_engine.kernels.cuda.regions import embed_defines, region_defines
@@ -140,6 +141,24 @@ def test_experts_compile_without_spills(cache, tiles, dtype, arch):
     for kernel, usage in found.items():
         assert usage.stack <= MOST_STACK, kernel
         assert usage.static <= EXPERT_STATIC + RESERVED, kernel
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", EXPERT_DTYPES)
+@pytest.mark.parametrize("room", [1, 8, 64])
+def test_adapters_of_experts_compile_without_spills(cache, room, dtype, arch):
+    """So do those of their adapters, with room for any rank; they run beside the others."""
+    sizes = expert_sizes(dtype)
+    dim, inner = sizes.decoder.dim, sizes.experts.inner_dim
+    for first, widths in ((True, (dim, 2 * inner)), (False, (inner, dim))):
+        constants = expert_adapter_defines(sizes.experts, room, first=first)
+        for part, kernel, width in zip(
+            ("WIDTH", "OUTPUTS"), ("expert_shrink", "expert_expand"), widths, strict=True
+        ):
+            code = compiler.compile_source("expert_adapter.cu", {**constants, part: width}, arch)
+            usage = usages(code)[kernel]
+            assert usage.stack <= MOST_STACK
+            assert usage.static <= GAINS_STATIC + 2 * RESERVED
 
 
 @pytest.mark.parametrize("arch", ARCHS)
