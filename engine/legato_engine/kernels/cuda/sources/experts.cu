@@ -26,6 +26,12 @@ struct Number {
   static constexpr int value = VALUE;
 };
 
+// The tile that this warp adds up of block number `i`, if that is one of NT.
+template <int NT>
+__device__ __forceinline__ int tile_of(int i) {
+  return (threadIdx.x / 32 - i * NT) & (WARPS - 1);  // another warp each time: none falls behind
+}
+
 // The workers: the warps' sums of block number `i` are added up, a warp a tile, and given to finish(tile, sum).
 template <int NT, class Finish>
 __device__ __forceinline__ void add_warps(BlockSums<TILES>& sums, int i, const float4 (&sum)[NT], Finish finish) {
@@ -35,7 +41,7 @@ __device__ __forceinline__ void add_warps(BlockSums<TILES>& sums, int i, const f
 #pragma unroll
   for (int tile = 0; tile < NT; tile++) mine.of[warp][tile][lane] = sum[tile];
   workers_sync();
-  const int tile = (warp - i * NT) & (WARPS - 1);  // another warp each time: none falls behind
+  const int tile = tile_of<NT>(i);
   if (tile < NT) finish(tile, mine.total(tile));
 }
 
@@ -104,6 +110,21 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
         const int slot = min(tile * 8 + g, count - 1);  // columns without a token are nobody's
         from[tile] = inputs.data + routes.pairs[e][slot] / ACTIVE * STRIDE;
       }
+      // What is added by this warp's tile, asked for ahead: of u and of the gate, for two tokens.
+      float more[2][2] = {};
+      const int own = tile_of<NT>(block);
+      const auto fetch = [&] {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int slot = own * 8 + t * 2 + j;
+          if (own >= NT || slot >= count) continue;
+          const int pair = routes.pairs[e][slot];
+          if (!(adapted >> pair / ACTIVE & 1u)) continue;
+          more[0][j] = load_fresh_f32(change + (i64)pair * 2 * INNER + inner_row);
+          more[1][j] = load_fresh_f32(change + (i64)pair * 2 * INNER + INNER + inner_row);
+        }
+      };
+      if (adapted && block > 0) fetch();
       float4 sum[NT] = {};
       for (int i = 0; i < Up::CHUNKS; i++) {
         multiply_rows<Up, EXPERT_BYTES>(sum, reinterpret_cast<const unsigned char*>(ring.get()), from);
@@ -112,20 +133,19 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
         for (int tile = 0; tile < NT; tile++) from[tile] += Up::CHUNK;
       }
       const float* scale = scales + (i64)e * 2 * INNER + inner_row;
-      if (change && block == 0) wait_previous();
+      if (change && block == 0) {
+        wait_previous();
+        fetch();
+      }
       add_warps(sums, block, sum, [&](int tile, float4 all) {
         const float u_scale = to_scale(scale), gate_scale = to_scale(scale + INNER);
-        float u[2] = {all.x * u_scale, all.y * u_scale}, gate[2] = {all.z * gate_scale, all.w * gate_scale};
+        const float u[2] = {all.x * u_scale, all.y * u_scale}, gate[2] = {all.z * gate_scale, all.w * gate_scale};
 #pragma unroll
         for (int j = 0; j < 2; j++) {
           const int slot = tile * 8 + t * 2 + j;
           if (slot >= count) continue;
-          const int pair = routes.pairs[e][slot];
-          if (adapted >> pair / ACTIVE & 1u) {
-            u[j] += load_fresh_f32(change + (i64)pair * 2 * INNER + inner_row);
-            gate[j] += load_fresh_f32(change + (i64)pair * 2 * INNER + INNER + inner_row);
-          }
-          inner[(i64)pair * INNER + inner_row] = to_bf16(gelu_exact(u[j]) * (gate[j] + 1.f) * UNIT);
+          const float up = u[j] + more[0][j], by = gate[j] + more[1][j] + 1.f;
+          inner[(i64)routes.pairs[e][slot] * INNER + inner_row] = to_bf16(gelu_exact(up) * by * UNIT);
         }
       });
       block++;
