@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,39 +12,59 @@ from legato_engine.config import EngineConfig
 from legato_engine.core import CachedImage, CaptionTask, DetectTask, QueryTask
 from legato_engine.errors import InvalidField
 from legato_engine.messages import Done, Failed, Started
-from legato_engine.models.moondream.presets import tiny_random_config
+from legato_engine.models.moondream.presets import tiny_random3_config, tiny_random_config
 
 from tests.adapters import published_file, random_adapter, safetensors_file
 from tests.engine.test_engine import CONFIG, World, png
 
 TEXT = tiny_random_config().text
+TEXTS = {"random-tiny": TEXT, "random-tiny3": tiny_random3_config().text}
 NAMES = ("x", "y", "z")
 TASKS = (DetectTask(object="x"), CaptionTask(), QueryTask(question="what is it?"))
 
 
-def adapter_of(name):
+def adapter_of(name, text=TEXT):
     """One of three, of different ranks."""
     seed = NAMES.index(name)
-    return random_adapter(TEXT, (2, 16, 9)[seed], seed)
+    return random_adapter(text, (2, 16, 10)[seed], seed)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Three adapters of different ranks, one of them as published."""
-    made = tmp_path_factory.mktemp("adapters")
-    for name in "xy":
-        (made / f"{name}.safetensors").write_bytes(safetensors_file(adapter_of(name)))
-    (made / "z.pt").write_bytes(published_file(adapter_of("z")))
-    return made
+def make_assembly(tmp_path_factory):
+    """A model with three adapters of different ranks, one as published, and room for two."""
+    made = []
+
+    def make(model):
+        folder, text = tmp_path_factory.mktemp("adapters"), TEXTS[model]
+        for name in "xy":
+            (folder / f"{name}.safetensors").write_bytes(safetensors_file(adapter_of(name, text)))
+        (folder / "z.pt").write_bytes(published_file(adapter_of("z", text), text=text))
+        changes = {"adapters": str(folder), "adapter_slots": 2, "max_adapter_rank": 16}
+        config = msgspec.structs.replace(CONFIG, model=model, max_running=4, max_waiting=64)
+        made.append(assemble(msgspec.structs.replace(config, **changes)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.device.close()
 
 
 @pytest.fixture(scope="module")
-def assembly(folder):
-    """One model for all tests, with room for two adapters."""
-    changes = {"adapters": str(folder), "adapter_slots": 2, "max_adapter_rank": 16}
-    made = assemble(msgspec.structs.replace(CONFIG, max_running=4, max_waiting=64, **changes))
-    yield made
-    made.device.close()
+def assembly(make_assembly):
+    """One model for all tests."""
+    return make_assembly("random-tiny")
+
+
+@pytest.fixture
+def folder(assembly):
+    """Where its adapters are."""
+    return Path(assembly.config.adapters)
+
+
+@pytest.fixture(scope="module", params=TEXTS)
+def either(request, assembly, make_assembly):
+    """That model, or one with experts."""
+    return assembly if request.param == "random-tiny" else make_assembly(request.param)
 
 
 @pytest.fixture(params=[1, 2])
@@ -67,9 +88,9 @@ def result(world, name):
     return end.result, end.finish_reason
 
 
-def test_adapters_side_by_side_answer_as_alone(world):
+def test_adapters_side_by_side_answer_as_alone(either, depth):
     """Requests of all adapters and of none, mixed and more than the slots, answer as one by one."""
-    picture = png()
+    world, picture = World(either, pipeline_depth=depth), png()
     asked = [(task, name) for name in ("", *NAMES) for task in TASKS] * 2
     alone = {}
     for number, (task, name) in enumerate(asked[: len(asked) // 2]):
@@ -83,14 +104,16 @@ def test_adapters_side_by_side_answer_as_alone(world):
         assert result(world, f"r-{number}") == alone[type(task), name]
     assert len({repr(alone[CaptionTask, name]) for name in ("", *NAMES)}) == 4, "all say the same"
     assert world.core.load().adapters_used == 0
+    world.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_slots_answer_as_merged_weights(world, seed):
+def test_slots_answer_as_merged_weights(either, depth, seed):
     """Each skill answers as a model with the adapter in its weights, on every kind of launch."""
-    merged = assemble(msgspec.structs.replace(CONFIG, max_waiting=64))
+    world, name = World(either, pipeline_depth=depth), either.config.model
+    merged = assemble(msgspec.structs.replace(CONFIG, model=name, max_waiting=64))
     model: Any = merged.model
-    tensors = adapter_of(NAMES[seed])
+    tensors = adapter_of(NAMES[seed], TEXTS[name])
     for layer, block in enumerate(model._network.text.blocks):
         for part in ("fc1", "fc2"):
             a_RI, b_OR = tensors[layer, f"{part}.lora_a"], tensors[layer, f"{part}.lora_b"]
@@ -103,6 +126,7 @@ def test_slots_answer_as_merged_weights(world, seed):
     for number in range(2 * len(TASKS)):
         ours, truth = result(world, f"r-{number}"), result(reference, f"r-{number}")
         assert str(ours) == str(truth)
+    world.close()
     reference.close()
     merged.device.close()
 
