@@ -15,7 +15,7 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from legato_engine.kernels import reference
+from legato_engine.kernels import reference, reference_experts
 from legato_engine.kernels.cuda import fused_attention, grouped, prefill
 from legato_engine.kernels.experts import ExpertWeights, Routes
 from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters
@@ -176,7 +176,7 @@ def decode_attention(
 
 def route(logits_TX: torch.Tensor, num_active: int) -> Routes:
     """The likeliest experts of each token, and their shares: a softmax over these alone."""
-    return reference.route(logits_TX, num_active)
+    return reference_experts.route(logits_TX, num_active)
 
 
 def experts(
@@ -198,5 +198,5 @@ def experts(
     if grouped.can_group(x_TD, up, down):
         return grouped.experts(x_TD, routes, up, down, adapters)
     if capturable and x_TD.device.type != "cpu":
-        return reference.experts_gathered(x_TD, routes, up, down, adapters)
-    return reference.experts_sorted(x_TD, routes, up, down, adapters)
+        return reference_experts.experts_gathered(x_TD, routes, up, down, adapters)
+    return reference_experts.experts_sorted(x_TD, routes, up, down, adapters)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from legato_engine.kernels.experts import ExpertWeights, Routes
 from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMap
-from legato_engine.kernels.reference import gate, own_low_rank
+from legato_engine.kernels.reference_experts import gate, own_low_rank
 
 _CAPABILITY = (9, 0)
 _ALIGNMENT = 8  # values: rows begin at multiples of 16 bytes
