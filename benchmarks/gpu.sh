@@ -73,7 +73,7 @@ bench image 25 "${large[@]}" --device-stages --repeats "$repeats"
 [[ $device == cpu ]] || bench fp8 30 --device "$device"
 [[ $device == cpu ]] || part e2e_fp8 60 "$python" -m benchmarks e2e --name e2e_fp8 --calls-scale "$scale" \
   --cell-seconds 12 --total-seconds 45 -- "${serve[@]}" --vision-dtype fp8
-[[ $device == cpu ]] || bench adapters 45
+[[ $device == cpu ]] || bench adapters 75
 [[ $device == cpu ]] || part decode_moondream3 60 "$python" -m benchmarks decode --name decode_moondream3 \
   --device "$device" --model moondream3 --random-weights --max-context 4096 --streams 1,8,32 "${decode[@]}"
 bench speculation 80 "${large[@]}" --streams 1,8 --settings fixed:1,fixed:3,fixed:7,fixed:8,seed,budget \
