@@ -203,6 +203,7 @@ class Engine:
         assert encoder is not None, "a picture is left whole only for an encoder"
         encoder.stage(0, image)
         encoder.upload(0)
+        encoder.cut()
         encoder.take(0, image.num_crops)
         encoder.encode(image.num_crops)
         encoder.give(0, image.num_crops)

@@ -46,6 +46,7 @@ from legato_engine.messages import ModelInfo, RequestReport
 from legato_engine.models import registry
 from legato_engine.models.bundle import ModelBundle
 from legato_engine.models.model import KVCache, Model, ModelFrontend, PreparedImage
+from legato_engine.pixel_memory import PixelMemory, Pixels, host_slab
 from legato_engine.preprocess import Preprocessor
 from legato_engine.quota import image_quota
 from legato_engine.report_sink import ReportSink
@@ -67,6 +68,7 @@ Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _VISION_DTYPES = ("auto", "fp8")
 _WARM_UP_TOKENS = 4
+_PIXELS_UNDER_WAY = 64 * 1024 * 1024  # bytes of pictures beside the cache: decoded, held, uncached
 _WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the start, by its progress
 
 
@@ -156,6 +158,7 @@ class Assembly:
             blobs=blobs,
             max_pixels=config.max_image_pixels,
             threads=config.preprocess_threads,
+            memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _PIXELS_UNDER_WAY)),
         )
         holds = ImageHolds(cache, image_quota(config))
         image_jobs = ImageJobs(preprocessor, holds, send=send, wake=wake)
@@ -165,6 +168,13 @@ class Assembly:
         return EngineCore(
             self.frontend, scheduler, preprocessor, image_jobs, adapters, sink, wake=wake
         )
+
+    def _pixel_slab(self, num_bytes: int) -> Pixels:
+        """Memory for decoded pictures, page-locked where the device reads them as they are."""
+        if not self.runner.encodes_pictures:
+            return host_slab(num_bytes)
+        slab: Pixels = self.device.pinned((num_bytes,), torch.uint8).numpy()
+        return slab
 
     def _adapter_store(self) -> AdapterStore | None:
         if self.bank is None:

@@ -24,7 +24,7 @@ from PIL import Image
 
 from legato_engine.core import RawImage
 from legato_engine.errors import ImageTooLarge, ImageUndecodable
-from legato_engine.pixel_memory import PixelMemory, Pixels
+from legato_engine.pixel_memory import Pixels, Take, new_pixels
 
 _EXIF_ORIENTATION = 0x0112
 _TRANSPOSE = {
@@ -70,26 +70,23 @@ def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> Ima
     return header
 
 
-def decode_encoded(
-    data: bytes | memoryview, *, max_pixels: int, memory: PixelMemory | None = None
-) -> Pixels:
-    """[H, W, C] of the displayed picture of a JPEG, PNG or WebP file, of a JPEG in `memory`.
+def decode_encoded(data: bytes | memoryview, *, max_pixels: int, take: Take = new_pixels) -> Pixels:
+    """[H, W, C] of the displayed picture of a JPEG, PNG or WebP file; `take` gives a JPEG room.
 
     Raises `ImageUndecodable`, or `ImageTooLarge` before anything is decoded.
     """
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
-    memory = memory or PixelMemory()
     is_jpeg = header.mime_type == "image/jpeg"
     try:
         if is_jpeg and _says_nothing_else(memoryview(data)):
-            pixels_HWC = _decode_jpeg(data, header, memory)
+            pixels_HWC = _decode_jpeg(data, header, take)
             if pixels_HWC is not None:
                 return pixels_HWC
         image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
         if image.size != (header.width, header.height):
             raise ImageUndecodable("the image contradicts its own header", field="image")
         is_flat = is_jpeg and image.mode in _FLAT_JPEG_MODES
-        pixels_HWC = _decode_jpeg(data, header, memory) if is_flat else None
+        pixels_HWC = _decode_jpeg(data, header, take) if is_flat else None
         if pixels_HWC is None:
             image.load()
             pixels_HWC = np.asarray(_to_rgb(image))
@@ -218,16 +215,14 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _decode_jpeg(
-    data: bytes | memoryview, header: ImageHeader, memory: PixelMemory
-) -> Pixels | None:
+def _decode_jpeg(data: bytes | memoryview, header: ImageHeader, take: Take) -> Pixels | None:
     """Pillow's own pixels without its copies; None where Pillow has to decide.
 
     That is for files that make libjpeg complain: some of them Pillow shows, the truncated ones it
     refuses. The buffer has the size of the checked header, so a file cannot grow while it is
     decoded.
     """
-    pixels_HWC = memory.take((header.height, header.width, 3))
+    pixels_HWC = take((header.height, header.width, 3))
     try:
         decoded_HWC = simplejpeg.decode_jpeg(data, "RGB", buffer=pixels_HWC, strict=True)
     except ValueError:

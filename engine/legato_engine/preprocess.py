@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
 import time
@@ -54,12 +53,13 @@ class Preprocessor:
         blobs: BlobReader,
         max_pixels: int,
         threads: int,
+        memory: PixelMemory,
     ) -> None:
         self._frontend = frontend
         self._cache = cache
         self._blobs = blobs
         self._max_pixels = max_pixels
-        self._memory = PixelMemory()
+        self._memory = memory
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "legato-preprocess")
 
     @property
@@ -149,11 +149,9 @@ class Preprocessor:
         image = self._frontend.prepare_image(pixels_HWC, loaded.key, info)
         if keep:
             self._cache.put(loaded.name, image, image.num_bytes)
-        with contextlib.suppress(RuntimeError):  # the pool may be closing
-            self._pool.submit(self._memory.make_ready, (height, width, 3))
         return image
 
     def _decode(self, view: memoryview, source: EncodedImage | RawImage) -> Pixels:
         if isinstance(source, RawImage):
-            return decode_raw(view, source, self._memory)
-        return decode_encoded(view, max_pixels=self._max_pixels, memory=self._memory)
+            return decode_raw(view, source, self._memory.take)
+        return decode_encoded(view, max_pixels=self._max_pixels, take=self._memory.take)

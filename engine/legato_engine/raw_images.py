@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from legato_engine.core import PixelFormat, RawImage
 from legato_engine.errors import ImageTooLarge, InvalidField
-from legato_engine.pixel_memory import PixelMemory, Pixels
+from legato_engine.pixel_memory import Pixels, Take, new_pixels
 
 _Samples = npt.NDArray[np.int16]
 
@@ -78,16 +78,14 @@ def check_raw(raw: RawImage, *, max_pixels: int) -> None:
         raise InvalidField(f"{needed} bytes of pixels needed, {raw.blob.size} given", field="image")
 
 
-def decode_raw(
-    view: bytes | memoryview, raw: RawImage, memory: PixelMemory | None = None
-) -> Pixels:
-    """[H, W, C] of raw pixels in `memory`, independent of `view`.
+def decode_raw(view: bytes | memoryview, raw: RawImage, take: Take = new_pixels) -> Pixels:
+    """[H, W, C] of raw pixels in what `take` gave, independent of `view`.
 
     Raises `InvalidField` when the layout does not fit the bytes.
     """
     check_raw(raw, max_pixels=raw.width * raw.height)
     bytes_N = np.frombuffer(view, np.uint8, count=raw.blob.size)
-    pixels_HWC = (memory or PixelMemory()).take((raw.height, raw.width, 3))
+    pixels_HWC = take((raw.height, raw.width, 3))
     if raw.format is PixelFormat.NV12:
         _decode_nv12(bytes_N, raw, pixels_HWC)
     elif raw.format is PixelFormat.YUYV:

@@ -16,6 +16,7 @@ from legato_engine.image_holds import ImageHolds
 from legato_engine.image_jobs import ImageJobs
 from legato_engine.messages import DropImage, Failed, HoldImage, ImageDropped, ImageHeld
 from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.pixel_memory import PixelMemory, host_slab
 from legato_engine.preprocess import Preprocessor
 from legato_engine.quota import ByteQuota
 from PIL import Image
@@ -66,6 +67,7 @@ class World:
             blobs=BlobReader(self.blobs.namespace),
             max_pixels=1000,
             threads=1,
+            memory=PixelMemory(host_slab(1 << 20)),
         )
         self.holds = ImageHolds(self.cache, self.quota, self.clock.now)
         self.jobs = ImageJobs(

@@ -1,12 +1,15 @@
-"""Pixels live in blocks that come back when nobody looks at them any more."""
+"""Pixels lie in a slab whose parts come back when nobody looks at them any more."""
 
 import concurrent.futures
+import random
+from typing import Any
 
 import numpy as np
 import pytest
-from legato_engine.pixel_memory import SMALLEST, PixelMemory, block_size
+from legato_engine.pixel_memory import PAGE, PixelMemory, host_slab
 
 SHAPE = (200, 300, 3)
+SIZE = 200 * 300 * 3
 
 
 def address(pixels_HWC):
@@ -14,15 +17,15 @@ def address(pixels_HWC):
     return pixels_HWC.__array_interface__["data"][0]
 
 
-def test_a_block_is_used_again():
-    """A picture of about the same size finds the block that one before has left."""
-    memory = PixelMemory()
+def test_memory_is_used_again():
+    """The next picture that fits lies where one before it has been."""
+    memory = PixelMemory(host_slab(1 << 20))
     first = memory.take(SHAPE)
     where = address(first)
     del first
-    again = memory.take((199, 301, 3))  # of the same size class
+    again = memory.take((100, 301, 3))
     assert address(again) == where
-    assert again.shape == (199, 301, 3)
+    assert (again.shape, again.dtype.name) == ((100, 301, 3), "uint8")
     again[:] = 7  # it may be written
 
 
@@ -34,9 +37,9 @@ def test_a_block_is_used_again():
         lambda pixels: np.frombuffer(memoryview(pixels.reshape(-1)), np.uint8),
     ],
 )
-def test_a_view_holds_its_block(view):
+def test_a_view_holds_its_memory(view):
     """As long as anybody can see the pixels, nobody else gets their memory."""
-    memory = PixelMemory()
+    memory = PixelMemory(host_slab(1 << 20))
     pixels = memory.take(SHAPE)
     pixels[:] = 1
     seen = view(pixels)
@@ -46,46 +49,42 @@ def test_a_view_holds_its_block(view):
     assert (seen == 1).all()
 
 
-def test_two_pictures_share_nothing():
-    """Two at a time are in two blocks."""
-    memory = PixelMemory()
-    memory.make_ready(SHAPE)
-    left, right = memory.take(SHAPE), memory.take(SHAPE)
-    left[:], right[:] = 1, 2
-    assert (left == 1).all()
+def test_a_full_slab_refuses_nobody():
+    """What does not fit lies beside it, and the slab is whole again at the end."""
+    memory = PixelMemory(host_slab(2 * SIZE))
+    pictures = [memory.take(SHAPE) for _ in range(4)]
+    for value, pixels in enumerate(pictures):
+        pixels[:] = value
+    assert all((pixels == value).all() for value, pixels in enumerate(pictures))
+    large = memory.take((2000, 1000, 3))
+    assert large.shape == (2000, 1000, 3)
+    del pictures, pixels, large
+    assert memory.free_bytes == 2 * SIZE
 
 
-def test_what_was_made_ready_is_found():
-    """The next picture of that size gets it, and one is enough."""
-    memory = PixelMemory()
-    memory.make_ready(SHAPE)
-    block = memory._returned[0]
-    pixels = memory.take(SHAPE)
-    assert np.shares_memory(pixels, np.frombuffer(block, np.uint8))
-    memory.make_ready(SHAPE)
-    memory.make_ready(SHAPE)
-    assert len(memory._free) + len(memory._returned) == 1
+def test_free_parts_grow_together():
+    """After pictures of many sizes in any order one of almost the whole slab fits."""
+    rng, slab = random.Random(0), host_slab(4 << 20)
+    memory = PixelMemory(slab)
+    held: list[tuple[int, Any]] = []
+    for _ in range(2000):
+        if held and rng.random() < 0.5:
+            value, pixels = held.pop(rng.randrange(len(held)))
+            assert (pixels == value).all()
+            del pixels
+        else:
+            pixels = memory.take((rng.randint(1, 300), rng.randint(1, 300), 3))
+            value = rng.randrange(256)
+            pixels[:] = value
+            held.append((value, pixels))
+    del held, pixels
+    whole = memory.take((1, (slab.size - PAGE) // 3, 3))
+    assert address(whole) == address(slab)
 
 
-def test_spare_blocks_are_few():
-    """After a burst, only so many bytes stay."""
-    memory = PixelMemory(spare_bytes=3 * block_size(200 * 300 * 3))
-    pictures = [memory.take(SHAPE) for _ in range(8)]
-    pictures.clear()
-    memory.take((10, 10, 3))
-    assert sum(map(len, memory._free)) <= 3 * block_size(200 * 300 * 3)
-
-
-@pytest.mark.parametrize("num_bytes", [1, SMALLEST, SMALLEST + 1, 1_530_000, 36_000_000, 2**24])
-def test_a_block_is_a_little_larger_than_its_picture(num_bytes):
-    """By a quarter at most."""
-    size = block_size(num_bytes)
-    assert num_bytes <= size <= max(SMALLEST, num_bytes * 5 // 4)
-
-
-def test_threads_never_get_the_same_block():
+def test_threads_never_get_the_same_memory():
     """Four threads write and read back what they wrote."""
-    memory = PixelMemory()
+    memory = PixelMemory(host_slab(3 * SIZE))
 
     def use(value):
         for _ in range(200):
@@ -93,7 +92,6 @@ def test_threads_never_get_the_same_block():
             pixels[:] = value
             if not (pixels == value).all():
                 return False
-            memory.make_ready(SHAPE)
         return True
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

@@ -17,6 +17,7 @@ from legato_engine.kernels.cut_plan import MAX_WORDS, CropGeometry, CutPlan
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
 from legato_engine.models.moondream.presets import moondream2_config
 from legato_engine.models.moondream.vision import Vision, patches
+from legato_engine.pixel_memory import PixelMemory
 from PIL import Image
 
 pytestmark = [
@@ -87,11 +88,28 @@ def test_patches_are_those_of_pillow(
     """Every size and tiling gives the bits of the host's crops, after any other picture."""
     pixels_HWC = noise(*size)
     tiling = select_tiling(*size, VISION)
-    staged = stage(pixels_HWC, CutPlan(*size, tiling, GEOMETRY), host)
-    patches_NTP = empty_patches(staged.num_crops)
-    pipeline.run(host, staged, patches_NTP)
+    plan = CutPlan(*size, tiling, GEOMETRY)
+    patches_NTP = empty_patches(plan.num_crops)
+    pipeline.upload(host, stage(pixels_HWC, plan, host))
+    pipeline.cut(patches_NTP)
     assert torch.equal(patches_NTP, expected_patches(pixels_HWC))
     assert pipeline.tiling.tolist() == list(tiling)
+
+
+def test_pinned_pixels_are_not_copied_first(pipeline: PicturePipeline, host: HostPicture) -> None:
+    """A picture in pinned memory is uploaded from there, and gives the same patches."""
+    slab = torch.empty(1 << 22, dtype=torch.uint8, pin_memory=True)
+    memory = PixelMemory(slab.numpy())
+    for size in [(640, 480), (200, 100)]:
+        pixels_HWC = memory.take((*size, 3))
+        pixels_HWC[:] = noise(*size)
+        plan = CutPlan(*size, select_tiling(*size, VISION), GEOMETRY)
+        staged = stage(pixels_HWC, plan, host)
+        assert staged.pixels.data_ptr() == pixels_HWC.ctypes.data
+        patches_NTP = empty_patches(plan.num_crops)
+        pipeline.upload(host, staged)
+        pipeline.cut(patches_NTP)
+        assert torch.equal(patches_NTP, expected_patches(pixels_HWC))
 
 
 def test_one_graph_cuts_every_picture(pipeline: PicturePipeline, host: HostPicture) -> None:

@@ -18,6 +18,7 @@ A table is starts, then counts, then weights, as in `kernels.lanczos.Table`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import numpy.typing as npt
@@ -127,17 +128,25 @@ class CutPlan:
 
     def write(self, words_N: npt.NDArray[np.int32]) -> int:
         """Fill the first `num_words` of `words_N`; returns their number."""
-        words_N[:_TABLES_AT] = 0
-        words_N[:HEADER_WORDS] = (*self.tiling, self.width, self.num_crops)
-        at = _TABLES_AT
-        for index, target in enumerate(self.targets):
-            words = [*target.between, int(target.rows_first)]
-            for size_in, size_out in target.passes:
-                table = lanczos.table(size_in, size_out)
-                words += [at, size_out, table.weights_OK.shape[1]]
-                for array in (table.starts_O, table.counts_O, table.weights_OK):
-                    words_N[at : at + array.size] = array.ravel()
-                    at += array.size
-            start = HEADER_WORDS + index * TARGET_WORDS
-            words_N[start : start + TARGET_WORDS] = words
-        return at
+        own_N = _words(self)
+        words_N[: own_N.size] = own_N
+        return own_N.size
+
+
+@functools.lru_cache(maxsize=64)
+def _words(plan: CutPlan) -> npt.NDArray[np.int32]:
+    """What the device is told of a plan: a camera's pictures all have the same."""
+    words_N = np.zeros(plan.num_words, np.int32)
+    words_N[:HEADER_WORDS] = (*plan.tiling, plan.width, plan.num_crops)
+    at = _TABLES_AT
+    for index, target in enumerate(plan.targets):
+        words = [*target.between, int(target.rows_first)]
+        for size_in, size_out in target.passes:
+            table = lanczos.table(size_in, size_out)
+            words += [at, size_out, table.weights_OK.shape[1]]
+            for array in (table.starts_O, table.counts_O, table.weights_OK):
+                words_N[at : at + array.size] = array.ravel()
+                at += array.size
+        start = HEADER_WORDS + index * TARGET_WORDS
+        words_N[start : start + TARGET_WORDS] = words
+    return words_N

@@ -156,18 +156,23 @@ class PictureEncoder(Protocol):
     """A picture's embeddings in steps of fixed shape, at fixed addresses; one picture at a time.
 
     It takes pictures whose `num_crops` is not 0, and none of them has more than `max_crops`.
-    In the order of their calls: `stage` (host), `upload`, then for ranges of crops that follow each
-    other `take`, `encode` and `give`, then `finish`. `encode` and `finish` can be captured.
+    In the order of their calls: `stage` (host), `upload`, `cut`, then for ranges of crops that
+    follow each other `take`, `encode` and `give`, then `finish`. `cut`, `encode` and `finish` can
+    be captured.
     """
 
     max_crops: int
 
     def stage(self, slot: int, image: PreparedImage) -> None:
-        """Write the picture into that slot's pinned memory, on the host."""
+        """See on the host to it that the picture is in pinned memory, until the slot's next one."""
         ...
 
     def upload(self, slot: int) -> None:
-        """Enqueue the copies and cut the crops."""
+        """Enqueue the copies."""
+        ...
+
+    def cut(self) -> None:
+        """Enqueue: the crops of the picture uploaded last."""
         ...
 
     def take(self, first: int, stop: int) -> None:

@@ -108,6 +108,7 @@ class FusedProgram:
             for payload in (False, True):
                 self.logprobs(slot, self.buckets[-1], payload=payload)
         if self._encoder is not None:
+            self._submit("cut")
             for count in range(1, self._encoder.max_crops + 1):
                 self._submit("crops", count)
             ranks = (0, *self._bank.ranks) if self._bank is not None else (0,)
@@ -140,6 +141,9 @@ class FusedProgram:
     def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row], rank: int) -> None:
         """See `program.Program`; passes are the same at every rank."""
         buffers, compute = self._slots[slot], self._device.compute
+        for row in prompts:  # ahead of all else: the host prepares that while a picture is encoded
+            if row.prefix.compute_pages and row.sequence.num_crops:
+                self._encode(slot, row, row.sequence.num_crops)
         stage_prompts(buffers, prompts, self._state.scratch_row)
         buffers.prompt.upload(compute)
         self._submit("admit", slot)
@@ -177,11 +181,10 @@ class FusedProgram:
         return FedPrompt(row.sequence.row, start, tokens)
 
     def _prefix(self, slot: int, row: Row, step: PrefillStep) -> None:
-        """The picture's own positions: what is left of its crops, then the decoder over them."""
+        """The picture's own positions, of which an encoder has done its part already."""
         if row.sequence.num_crops == 0:
             self._device.compute.submit(step.run_prefix)
             return
-        self._encode(slot, row, row.sequence.num_crops)
         rank = self._bank.bucket(row.sequence.adapter_rank) if self._bank is not None else 0
         self._submit("prefix", slot, rank)
 
@@ -192,6 +195,7 @@ class FusedProgram:
         if first == 0:
             encoder.stage(slot, image)
             compute.submit(lambda: encoder.upload(slot))
+            self._submit("cut")
         if first < stop:
             compute.submit(lambda: encoder.take(first, stop))
             self._submit("crops", stop - first)
@@ -227,6 +231,7 @@ class FusedProgram:
                 "forward": self._forward_work,
                 "sample": self._sample_work,
                 "logprobs": self._logprobs_work,
+                "cut": self._cut_work,
                 "crops": self._crops_work,
                 "prefix": self._prefix_work,
             }
@@ -294,6 +299,10 @@ class FusedProgram:
         rows, table_CV = self.buckets[-1], self._constraints_CV
         step = LogprobStep(self._model, self._slots[slot], table_CV, rows)
         return lambda: step(payload)
+
+    def _cut_work(self) -> Work:
+        assert self._encoder is not None, "a picture needs an encoder"
+        return self._encoder.cut
 
     def _crops_work(self, count: int) -> Work:
         assert self._encoder is not None, "crops need an encoder"

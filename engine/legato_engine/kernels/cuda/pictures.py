@@ -35,7 +35,7 @@ _STITCH_THREADS = 192
 class HostPicture:
     """Pinned memory for one picture under way; made by the caller.
 
-    `pixels` uint8 [NUM_PIXEL_BYTES], `plan` int32 [MAX_WORDS]. `stage` fills it, and it may be
+    `pixels` uint8 [NUM_PIXEL_BYTES], `plan` int32 [MAX_WORDS]. `stage` fills them, and they may be
     filled again when the copies of `PicturePipeline.upload` are done.
     """
 
@@ -43,21 +43,27 @@ class HostPicture:
     plan: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StagedPicture:
-    """How much of a `HostPicture` is in use, and how many crops it will be."""
+    """What is to be copied: a picture's `pixels` in pinned memory, and `num_words` of its plan.
 
-    num_bytes: int
+    It is to be kept until the copies of `PicturePipeline.upload` are done.
+    """
+
+    pixels: torch.Tensor
     num_words: int
-    num_crops: int
 
 
 def stage(pixels_HWC: npt.NDArray[np.uint8], plan: CutPlan, host: HostPicture) -> StagedPicture:
-    """Write a picture and its plan, which has to fit; touches no device."""
-    flat = host.pixels[: pixels_HWC.size].numpy()
-    np.copyto(flat.reshape(pixels_HWC.shape), pixels_HWC)
+    """Write a picture's plan, which has to fit, and its pixels unless they are pinned already."""
     num_words = plan.write(host.plan.numpy())
-    return StagedPicture(pixels_HWC.size, num_words, plan.num_crops)
+    if pixels_HWC.flags.writeable and pixels_HWC.flags.c_contiguous:
+        own = torch.from_numpy(pixels_HWC).flatten()
+        if own.is_pinned():
+            return StagedPicture(own, num_words)
+    pixels = host.pixels[: pixels_HWC.size]
+    np.copyto(pixels.numpy().reshape(pixels_HWC.shape), pixels_HWC)
+    return StagedPicture(pixels, num_words)
 
 
 def defines(geometry: CropGeometry) -> dict[str, int]:
@@ -94,15 +100,10 @@ class PicturePipeline:
         """Int32 (rows, columns) of the picture uploaded last; its address never changes."""
         return self._plan[:2]
 
-    def run(self, host: HostPicture, staged: StagedPicture, patches_NTP: torch.Tensor) -> None:
-        """Enqueue everything from staged pixels to patches."""
-        self.upload(host, staged)
-        self.cut(patches_NTP)
-
     def upload(self, host: HostPicture, staged: StagedPicture) -> None:
         """Enqueue two copies, as long as the picture needs; no part of a graph for all pictures."""
-        num_bytes, num_words = staged.num_bytes, staged.num_words
-        self._pixels[:num_bytes].copy_(host.pixels[:num_bytes], non_blocking=True)
+        num_words = staged.num_words
+        self._pixels[: staged.pixels.numel()].copy_(staged.pixels, non_blocking=True)
         self._plan[:num_words].copy_(host.plan[:num_words], non_blocking=True)
 
     def cut(self, patches_NTP: torch.Tensor) -> None:

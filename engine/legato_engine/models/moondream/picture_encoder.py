@@ -64,15 +64,19 @@ class MoondreamPictureEncoder:
         self._prefix_PX[0] = bos_X
 
     def stage(self, slot: int, image: PreparedImage) -> None:
-        """Copy the pixels and the plan to pinned memory."""
+        """The plan and, unless the pixels are there, a copy of them in pinned memory."""
         picture: WholePicture = image.pixels
         self._staged[slot] = stage(picture.pixels_HWC, picture.plan, self._hosts[slot])
 
     def upload(self, slot: int) -> None:
-        """Two copies, then the picture's patches."""
+        """Two copies, as long as the picture needs."""
         staged = self._staged[slot]
         assert staged is not None, "uploaded before it was staged"
-        self._pipeline.run(self._hosts[slot], staged, self._patches_NTP)
+        self._pipeline.upload(self._hosts[slot], staged)
+
+    def cut(self) -> None:
+        """The patches of all its crops."""
+        self._pipeline.cut(self._patches_NTP)
 
     def take(self, first: int, stop: int) -> None:
         """Some crops' patches become the input."""
