@@ -222,6 +222,12 @@ class Tally:
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
 
+    def join(self, other: Tally) -> None:
+        """What happened in others, too."""
+        for field in dataclasses.fields(self):
+            total = getattr(self, field.name) + getattr(other, field.name)
+            setattr(self, field.name, total)
+
 
 class Schedule:
     """One random schedule; `run` carries it out and checks it."""

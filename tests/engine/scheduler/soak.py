@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from tests.engine.scheduler.schedules import run_all
+from tests.engine.scheduler.schedules import Tally, run_all
 
-REPORTED = 10_000  # schedules between two lines
+REPORTED = 50  # lines, if all goes well
+MOST_IN_A_PART = 10_000  # schedules
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run them in order and say how it goes; the first that breaks a rule ends it."""
+    """Run them and say how it goes; the first that is found to break a rule ends it."""
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("--schedules", default=1_000_000, type=int)
     parser.add_argument("--first", default=0, type=int, help="seed of the first")
+    parser.add_argument("--processes", default=os.cpu_count() or 1, type=int)
     arguments = parser.parse_args(argv)
-    start, stop = time.monotonic(), arguments.first + arguments.schedules
-    for first in range(arguments.first, stop, REPORTED):
-        last = min(first + REPORTED, stop)
-        tally = run_all(range(first, last))
-        seconds = time.monotonic() - start
-        sys.stdout.write(f"{last - arguments.first} in {seconds:.0f} s: {tally}\n")
-        sys.stdout.flush()
+    total, size = arguments.schedules, part_size(arguments.schedules, arguments.processes)
+    stop = arguments.first + total
+    parts = [range(at, min(at + size, stop)) for at in range(arguments.first, stop, size)]
+    start, tally, done = time.monotonic(), Tally(), 0
+    for number, (part, more) in enumerate(run_parts(parts, arguments.processes), start=1):
+        tally.join(more)
+        done += len(part)
+        if number * REPORTED % len(parts) < REPORTED:
+            seconds = time.monotonic() - start
+            sys.stdout.write(f"{done} of {total} in {seconds:.0f} s: {tally}\n")
+            sys.stdout.flush()
     return 0
+
+
+def part_size(total: int, processes: int) -> int:
+    """Schedules that a process runs at a time: few enough that all end together."""
+    return max(1, min(MOST_IN_A_PART, total // (20 * processes)))
+
+
+def run_parts(parts: Sequence[range], processes: int) -> Iterator[tuple[range, Tally]]:
+    """What each part came to, in their order; raises what breaks a rule, which names its seed."""
+    if processes == 1:
+        yield from zip(parts, map(run_all, parts), strict=True)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from zip(parts, pool.imap(run_all, parts), strict=True)
 
 
 if __name__ == "__main__":

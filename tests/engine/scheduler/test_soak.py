@@ -1,0 +1,33 @@
+"""The soak runs every schedule once, whatever it is cut into."""
+
+import dataclasses
+
+import pytest
+
+from tests.engine.scheduler import soak
+from tests.engine.scheduler.schedules import Tally, run_all
+
+
+def test_processes_change_nothing_but_the_time(capsys):
+    """Two processes come to what one does."""
+    last = []
+    for processes in ("1", "2"):
+        assert soak.main(["--schedules", "90", "--first", "7", "--processes", processes]) == 0
+        last.append(capsys.readouterr().out.splitlines()[-1].split(": ", 1)[1])
+    assert last[0] == last[1] == str(run_all(range(7, 97)))
+
+
+@pytest.mark.parametrize(("total", "processes"), [(1, 16), (100, 1), (1_000_000, 16)])
+def test_parts_are_small_enough_to_end_together(total, processes):
+    """And never empty."""
+    size = soak.part_size(total, processes)
+    assert 1 <= size <= soak.MOST_IN_A_PART
+    assert size * processes <= max(total, processes)
+
+
+def test_tallies_add_up():
+    """Every count of both."""
+    names = [field.name for field in dataclasses.fields(Tally)]
+    one = Tally(**{name: 1 + place for place, name in enumerate(names)})
+    one.join(Tally(**dict.fromkeys(names, 10)))
+    assert [getattr(one, name) for name in names] == [11 + place for place in range(len(names))]
