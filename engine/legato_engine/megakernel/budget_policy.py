@@ -8,6 +8,22 @@ from collections.abc import Sequence
 from legato_engine.megakernel.block_policy import Drafter
 from legato_engine.megakernel.costs import CostTable
 
+PRIOR_RATE = 0.8
+_PRIOR_WEIGHT = 16.0
+
+
+@dataclasses.dataclass(slots=True)
+class Experience:
+    """How the proposals of all requests so far have fared, in tokens; older ones count less."""
+
+    accepted_weight: float = PRIOR_RATE * _PRIOR_WEIGHT
+    tried_weight: float = _PRIOR_WEIGHT
+
+    @property
+    def rate(self) -> float:
+        """Of the tokens tried, the share accepted."""
+        return self.accepted_weight / self.tried_weight
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenBudgetPolicy:
@@ -15,8 +31,9 @@ class TokenBudgetPolicy:
 
     What a request is believed to accept is estimated per token: a verify that accepted `n` and then
     met a wrong one tried `n + 1` tokens, whatever the block was, and older verifies count `decay`
-    times less with each new one. The i-th token of a block with rate `a` stands with `a ** i`.
-    Tokens are given out, the likeliest first, up to where tokens committed a second are most.
+    times less with each new one. A new request is believed to do as `everyone` does, to the weight
+    of `prior_weight` tokens. The i-th token of a block with rate `a` stands with `a ** i`. Tokens
+    are given out, the likeliest first, up to where tokens committed a second are most.
 
     Who gets none is in tier 0: it decodes plainly, and proposes one token after `probe_every` steps
     to see whether that has changed.
@@ -26,15 +43,16 @@ class TokenBudgetPolicy:
     max_block: int = 8
     pressure_block: int = 2
     decay: float = 0.97
-    prior_rate: float = 0.8
     prior_weight: float = 8.0  # tokens
+    common_decay: float = 0.999
     probe_every: int = 32  # steps
+    everyone: Experience = dataclasses.field(default_factory=Experience)
 
     def begin(self, request: Drafter) -> None:
-        """Believe the prior, unless it has been here before."""
+        """Believe what the others did, unless it has been here before."""
         if request.tried_weight == 0.0:
             request.tried_weight = self.prior_weight
-            request.accepted_weight = self.prior_rate * self.prior_weight
+            request.accepted_weight = self.everyone.rate * self.prior_weight
 
     def update(self, request: Drafter, accepted: int, proposed: int) -> None:
         """Learn from the tokens that were tried: those accepted, and the first wrong one."""
@@ -44,6 +62,9 @@ class TokenBudgetPolicy:
         request.accepted_weight = self.decay * request.accepted_weight + accepted
         request.tried_weight = self.decay * request.tried_weight + tried
         request.ema_acceptance_rate = request.accepted_weight / request.tried_weight
+        common = self.everyone
+        common.accepted_weight = self.common_decay * common.accepted_weight + accepted
+        common.tried_weight = self.common_decay * common.tried_weight + tried
 
     def allot(self, requests: Sequence[Drafter]) -> None:
         """Give every request its block for the coming verify."""
@@ -53,18 +74,19 @@ class TokenBudgetPolicy:
             for depth in range(1, self._limit(request) + 1)
         )
         blocks = [0] * len(requests)
-        for _, _, index in gains[: self._best_count(len(requests), [-gain for gain, *_ in gains])]:
+        for _, _, index in gains[: self._best_count(len(requests), gains)]:
             blocks[index] += 1
         for request, block in zip(requests, blocks, strict=True):
             request.current_block_size = block or self._probe(request)
 
-    def _best_count(self, num_rows: int, gains: Sequence[float]) -> int:
+    def _best_count(self, num_rows: int, gains: Sequence[tuple[float, int, int]]) -> int:
         """How many of these tokens, the likeliest first, make tokens a second the most."""
-        committed, best, best_count = float(num_rows), 0.0, 0
-        for count in range(len(gains) + 1):
-            if count:
-                committed += gains[count - 1]
-            seconds = self.costs.step(num_rows + count) + self.costs.propose * count
+        committed, longest, best_count = float(num_rows), 0, 0
+        best = committed / self.costs.step(num_rows)
+        for count, (gain, depth, _) in enumerate(gains, start=1):
+            committed -= gain
+            longest = max(longest, depth)
+            seconds = self.costs.step(num_rows + count) + self.costs.propose * longest
             if committed / seconds > best:
                 best, best_count = committed / seconds, count
         return best_count

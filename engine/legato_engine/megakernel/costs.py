@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import operator
+
+_COUNT = operator.itemgetter(0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -11,7 +14,8 @@ class CostTable:
     """Seconds of one iteration, by the positions that its forward is fed.
 
     `steps` are (positions, seconds) measured on a device, linear between them and beyond the last
-    two. `prefill` is the cost of one prompt position, `propose` that of one proposed token.
+    two. `prefill` is the cost of one prompt position, `propose` that of one more token of the
+    longest block: a draft speaks for all rows at once, one token after the other.
     """
 
     steps: tuple[tuple[int, float], ...]
@@ -22,11 +26,11 @@ class CostTable:
         """Seconds of a forward over so many positions; 0 for none."""
         if positions == 0:
             return 0.0
-        counts = [count for count, _ in self.steps]
-        right = min(max(bisect.bisect_left(counts, positions), 1), len(counts) - 1)
+        right = bisect.bisect_left(self.steps, positions, key=_COUNT)
+        right = min(max(right, 1), len(self.steps) - 1)
         (x0, y0), (x1, y1) = self.steps[right - 1], self.steps[right]
-        if positions <= counts[0]:
-            return self.steps[0][1]
+        if positions <= x0 and right == 1:
+            return y0
         return y0 + (y1 - y0) * (positions - x0) / (x1 - x0)
 
 

@@ -13,8 +13,8 @@ from legato_engine.megakernel.pages import PageTable
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Machine:
-    """One launch. `num_fed`, of which `num_proposed` were drafts, and `num_prefilled` count the
-    positions of this iteration's forward.
+    """One launch. `num_fed` and `num_prefilled` count the positions of this iteration's forward,
+    `longest_block` the drafts among them of the request that has most.
     """
 
     requests: list[RequestDescriptor]
@@ -26,7 +26,7 @@ class Machine:
     iteration: int = 0
     now: float = 0.0  # virtual seconds
     num_fed: int = 0
-    num_proposed: int = 0
+    longest_block: int = 0
     num_prefilled: int = 0
     num_preemptions: int = 0
 

@@ -47,7 +47,7 @@ class Simulator:
     def step(self) -> None:
         """One iteration: both batch stages, then the four of every request, then the clock."""
         machine = self.machine
-        machine.num_fed = machine.num_proposed = machine.num_prefilled = 0
+        machine.num_fed = machine.longest_block = machine.num_prefilled = 0
         lengths = {each.request_id: len(each.tokens) for each in machine.requests}
         start = machine.now
         stage_scheduler(machine)
@@ -65,7 +65,7 @@ class Simulator:
         return (
             self.costs.step(machine.num_fed)
             + self.costs.prefill * machine.num_prefilled
-            + self.costs.propose * machine.num_proposed
+            + self.costs.propose * machine.longest_block
         )
 
     def _record(self, start: float, lengths: dict[int, int]) -> None:

@@ -107,7 +107,7 @@ def stage_spec_verify(machine: Machine, request: RequestDescriptor) -> None:
     request.accepted_prefix_len = machine.acceptance.accepted_prefix(request.draft, sampled)
     machine.block_policy.update(request, request.accepted_prefix_len, len(request.draft))
     machine.num_fed += len(fed)
-    machine.num_proposed += len(request.draft)
+    machine.longest_block = max(machine.longest_block, len(request.draft))
     request.last_used = machine.iteration
     request.state = State.COMMIT_READY
 

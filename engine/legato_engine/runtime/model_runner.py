@@ -145,7 +145,7 @@ class ModelRunner:
         return tuple(zip(self._buckets, seconds, strict=True))
 
     def propose_seconds(self) -> float:
-        """What a proposed token of a row takes, measured as `step_seconds` is."""
+        """What a token more of the longest block takes, measured as `step_seconds` is."""
         assert self._drafts is not None, "nobody proposes"
         block, bucket = self._drafts.max_block, self._buckets[0]
         more = self._step_seconds(bucket, block) - self._step_seconds(bucket)

@@ -8,10 +8,13 @@ from legato_engine.megakernel.descriptor import Flag, RequestDescriptor, State
 
 from tests.engine.megakernel.world import make, rates
 
-POLICY = TokenBudgetPolicy(H200_MOONDREAM2)
+
+def budget():
+    """One that has seen nobody yet."""
+    return TokenBudgetPolicy(H200_MOONDREAM2)
 
 
-def running(count, policy=POLICY):
+def running(count, policy):
     """Requests that are about to propose."""
     requests = [RequestDescriptor(i, prompt=(1,), max_tokens=500) for i in range(count)]
     for request in requests:
@@ -54,25 +57,52 @@ def test_the_estimate_does_not_depend_on_the_block(block):
 
 def test_tokens_that_cost_nothing_are_always_proposed():
     """Up to 8 positions a forward costs the same: a lone stream proposes 7 or more."""
-    (request,) = running(1)
+    policy = budget()
+    (request,) = running(1, policy)
     request.accepted_weight = 0.1 * request.tried_weight
-    POLICY.allot([request])
+    policy.allot([request])
     assert request.current_block_size >= 7
 
 
 def test_who_is_likelier_proposes_more():
     """Within one batch, and never above the cap under pressure."""
-    requests = running(4)
+    policy = budget()
+    requests = running(4, policy)
     for request, rate in zip(requests, (0.95, 0.8, 0.5, 0.05), strict=True):
         request.accepted_weight = rate * request.tried_weight
-    POLICY.allot(requests)
+    policy.allot(requests)
     blocks = [request.current_block_size for request in requests]
     assert blocks == sorted(blocks, reverse=True)
     assert blocks[0] > blocks[-1]
     for request in requests:
         request.set_flag(Flag.KV_PRESSURE, on=True)
-    POLICY.allot(requests)
-    assert max(request.current_block_size for request in requests) <= POLICY.pressure_block
+    policy.allot(requests)
+    assert max(request.current_block_size for request in requests) <= policy.pressure_block
+
+
+def test_a_new_request_is_believed_to_do_as_the_others():
+    """As far as they are known: nobody pays again for what the first has learnt."""
+    policy = budget()
+    (first,) = running(1, policy)
+    assert first.accepted_weight / first.tried_weight == pytest.approx(0.8)
+    for _ in range(300):
+        policy.update(first, 1, 3)  # of 2 tried
+    (second,) = running(1, policy)
+    assert second.tried_weight == policy.prior_weight
+    assert second.accepted_weight / second.tried_weight == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_draft_is_paid_by_the_longest_block():
+    """It speaks for all rows at once: what one proposes, the others propose for nothing more."""
+    costs = CostTable(steps=((1, 1.0), (64, 1.0)), prefill=0.0, propose=0.2)
+    policy = TokenBudgetPolicy(costs)
+    alone, *company = running(9, policy)
+    policy.allot([alone])
+    by_itself = alone.current_block_size
+    policy.allot([alone, *company])
+    sizes = {each.current_block_size for each in (alone, *company)}
+    assert sizes == {by_itself}
+    assert 0 < by_itself < policy.max_block
 
 
 def test_tier_0_proposes_nothing_and_looks_again_after_32_steps():
@@ -94,7 +124,9 @@ def test_tier_0_proposes_nothing_and_looks_again_after_32_steps():
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
 def test_it_is_no_slower_than_the_seeds_rule_on_streams_alike(num_streams, share):
     """By more than the hundredth that its learning costs."""
-    ours, seeds = (speed(policy, num_streams, share) for policy in (POLICY, AdaptiveBlockPolicy()))
+    ours, seeds = (
+        speed(policy, num_streams, share) for policy in (budget(), AdaptiveBlockPolicy())
+    )
     assert ours > 0.985 * seeds
 
 
@@ -102,7 +134,7 @@ def test_it_is_no_slower_than_the_seeds_rule_on_streams_alike(num_streams, share
 def test_it_is_faster_on_streams_that_differ(num_streams):
     """Than the seed's rule and than every fixed block."""
     shares = (0.95, 0.1, 0.6, 0.8)
-    ours = speed(POLICY, num_streams, *shares)
+    ours = speed(budget(), num_streams, *shares)
     others = [AdaptiveBlockPolicy(), *map(FixedBlockPolicy, (0, 1, 2, 4, 8))]
     best = max(speed(policy, num_streams, *shares) for policy in others)
     assert ours > 1.04 * best
