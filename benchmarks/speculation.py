@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from legato_engine.bench_tables import right_text
+
 from benchmarks import record
 from benchmarks.plots import Line, Panel, write_svg
 
 Row = dict[str, Any]
 _ADAPTIVE = ("seed", "budget")
 _COLUMNS = 2
+_SHOWN = 8  # requests of a row
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,7 +110,8 @@ def _speed(rows: Sequence[Row]) -> str:
 
 
 def _pages(rows: Sequence[Row]) -> str:
-    heads = ("tokens per verify", "accepted", "mean block", "variance", "KV hits", "wasted drafts")
+    rates = ("tokens per verify", "accepted", "right of tried, %", "tried")
+    heads = (*rates, "mean block", "variance", "KV hits", "wasted drafts")
     return record.table(
         (*_HEAD, *heads, "KV peak", "preempted"),
         [
@@ -115,6 +119,8 @@ def _pages(rows: Sequence[Row]) -> str:
                 *_head(row),
                 f"{row['tokens_per_verify']:.2f}",
                 f"{row['acceptance']:.0%}",
+                right_text(row["right"], row["right_within"]) if row["num_tried"] else "",
+                row["num_tried"],
                 f"{row['mean_block_size']:.2f}",
                 f"{row['block_size_variance']:.2f}",
                 *(f"{row[key]:.0%}" for key in ("kv_hit_rate", "fragmentation", "kv_peak")),
@@ -126,11 +132,11 @@ def _pages(rows: Sequence[Row]) -> str:
 
 
 def _settled(rows: Sequence[Row]) -> str:
-    """Means over the last quarter of each request, of the policies that choose."""
+    """Means over the last quarter of the first requests, of the policies that choose."""
     return record.table(
         (*_HEAD, "by request"),
         [
-            [*_head(row), ", ".join(f"{size:.1f}" for size in row["settled_blocks"])]
+            [*_head(row), ", ".join(f"{size:.1f}" for size in row["settled_blocks"][:_SHOWN])]
             for row in rows
             if row["setting"] in _ADAPTIVE
         ],
@@ -165,7 +171,7 @@ def _by_request(rows: Sequence[Row], y_name: str, field: int) -> Iterator[Panel]
         if row["setting"] in _ADAPTIVE:
             lines = [
                 Line(f"request {i}", [(point[0], point[field]) for point in points], steps=True)
-                for i, points in enumerate(row["series"]["blocks"][:8])
+                for i, points in enumerate(row["series"]["blocks"][:_SHOWN])
             ]
             yield Panel(f"{row['workload']}: {row['setting']}", "ms", y_name, lines)
 

@@ -30,6 +30,7 @@ from legato_engine.config import EngineConfig
 from legato_engine.decode_phase import MIN_LENGTH, Comparison, compare, measure
 from legato_engine.speculation_bench import SETTINGS, WORKLOADS, Plan
 from legato_engine.speculation_bench import measure as measure_speculation
+from legato_engine.speculation_loads import FEWEST
 from legato_engine.workload import KINDS, Workload
 
 _TABLES = {"full": full_tables, "photon": photon_tables}
@@ -85,6 +86,7 @@ def compare_speculation(assembly: Assembly, arguments: argparse.Namespace) -> in
         settings=arguments.settings,
         workloads=arguments.workloads,
         context=arguments.context,
+        fewest=arguments.requests,
     )
     rows = measure_speculation(assembly, plan)
     console = Console()
@@ -172,6 +174,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--workloads", default=WORKLOADS, type=_names, help=f"of {', '.join(WORKLOADS)}"
+    )
+    parser.add_argument(
+        "--requests", default=FEWEST, type=int, help="of speculation: of each profile, at least"
     )
     parser.add_argument("--table", default="full", choices=sorted(_TABLES))
     parser.add_argument("--json", action="store_true", help="figures instead of tables")

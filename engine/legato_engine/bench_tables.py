@@ -98,6 +98,7 @@ def speculation_table(rows: Sequence[Figures], title: str) -> Table:
             "decoding",
             "tok/verify",
             "accepted",
+            "right",
             "block",
         ),
         *("variance", "step ms", "first ms", "gap P50 ms", "P95 ms", "P99 ms"),
@@ -113,6 +114,7 @@ def speculation_table(rows: Sequence[Figures], title: str) -> Table:
             *(row.workload, str(row.streams), row.setting, f"{row.tokens_per_second:.0f}"),
             *(f"{gain:.2f}", f"{decoding:.2f}"),
             *(f"{row.tokens_per_verify:.2f}", f"{row.acceptance:.0%}"),
+            right_text(row.right, row.right_within) if row.num_tried else "",
             *(f"{row.mean_block_size:.2f}", f"{row.block_size_variance:.2f}"),
             *(f"{row.forward_ms + row.sample_ms:.3f}", f"{row.first_token_ms['p50']:.1f}"),
             *(f"{row.gap_ms[p]:.2f}" for p in ("p50", "p95", "p99")),
@@ -120,6 +122,11 @@ def speculation_table(rows: Sequence[Figures], title: str) -> Table:
             "yes" if row.identical else "NO",
         )
     return table
+
+
+def right_text(right: float, within: Sequence[float]) -> str:
+    """A share and half of the interval it is known to, in hundredths: 40.1 +- 0.9."""
+    return f"{100 * right:.1f} \u00b1 {50 * (within[1] - within[0]):.1f}"
 
 
 def _table(title: str, heads: Sequence[str]) -> Table:

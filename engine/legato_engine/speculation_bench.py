@@ -19,21 +19,36 @@ from legato_engine.config import SPECULATION_OFF
 from legato_engine.errors import InvalidField
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculation_loads import (
+    FEWEST,
     PROFILES,
     REAL,
+    at_once,
     cache_for,
     real_requests,
     sample_pictures,
     synthetic_requests,
 )
 from legato_engine.speculation_run import Figures, Run
-from legato_engine.speculative.proposer import UNKNOWN
+from legato_engine.speculative.proposer import UNKNOWN, Proposer
 from legato_engine.speculative.replay import ReplayProposer, known_history
 
 SETTINGS = ("fixed:1", "fixed:2", "fixed:4", "fixed:8", "seed", "budget")
 WORKLOADS = (REAL, *PROFILES)
 
-_Make = Callable[[], list[EngineSequence]]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Load:
+    """A workload: fresh requests each time, `at_once` together, 0: all of them."""
+
+    name: str
+    make: Callable[[], list[EngineSequence]]
+    at_once: int
+
+    def run(self, assembly: Assembly, num_waves: int = 0) -> Run:
+        """To their ends; the first waves alone, if so many are wanted."""
+        requests = self.make()
+        few = num_waves * self.at_once or len(requests)
+        return Run(assembly, requests[:few], self.at_once)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +56,8 @@ class Plan:
     """What to measure; of `repeats` runs the fastest counts.
 
     `length` is of synthetic answers and `context` the position of their first token (0: as it
-    comes). `workloads` are `REAL` and names of `PROFILES`.
+    comes); there are at least `fewest`, run in waves of as many as there are streams. `workloads`
+    are `REAL` and names of `PROFILES`.
     """
 
     streams: Sequence[int]
@@ -50,6 +66,7 @@ class Plan:
     settings: Sequence[str] = SETTINGS
     workloads: Sequence[str] = WORKLOADS
     context: int = 0
+    fewest: int = FEWEST
 
 
 def measure(assembly: Assembly, plan: Plan) -> list[Figures]:
@@ -76,67 +93,75 @@ def _real(off: Assembly, plan: Plan) -> list[Figures]:
         return []
     make = partial(real_requests, off, sample_pictures(off))
     changed = ((setting, speculating(off, setting)) for setting in plan.settings)
-    return _compare(off, _plain(off, make, plan), make, changed, plan, REAL)
+    load = _Load(REAL, make, 1 if off.config.max_running == 1 else 0)
+    return _compare(off, _plain(off, load, plan), load, changed, plan)
 
 
 def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
     """The profiles with every setting; one replay knows the answers of one after the other."""
     names = [name for name in plan.workloads if name in PROFILES]
-    makes = {
-        name: partial(
-            synthetic_requests, off, PROFILES[name], length=plan.length, context=plan.context
-        )
-        for name in names
-    }
     if not names:
         return []
-    everyone = [make() for make in makes.values()]
-    room = max(map(len, everyone)), off.model.max_context
-    replay = ReplayProposer(
-        [[UNKNOWN]],
-        off.device.torch_device,
-        rates=[1.0],
-        vocab_size=off.model.vocab_size,
-        room=room,
-    )
-    speculative = {setting: speculating(off, setting, replay) for setting in plan.settings}
+    sizes = {"length": plan.length, "context": plan.context, "fewest": plan.fewest}
+    loads = [
+        _Load(
+            name,
+            partial(synthetic_requests, off, PROFILES[name], **sizes),
+            at_once(off, PROFILES[name]),
+        )
+        for name in names
+    ]
+    most = max(len(load.make()) for load in loads)
+    replay, proposer = _replay(off, room=(most, off.model.max_context))
+    speculative = {setting: speculating(off, setting, proposer) for setting in plan.settings}
     rows: list[Figures] = []
-    for name, make in makes.items():
-        profile, requests = PROFILES[name], make()
+    for load in loads:
+        profile, requests = PROFILES[load.name], load.make()
         cramped = cache_for(off, profile, requests)
-        plain = _plain(cramped, make, plan)
+        plain = _plain(cramped, load, plan)
         rates = [rate for rate, _ in zip(cycle(profile.rates), requests, strict=False)]
         replay.know(list(map(_history, plain.sequences, plain.tokens)), rates=rates)
         changed = (
             (setting, cache_for(each, profile, requests)) for setting, each in speculative.items()
         )
-        rows += _compare(cramped, plain, make, changed, plan, name)
+        rows += _compare(cramped, plain, load, changed, plan)
     return rows
+
+
+def _replay(assembly: Assembly, room: tuple[int, int]) -> tuple[ReplayProposer, Proposer]:
+    """A replay that knows nobody yet, and what proposes by it here."""
+    on = assembly.device.torch_device
+    vocab_size = assembly.model.vocab_size
+    replay = ReplayProposer([[UNKNOWN]], on, rates=[1.0], vocab_size=vocab_size, room=room)
+    if on.type != "cuda":
+        return replay, replay
+    from legato_engine.kernels.cuda.drafting import ReplayKernel
+
+    return replay, ReplayKernel(*replay.tables)
 
 
 def _compare(
     off: Assembly,
     plain: Run,
-    make: _Make,
+    load: _Load,
     changed: Iterable[tuple[str, Assembly]],
     plan: Plan,
-    workload: str,
 ) -> list[Figures]:
     streams = off.config.max_running
-    rows = [plain.figures(workload, streams, SPECULATION_OFF, plain)]
+    rows = [plain.figures(load.name, streams, SPECULATION_OFF, plain)]
     for setting, assembly in changed:
-        run = _fastest(assembly, make, plan.repeats)
-        rows.append(run.figures(workload, streams, setting, plain))
+        run = _fastest(assembly, load, plan.repeats)
+        rows.append(run.figures(load.name, streams, setting, plain))
     return rows
 
 
-def _plain(off: Assembly, make: _Make, plan: Plan) -> Run:
-    Run(off, make())  # nothing is cold in what is timed
-    return _fastest(off, make, plan.repeats)
+def _plain(off: Assembly, load: _Load, plan: Plan) -> Run:
+    load.run(off, num_waves=1)  # nothing is cold in what is timed
+    return _fastest(off, load, plan.repeats)
 
 
-def _fastest(assembly: Assembly, make: _Make, repeats: int) -> Run:
-    return min((Run(assembly, make()) for _ in range(repeats)), key=lambda run: run.seconds)
+def _fastest(assembly: Assembly, load: _Load, repeats: int) -> Run:
+    return min((load.run(assembly) for _ in range(repeats)), key=lambda run: run.seconds)
 
 
 def _history(sequence: EngineSequence, tokens: Sequence[int]) -> list[int]:

@@ -30,12 +30,14 @@ from legato_engine.models.moondream.family import shipped
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.workload import fixed_length
 
+FEWEST = 4
+"""Requests, so that all rates of a profile are met; shares accepted are luck with so few."""
+
 REAL = "captions and queries"
 _QUESTIONS = ("What is in the picture?", "How many things are there?")
 _SHIPPED = "legato_tiny"
 _PREAMBLE = "Answer in one word, then say why, then name what stands beside it, left to right. "
 _SHORTAGE = 0.4
-_FEWEST = 4  # requests: rates would be luck with less, and all of a profile are met
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,15 +66,21 @@ PROFILES = {
 }
 
 
+def at_once(assembly: Assembly, profile: Profile) -> int:
+    """How many requests of a profile are there at a time."""
+    return assembly.config.max_running * (1 + profile.pressure)
+
+
 def synthetic_requests(
-    assembly: Assembly, profile: Profile, *, length: int, context: int = 0
+    assembly: Assembly, profile: Profile, *, length: int, context: int = 0, fewest: int = FEWEST
 ) -> list[EngineSequence]:
     """Questions without a picture, answered with `length` tokens unless the profile knows better.
 
-    One for each stream, and a few where that is less. No two begin alike, but under pressure. A
-    `context` is the position of the first token of each answer; 0 leaves it to the prompt.
+    As many waves of them as make up `fewest`. No two begin alike, but under pressure. A `context`
+    is the position of the first token of each answer; 0 leaves it to the prompt.
     """
-    count = max(assembly.config.max_running * (1 + profile.pressure), _FEWEST)
+    wave = at_once(assembly, profile)
+    count = wave * -(-fewest // wave)
     constraints = range(len(assembly.frontend.constraints))
     sequences = []
     for index in range(count):

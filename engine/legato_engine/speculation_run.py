@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ _PERCENTILES = (50, 95, 99)
 _MS = 1e3
 _NS_PER_US, _NS_PER_MS = 1e3, 1e6
 _SETTLED = 4  # a request's last part of so many
+_SURE = 1.96  # standard errors on either side that hold 95 of a hundred
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,13 +44,15 @@ class Figures:
     """One setting on one workload.
 
     Times are in milliseconds, `tick_us` in microseconds of the host. `tokens_per_second` counts the
-    time of prefills too, `decode_tokens_per_second` that from each request's first token to its
-    last, for as many requests as there are streams.
+    time of prefills too, `decode_tokens_per_second` what is committed while all requests of a wave
+    decode. Where more wait than there are streams, that is from the first token to the last.
     `first_token_ms` counts from a request's submission, `gap_ms` is between two tokens of a request
     as they are delivered: those of a block come together. `forward_ms` and `sample_ms` are of the
     device, medians over decodes of the most rows. Blocks are what was really proposed;
     `settled_blocks` are their means over the last quarter of each request. `tokens_per_verify` is
-    what a row committed a step. `kv_hit_rate` and `fragmentation` are the cache's own over the run,
+    what a row committed a step. `acceptance` is of the tokens proposed, `right` of those that were
+    tried, which is all up to the first wrong one; `right_within` holds the rate behind it in 95 of
+    a hundred samples. `kv_hit_rate` and `fragmentation` are the cache's own over the run,
     `kv_peak` the largest share of its pages that live requests held. `identical`: every token is
     that of the plain run.
     """
@@ -66,6 +70,9 @@ class Figures:
     num_tokens: int
     num_steps: int
     acceptance: float
+    num_tried: int
+    right: float
+    right_within: tuple[float, float]
     mean_block_size: float
     block_size_variance: float
     settled_blocks: list[float]  # by request
@@ -117,10 +124,13 @@ class RecordedTask:
 
 
 class Run(SilentSink):
-    """Some fresh sequences, run to their ends: together, or one by one where one may run."""
+    """Some fresh sequences, run to their ends in waves of `at_once`; 0: all in one."""
 
-    def __init__(self, assembly: Assembly, sequences: Sequence[EngineSequence]) -> None:
+    def __init__(
+        self, assembly: Assembly, sequences: Sequence[EngineSequence], at_once: int = 0
+    ) -> None:
         self.sequences = sequences
+        self._streams = assembly.config.max_running
         self._runner = assembly.runner
         self._tasks = [RecordedTask(sequence.task) for sequence in sequences]
         self._submitted: list[float] = []
@@ -135,15 +145,17 @@ class Run(SilentSink):
             shares=False,
             observer=self,
         )
+        at_once = at_once or len(sequences)
+        self._waves = [slice(at, at + at_once) for at in range(0, len(sequences), at_once)]
         self._start = time.perf_counter()
         for index, (sequence, task) in enumerate(zip(sequences, self._tasks, strict=True)):
             sequence.task = task
             sequence.seq_id = index  # among those of one age it says who keeps its pages
-            self._submitted.append(time.perf_counter())
-            self._scheduler.submit(sequence)
-            if assembly.config.max_running == 1:
-                self._scheduler.drain()
-        self._scheduler.drain()
+        for wave in self._waves:
+            for sequence in sequences[wave]:
+                self._submitted.append(time.perf_counter())
+                self._scheduler.submit(sequence)
+            self._scheduler.drain()
         self.seconds = time.perf_counter() - self._start
 
     def committed(self, record: StepRecord) -> None:
@@ -171,7 +183,8 @@ class Run(SilentSink):
         """What it came to, beside the plain run of the same requests."""
         records, tasks = self._records, self._tasks
         rows = sum(len(each.launch.plan.rows) - each.zombies for each in records)
-        proposed = sum(each.proposed for each in records)
+        proposed, accepted = (sum(map(of, records)) for of in (_proposed, _accepted))
+        tried = accepted + sum(each.rejected for each in records)
         gaps = [gap * _MS for task in tasks for gap in np.diff(task.times)]
         firsts = [task.times[0] - at for task, at in zip(tasks, self._submitted, strict=True)]
         histories = [s.drafting.block_size_history for s in self.sequences if s.drafting]
@@ -185,7 +198,7 @@ class Run(SilentSink):
             streams=streams,
             setting=setting,
             tokens_per_second=num_tokens / self.seconds,
-            decode_tokens_per_second=streams * statistics.fmean(map(_rate, tasks)),
+            decode_tokens_per_second=self._decode_rate(),
             first_token_ms=_percentiles([each * _MS for each in firsts]),
             gap_ms=_percentiles(gaps),
             forward_ms=forward_ms,
@@ -193,7 +206,10 @@ class Run(SilentSink):
             tick_us=statistics.median(map(_tick_ns, records)) / _NS_PER_US,
             num_tokens=num_tokens,
             num_steps=len(records),
-            acceptance=sum(each.accepted for each in records) / max(1, proposed),
+            acceptance=accepted / max(1, proposed),
+            num_tried=tried,
+            right=accepted / max(1, tried),
+            right_within=interval(accepted, tried),
             mean_block_size=statistics.fmean(blocks),
             block_size_variance=statistics.pvariance(blocks),
             settled_blocks=[_settled(history) for history in histories if history],
@@ -205,6 +221,18 @@ class Run(SilentSink):
             identical=self.tokens == plain.tokens,
             series=self._series(gaps),
         )
+
+    def _decode_rate(self) -> float:
+        """Tokens a second; see `Figures`."""
+        tokens, seconds = 0, 0.0
+        for wave in self._waves:
+            tasks = self._tasks[wave]
+            waits = len(tasks) > self._streams
+            begin = (min if waits else max)(task.times[0] for task in tasks)
+            end = (max if waits else min)(task.times[-1] for task in tasks)
+            tokens += sum(begin < at <= end for task in tasks for at in task.times)
+            seconds += max(0.0, end - begin)
+        return tokens / seconds if tokens else 0.0
 
     def _series(self, gaps: Sequence[float]) -> Series:
         blocks = [
@@ -236,9 +264,26 @@ class Run(SilentSink):
         return (time.perf_counter() - self._start) * _MS
 
 
-def _rate(task: RecordedTask) -> float:
-    """Tokens a second behind the first."""
-    return (len(task.times) - 1) / (task.times[-1] - task.times[0])
+def interval(accepted: int, tried: int) -> tuple[float, float]:
+    """Rates that such a share of independent draws is likely from, in 95 of a hundred samples.
+
+    Wilson's: it stays within 0 and 1 where few were tried; all rates where none was.
+    """
+    if not tried:
+        return 0.0, 1.0
+    weight = _SURE**2 / tried
+    middle = (accepted / tried + weight / 2) / (1 + weight)
+    share = accepted / tried
+    reach = _SURE * math.sqrt(share * (1 - share) / tried + weight / (4 * tried)) / (1 + weight)
+    return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def _proposed(record: StepRecord) -> int:
+    return record.proposed
+
+
+def _accepted(record: StepRecord) -> int:
+    return record.accepted
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -10,11 +10,12 @@ import random
 import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
-from legato_engine.kernels.cuda.drafting import LookupKernel
+from legato_engine.kernels.cuda.drafting import LookupKernel, ReplayKernel
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.drafts import Drafts
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import UNKNOWN
+from legato_engine.speculative.replay import ReplayProposer
 
 from tests.engine.speculative.histories import row_history
 
@@ -119,6 +120,38 @@ def test_lookup_is_what_torch_does(lengths):
         said.append(draft_RK.tolist())
     assert said[0] == said[1]
     assert any(UNKNOWN in row for row in said[0])
+    assert sum(UNKNOWN not in row for row in said[0]) > 20
+
+
+@pytest.mark.parametrize("context", [120, 700, 900])
+def test_replay_is_what_torch_does(context):
+    """Rows that go on as one of many, that part from it at any place, or that nobody is like; where
+    the tables are shorter than a row, and where they are longer.
+    """
+    draw = torch.Generator().manual_seed(context)
+    known = torch.randint(0, 40, (50, 700), generator=draw)
+    known[25:, :600] = known[:25, :600]  # these part late
+    known[:, :3] = UNKNOWN
+    lengths = torch.randint(100, 700, (50,), generator=draw).tolist()
+    histories = [row[:length] for row, length in zip(known.tolist(), lengths, strict=True)]
+    proposer = ReplayProposer(histories, torch.device("cuda"), rates=[0.6], vocab_size=40)
+    which_R = torch.randint(0, 50, (80,), generator=draw)
+    newest_R = torch.randint(0, min(context, 690), (80,), generator=draw)
+    tokens_RC = torch.full((80, context), UNKNOWN)
+    width = min(context, 700)
+    tokens_RC[:, :width] = known[which_R, :width]
+    tokens_RC[torch.arange(context) > newest_R[:, None]] = UNKNOWN
+    parts_R = torch.arange(0, 80, 4)
+    at_R = (torch.rand(len(parts_R), generator=draw) * (newest_R[parts_R] + 1)).long()
+    tokens_RC[parts_R, at_R] = 41
+    history = row_history(tokens_RC.cuda(), newest_R.cuda())
+    said = []
+    for one in (proposer, ReplayKernel(*proposer.tables)):
+        draft_RK = torch.full((80, 8), 7).cuda()
+        one.propose(history, draft_RK[:, :6])
+        said.append(draft_RK.tolist())
+    assert said[0] == said[1]
+    assert sum(UNKNOWN in row for row in said[0]) >= len(parts_R)
     assert sum(UNKNOWN not in row for row in said[0]) > 20
 
 

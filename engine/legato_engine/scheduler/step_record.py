@@ -15,7 +15,8 @@ class StepRecord:
     The scheduler fills it between the launch and its commit; it is complete when the observer gets
     it. `zombies` counts the rows sampled in vain: their sequence had ended before this commit.
     Of the others, `tokens` were committed; `proposed` and `accepted` count drafts, `accepted` those
-    behind a sequence's end too.
+    behind a sequence's end too, and `rejected` the wrong ones that ended a block: `accepted` and
+    `rejected` together were tried.
     """
 
     launch: Launch
@@ -31,6 +32,7 @@ class StepRecord:
     tokens: int = 0
     proposed: int = 0
     accepted: int = 0
+    rejected: int = 0
 
     @property
     def plan_ns(self) -> int:

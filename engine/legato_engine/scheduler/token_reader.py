@@ -60,6 +60,7 @@ class TokenReader:
         assert accepted >= 0, f"sequence {sequence.seq_id} lives behind its last token"
         record.proposed += output.num_proposed
         record.accepted += accepted
+        record.rejected += accepted < output.num_proposed
         sequence.settle(row.num_drafts, accepted)
         if self._block_sizes is not None and sequence.may_draft:
             self._block_sizes.learn(sequence, accepted, output.num_proposed)

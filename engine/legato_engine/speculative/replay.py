@@ -27,8 +27,9 @@ class ReplayProposer:
     """Knows whole sequences beforehand and says each next token right with its rate's probability.
 
     A row is recognised by what it holds so far: it gets the first known sequence that begins like
-    it, and no proposal if none does. Whether a token is said right is drawn once for its place, so
-    it does not depend on blocks; a wrong one is the id above.
+    it, and no proposal if none does. Whether a token is said right is drawn once for its place, on
+    its own, so it does not depend on blocks; a wrong one is the id above. As a place is tried once
+    at most, of the tokens tried the share accepted is the rate, but for the luck of the draw.
     """
 
     def __init__(
@@ -69,6 +70,14 @@ class ReplayProposer:
         self._known_NC[here] = known_NC.to(self._known_NC.device)
         self._said_NC.fill_(UNKNOWN)
         self._said_NC[here] = said_NC.to(self._said_NC.device)
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, C] each, where `know` writes: what it recognises, and what it says of each place.
+
+        The last sequence is like every row, and nothing is said of it.
+        """
+        return self._known_NC, self._said_NC
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
         """See `proposer.Proposer`."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from legato_engine.core import PromptToken
+from legato_engine.speculation_run import interval
 from legato_engine.speculative.proposer import UNKNOWN
 from legato_engine.speculative.replay import ReplayProposer, known_history
 
@@ -31,6 +32,28 @@ def test_rows_are_recognised_by_what_they_hold():
     draft_RK = torch.zeros(3, 3, dtype=torch.int64)
     proposer.propose(row_history(tokens_RC, torch.tensor([3, 4, 3])), draft_RK)
     assert draft_RK.tolist() == [[6, 7, UNKNOWN], [9, 10, UNKNOWN], [UNKNOWN] * 3]
+
+
+@pytest.mark.parametrize("block", [1, 3, 7])
+@pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
+def test_tokens_that_are_tried_are_right_as_often_as_asked(rate, block):
+    """Of what a verify compares, up to the first wrong one, the share accepted is the rate: no
+    block, and no place behind a wrong token, is luckier than another.
+    """
+    answer = [n % 97 for n in range(6000)]
+    known = known_history(0, PROMPT, answer)
+    proposer = ReplayProposer([known], CPU, rates=[rate], vocab_size=100)
+    said = proposer.tables[1][0].tolist()
+    newest, accepted, tried = len(PROMPT), 0, 0
+    while newest + block < len(known):
+        right = [said[at] == known[at] for at in range(newest + 1, newest + 1 + block)]
+        stood = (*right, False).index(False)
+        accepted, tried = accepted + stood, tried + stood + (stood < block)
+        newest += stood + 1
+    low, high = interval(accepted, tried)
+    assert tried > 2500
+    assert low < rate < high
+    assert high - low < 0.05
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4, 0.8, 1.0])
