@@ -47,6 +47,7 @@ class TokenBudgetPolicy:
     common_decay: float = 0.999
     probe_every: int = 32  # steps
     everyone: Experience = dataclasses.field(default_factory=Experience)
+    _steps: dict[int, float] = dataclasses.field(default_factory=dict, init=False, compare=False)
 
     def begin(self, request: Drafter) -> None:
         """Believe what the others did, unless it has been here before."""
@@ -68,11 +69,13 @@ class TokenBudgetPolicy:
 
     def allot(self, requests: Sequence[Drafter]) -> None:
         """Give every request its block for the coming verify."""
-        gains = sorted(
-            (-(_rate(request) ** depth), depth, index)
-            for index, request in enumerate(requests)
-            for depth in range(1, self._limit(request) + 1)
-        )
+        gains: list[tuple[float, int, int]] = []
+        for index, request in enumerate(requests):
+            rate, stands = _rate(request), 1.0
+            for depth in range(1, self._limit(request) + 1):
+                stands *= rate
+                gains.append((-stands, depth, index))
+        gains.sort()
         blocks = [0] * len(requests)
         for _, _, index in gains[: self._best_count(len(requests), gains)]:
             blocks[index] += 1
@@ -82,14 +85,22 @@ class TokenBudgetPolicy:
     def _best_count(self, num_rows: int, gains: Sequence[tuple[float, int, int]]) -> int:
         """How many of these tokens, the likeliest first, make tokens a second the most."""
         committed, longest, best_count = float(num_rows), 0, 0
-        best = committed / self.costs.step(num_rows)
+        best, propose = committed / self._step(num_rows), self.costs.propose
         for count, (gain, depth, _) in enumerate(gains, start=1):
             committed -= gain
-            longest = max(longest, depth)
-            seconds = self.costs.step(num_rows + count) + self.costs.propose * longest
-            if committed / seconds > best:
-                best, best_count = committed / seconds, count
+            if depth > longest:
+                longest = depth
+            speed = committed / (self._step(num_rows + count) + propose * longest)
+            if speed > best:
+                best, best_count = speed, count
         return best_count
+
+    def _step(self, positions: int) -> float:
+        """As `costs` says, which is asked for the same few hundred numbers in every step."""
+        seconds = self._steps.get(positions)
+        if seconds is None:
+            seconds = self._steps[positions] = self.costs.step(positions)
+        return seconds
 
     def _limit(self, request: Drafter) -> int:
         most = self.pressure_block if request.under_pressure else self.max_block
