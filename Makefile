@@ -100,7 +100,7 @@ test: | $(STAMP) ## all tests that need no GPU and end soon (ARGS="-k name" narr
 test-slow: | $(STAMP) ## the soak, and what waits for long timeouts
 	@$(PY) -m pytest -m "slow and not gpu" --timeout 900 $(ARGS)
 
-soak: | $(STAMP) ## a million random schedules of the scheduler (ARGS="--schedules 50000" for fewer)
+soak: | $(STAMP) ## a million random schedules of the scheduler, on all cores (ARGS="--schedules 50000" for fewer)
 	@$(PY) -m tests.engine.scheduler.soak $(ARGS)
 
 test-gpu: | $(STAMP) ## the tests that need a CUDA device

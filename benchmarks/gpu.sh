@@ -55,7 +55,7 @@ serve=(--device "$device" --model "$model" --random-weights)
 reference=()
 [[ -n ${MOONDREAM_REFERENCE:-} ]] && reference=(--moondream-reference "$MOONDREAM_REFERENCE")
 # 110 tokens from position 795 on: 850 positions on average.
-decode=(--context 795 --repeats 3) rates=(--context 795 --repeats 2) ticks=5000 scale=1 calls=200 repeats=11
+decode=(--context 795 --repeats 3) rates=(--context 795 --requests 24 --repeats 1) ticks=5000 scale=1 calls=200 repeats=11
 steps=(--steps 60)
 if [[ $device == cpu ]]; then
   decode=(--context 0 --length 30 --repeats 1) rates=(--length 30 --repeats 1) ticks=200 scale=0.1 calls=10 repeats=2
@@ -76,8 +76,8 @@ bench image 25 "${large[@]}" --device-stages --repeats "$repeats"
 [[ $device == cpu ]] || bench adapters 75
 [[ $device == cpu ]] || part decode_moondream3 60 "$python" -m benchmarks decode --name decode_moondream3 \
   --device "$device" --model moondream3 --random-weights --max-context 4096 --streams 1,8,32 "${decode[@]}"
-bench speculation 80 "${large[@]}" --streams 1,8 --settings fixed:1,fixed:3,fixed:7,fixed:8,seed,budget \
-  --workloads 0.4,0.6,0.8 "${rates[@]}"
+bench speculation 110 "${large[@]}" --streams 1,8 --settings fixed:1,fixed:3,fixed:7,seed,budget \
+  --workloads "0.4,0.6,0.8,structured,creative,near the end,under pressure" "${rates[@]}"
 bench kv 40 "${large[@]}"
 [[ -n ${MOONDREAM_REFERENCE:-} ]] && bench reference 120 --checkout "$MOONDREAM_REFERENCE" --device "$device" \
   --runs full/f32 full/bf16 --full-sizes 22 --max-tokens 12 --layers 2 4

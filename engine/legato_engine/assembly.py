@@ -326,12 +326,12 @@ def _costs(config: EngineConfig, runner: ModelRunner) -> CostTable | None:
     """What steps and proposals cost here, measured where it is asked for."""
     if config.speculation != "budget":
         return None
-    steps: list[tuple[int, float]] = []
-    for bucket, seconds in runner.step_seconds():
+    measured, steps = runner.costs(), list[tuple[int, float]]()
+    for bucket, seconds in measured.steps():
         if steps and bucket > steps[-1][0] + 1:
             steps.append((steps[-1][0] + 1, seconds))  # a step is padded to its bucket
         steps.append((bucket, seconds))
-    return CostTable(steps=tuple(steps), prefill=0.0, propose=runner.propose_seconds())
+    return CostTable(steps=tuple(steps), prefill=0.0, propose=measured.propose())
 
 
 def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:

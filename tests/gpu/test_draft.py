@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 from legato_engine.assembly import assemble, speculating
 from legato_engine.config import EngineConfig
+from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, supported
+from legato_engine.layers.rope import Rope
+from legato_engine.models.model import KVCache
+from legato_engine.models.moondream import draft as moondream_draft
+from legato_engine.models.moondream.draft import DraftLayer, DraftProposer
+from legato_engine.speculative.proposer import UNKNOWN, RowHistory
+from torch import nn
 
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
@@ -16,6 +26,86 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+SIZES = DraftSizes(
+    dim=320, inner=1280, num_heads=5, vocab_size=1536, page_size=16, max_pages=64, num_angles=16
+)
+LAYER = 1
+
+
+def on(device, dtype, rows):
+    """A layer of random weights with the parts of its model, and rows that stand anywhere; the same
+    numbers whatever the device and the dtype are, as all of them are bf16's.
+    """
+    draw = torch.Generator().manual_seed(rows)
+
+    def noise(*shape, scale=1.0, around=0.0):
+        numbers = torch.randn(shape, generator=draw) * scale + around
+        return numbers.bfloat16().to(device, dtype)
+
+    layer = DraftLayer(SIZES.dim, SIZES.inner, SIZES.num_heads)
+    post_ln, head = nn.LayerNorm(SIZES.dim), nn.Linear(SIZES.dim, SIZES.vocab_size)
+    for module in (layer, post_ln, head):
+        for name, parameter in module.named_parameters():
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.data = noise(*parameter.shape, scale=0.06, around=float(is_norm))
+    rope = Rope(10000.0, 2 * SIZES.num_angles, 1024)
+    rope.fill(torch.device(device))
+    words = noise(SIZES.vocab_size, SIZES.dim)
+    text = SimpleNamespace(wte=words, post_ln=post_ln, lm_head=head, rope=rope)
+    shape = (2, 1 + rows * SIZES.max_pages, SIZES.num_heads, SIZES.page_size, 64)
+    kv = KVCache(noise(*shape), noise(*shape))
+    pages = 1 + torch.randperm(rows * SIZES.max_pages, generator=draw).view(rows, -1)
+    newest = torch.randint(0, 1024 - 8, (rows,), generator=draw)
+    newest[:3] = torch.tensor([0, 1, 1015])[:rows]
+    tokens = torch.randint(0, SIZES.vocab_size, (rows, 1025), generator=draw)
+    tokens[0] = UNKNOWN
+    history = RowHistory(
+        torch.arange(rows),
+        tokens.to(device),
+        newest.to(device),
+        noise(rows, SIZES.dim),
+        pages.to(device),
+    )
+    return layer.requires_grad_(requires_grad=False), text, kv, history
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9, 33])
+def test_kernels_say_what_the_layer_does(rows):
+    """Block after block, captured or not, they say what torch finds in float32."""
+    block = 4
+    with torch.inference_mode():
+        layer, text, kv, history = on("cpu", torch.float32, rows)
+        wanted_RK = torch.zeros(rows, block, dtype=torch.int64)
+        DraftProposer(layer, text, kv, LAYER).propose(history, wanted_RK)
+        layer, text, kv, history = on("cuda", torch.bfloat16, rows)
+        assert supported(SIZES, torch.device("cuda"), torch.bfloat16)
+        kernels = moondream_draft._by_kernels(SIZES, layer, text, kv, LAYER)
+        said_RK = torch.full((rows, 8), 7).cuda()
+        for _ in range(3):
+            said_RK[:, :block] = 0
+            kernels.propose(history, said_RK[:, :block])
+            assert said_RK[:, :block].tolist() == wanted_RK.tolist()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kernels.propose(history, said_RK[:, :block])
+        said_RK[:, :block] = 0
+        for _ in range(3):
+            graph.replay()
+        assert said_RK[:, :block].tolist() == wanted_RK.tolist()
+    assert said_RK[:, block:].eq(7).all()
+    assert isinstance(kernels, DraftLayerKernels)
+    assert len({tuple(row) for row in wanted_RK.tolist()}) > rows // 2
+
+
+def test_other_sizes_are_left_to_torch():
+    """A layer whose inputs do not fit shared memory, or another dtype."""
+    cuda = torch.device("cuda")
+    wide = dataclasses.replace(SIZES, dim=2048, num_heads=32, inner=8192)
+    assert not supported(wide, cuda, torch.bfloat16)
+    assert not supported(SIZES, cuda, torch.float32)
+    assert not supported(SIZES, torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -10,6 +10,7 @@ from legato_engine.megakernel.costs import CostTable
 
 PRIOR_RATE = 0.8
 _PRIOR_WEIGHT = 16.0
+_LONGER = 1.02  # a step less longer than that is as long
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,6 +47,7 @@ class TokenBudgetPolicy:
     prior_weight: float = 8.0  # tokens
     common_decay: float = 0.999
     probe_every: int = 32  # steps
+    worth: float = 0.01  # more, that a longer step has to bring
     everyone: Experience = dataclasses.field(default_factory=Experience)
     _steps: dict[int, float] = dataclasses.field(default_factory=dict, init=False, compare=False)
 
@@ -83,16 +85,22 @@ class TokenBudgetPolicy:
             request.current_block_size = block or self._probe(request)
 
     def _best_count(self, num_rows: int, gains: Sequence[tuple[float, int, int]]) -> int:
-        """How many of these tokens, the likeliest first, make tokens a second the most."""
+        """How many of these tokens, the likeliest first, make tokens a second the most.
+
+        Of steps that are as good within `worth`, the shorter one: what is known of the rates is no
+        surer than that, and a token waits for its whole step.
+        """
         committed, longest, best_count = float(num_rows), 0, 0
-        best, propose = committed / self._step(num_rows), self.costs.propose
+        best_seconds, propose = self._step(num_rows), self.costs.propose
+        best, better = committed / best_seconds, 1.0 + self.worth
         for count, (gain, depth, _) in enumerate(gains, start=1):
             committed -= gain
             if depth > longest:
                 longest = depth
-            speed = committed / (self._step(num_rows + count) + propose * longest)
-            if speed > best:
-                best, best_count = speed, count
+            seconds = self._step(num_rows + count) + propose * longest
+            speed = committed / seconds
+            if speed > (best * better if seconds > best_seconds * _LONGER else best):
+                best, best_seconds, best_count = speed, seconds, count
         return best_count
 
     def _step(self, positions: int) -> float:

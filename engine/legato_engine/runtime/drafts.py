@@ -64,20 +64,32 @@ class Drafts:
         self.tokens_RC.index_copy_(0, staged["row"], staged["history"])
         self.limit_R.index_copy_(0, staged["row"], staged["limit"])
 
+    def rehearse(self, position: int) -> None:
+        """Let all rows stand at a position with tokens proposed, for who measures a step or two."""
+        self.position_R.fill_(position)
+        self.limit_R.fill_(position + 2 * self.max_block + 2)
+        self.draft_RK.zero_()
+
+    def clear(self) -> None:
+        """No row is anybody's."""
+        self.position_R.zero_()
+        self.limit_R.fill_(-1)
+        self.draft_RK.fill_(UNKNOWN)
+        self.tokens_RC.fill_(UNKNOWN)
+
     def block(self, slot: DecodeSlot) -> int:
         """How many tokens `place` has to propose for what is staged: one of `blocks`."""
         return next(block for block in self.blocks if block >= slot.num_drafts)
 
     def place(self, slot: DecodeSlot, batch: int, page_table_RM: torch.Tensor, block: int) -> None:
-        """Propose `block` tokens, and give each staged lane its token and its position, or nothing
-        to feed.
+        """Propose `block` tokens, as many as a row has lanes for or more; and give each staged lane
+        its token and its position, or nothing to feed.
         """
         self._propose(slot, batch, page_table_RM, block)
         if self._kernels is not None:
             self._kernels.place(self, slot.staged.device, batch)
             return
         draft_RK = self.draft_RK
-        draft_RK[:, block:] = UNKNOWN
         known_RK = (draft_RK >= 0) & (draft_RK < self._vocab_size)
         draft_RK.masked_fill_(known_RK.cumprod(1) == 0, UNKNOWN)
         staged = {name: field[:batch] for name, field in slot.staged.device.items()}

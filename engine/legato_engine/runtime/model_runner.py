@@ -7,9 +7,8 @@ stream reads only what its slot owns.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, repeat
+from itertools import repeat
 from typing import Any
 
 from legato_engine.device.base import Device, Event
@@ -20,6 +19,7 @@ from legato_engine.runtime.drafts import Drafts
 from legato_engine.runtime.program import Program
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
+from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging, num_lanes
 from legato_engine.runtime.torch_program import TorchProgram
 from legato_engine.scheduler.launch import Launch, LaunchKind, Row, SharedLimits
@@ -30,8 +30,6 @@ from legato_engine.tasks import SampledToken
 NUM_SLOTS = 2
 SHARED_PROMPTS = 4
 """Prompts of a launch: a question is some 20 tokens, and a launch has room for 128."""
-
-_TIMED_STEPS = 5
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,6 +75,7 @@ class ModelRunner:
         """
         max_pages = -(-model.max_context // kv.page_size)
         self._device = device
+        self._max_context = model.max_context
         self._drafts = None
         if proposer is not None:
             self._drafts = Drafts(
@@ -113,8 +112,7 @@ class ModelRunner:
         self._program = _program(
             model, kernels, device, kv, self._state, self._slots, adapters, tuple(buckets), capture
         )
-        self._buckets = self._program.buckets
-        self._staging = StepStaging(self._state, self._buckets, kv.page_size)
+        self._staging = StepStaging(self._state, self._program.buckets, kv.page_size)
 
     @property
     def encodes_pictures(self) -> bool:
@@ -136,20 +134,14 @@ class ModelRunner:
         self._program.warm_up()
         self._device.compute.record().wait()
 
-    def step_seconds(self) -> tuple[tuple[int, float], ...]:
-        """What a decode of so many tokens takes, in seconds: medians, without any context to read.
-
-        More tokens never take less, whatever the clock said. Nothing may be in flight.
-        """
-        seconds = accumulate(map(self._step_seconds, self._buckets), max)
-        return tuple(zip(self._buckets, seconds, strict=True))
-
-    def propose_seconds(self) -> float:
-        """What a token more of the longest block takes, measured as `step_seconds` is."""
+    def costs(self) -> StepCosts:
+        """What a step costs that verifies proposals; nothing may be in flight."""
         assert self._drafts is not None, "nobody proposes"
-        block, bucket = self._drafts.max_block, self._buckets[0]
-        more = self._step_seconds(bucket, block) - self._step_seconds(bucket)
-        return max(0.0, more / block)
+        slot, state = self._slots[0], self._state
+        rows, context = state.scratch_row, self._max_context
+        return StepCosts(
+            self._device, self._program, slot, self._drafts, num_rows=rows, max_context=context
+        )
 
     def forward(self, launch: Launch) -> None:
         """Stage the rows and enqueue the forward pass."""
@@ -220,20 +212,6 @@ class ModelRunner:
             sample_end=flight.sample_end.time_ns(),
             copy_end=flight.copy_end.time_ns(),
         )
-
-    def _step_seconds(self, bucket: int, block: int = 0) -> float:
-        compute, seconds, slot = self._device.compute, [], self._slots[0]
-        slot.num_drafts = block
-        for _ in range(_TIMED_STEPS):
-            slot.staged.host["row"][0] = 0  # nobody has it, and it has something proposed
-            slot.staged.upload(compute)
-            start = compute.record()
-            self._program.decode(0, bucket, 0, bucket)
-            self._program.sample(0, bucket, sampled=False, payload=False)
-            stop = compute.record()
-            stop.wait()
-            seconds.append((stop.time_ns() - start.time_ns()) / 1e9)
-        return statistics.median(seconds)
 
     def _rank(self, rows: Sequence[Row]) -> int:
         """The rank to run for all rows, 0 when none has an adapter."""

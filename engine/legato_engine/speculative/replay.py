@@ -27,9 +27,11 @@ class ReplayProposer:
     """Knows whole sequences beforehand and says each next token right with its rate's probability.
 
     A row is recognised by what it holds so far: it gets the first known sequence that begins like
-    it, and no proposal if none does. Whether a token is said right is drawn once for its place, on
-    its own, so it does not depend on blocks; a wrong one is the id above. As a place is tried once
-    at most, of the tokens tried the share accepted is the rate, but for the luck of the draw.
+    it, and no proposal if none does. Whether a token is said right is drawn once for its place, so
+    it does not depend on blocks; a wrong one is the id above. The draws of a sequence do not depend
+    on each other. As a place is tried once at most, of the tokens tried the share accepted is the
+    rate, but for the luck of the draw; and sequences share the luck of a place evenly, so that
+    what many of them accept is nearer to the rate than as many draws on their own would be.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class ReplayProposer:
         """
         rows = [[*tokens, *[UNKNOWN] * (self._length - len(tokens))] for tokens in known]
         known_NC = torch.tensor(rows)
-        luck_NC = torch.rand(known_NC.shape, generator=torch.Generator().manual_seed(self._seed))
+        luck_NC = _luck(known_NC.shape, self._seed)
         right_NC = luck_NC < torch.tensor(rates)[:, None]
         said_NC = torch.where(right_NC, known_NC, (known_NC + 1) % self._vocab_size)
         said_NC.masked_fill_(known_NC == UNKNOWN, UNKNOWN)
@@ -88,4 +90,12 @@ class ReplayProposer:
         like_RN = (same_RNC | behind_R1C | self._is_any_NC[:, :length]).all(-1)
         which_R1 = like_RN.to(torch.uint8).argmax(1, keepdim=True)
         next_RK = newest_R1 + self._place_C[1 : draft_RK.shape[1] + 1]
-        draft_RK.copy_(self._said_NC[which_R1, next_RK])
+        last = self._said_NC.shape[1] - 1  # where nothing is said
+        draft_RK.copy_(self._said_NC[which_R1, next_RK.clamp(max=last)])
+
+
+def _luck(shape: torch.Size, seed: int) -> torch.Tensor:
+    """[N, C] of evenly spread numbers from 0 to 1; each N of a place are in N different parts."""
+    draw = torch.Generator().manual_seed(seed)
+    part_NC = torch.rand(shape, generator=draw).argsort(0)
+    return (part_NC + torch.rand(shape, generator=draw)) / shape[0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from legato_engine.kernels.cuda import draft_layer
 from legato_engine.kernels.cuda.compiler import compile_source
-from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, SOURCE
+from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, REPLAY_SOURCE, SOURCE
 
 from tests.engine.kernels.test_compiler import has_nvrtc
 from tests.engine.kernels.test_decode_source import ARCHS, usages
@@ -20,3 +21,18 @@ def test_drafting_compiles(block, arch):
     assert set(found) == {"place", "settle"}
     assert all(usage.stack == 0 for usage in found.values())
     assert usages(compile_source(LOOKUP_SOURCE, {}, arch))["lookup"].stack == 0
+    assert usages(compile_source(REPLAY_SOURCE, {}, arch))["replay"].stack == 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("num_heads", "inner"), [(1, 64), (5, 1280), (16, 2048)])
+def test_a_draft_compiles(num_heads, inner, arch):
+    """For the shipped one, a small one and the widest; four of its rows fit shared memory."""
+    dim = 64 * num_heads
+    assert dim + inner <= draft_layer.WIDEST
+    sizes = draft_layer.DraftSizes(
+        dim, inner, num_heads, vocab_size=1536, page_size=16, max_pages=64, num_angles=16
+    )
+    found = usages(compile_source(draft_layer.SOURCE, sizes.defines, arch))
+    assert set(found) == {f"draft_{name}" for name in ("join", "in", "attend", "out", "head")}
+    assert all(usage.stack == 0 for usage in found.values())

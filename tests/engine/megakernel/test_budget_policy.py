@@ -105,6 +105,21 @@ def test_a_draft_is_paid_by_the_longest_block():
     assert 0 < by_itself < policy.max_block
 
 
+def test_a_longer_step_has_to_be_worth_it():
+    """Seven tokens bring a quarter of a hundredth more than three at a rate of 0.49, and nearly two
+    at 0.52; the step is 5.5 % longer. Where it is as long, everything is proposed.
+    """
+    costs = CostTable(((1, 0.791), (4, 0.871), (5, 0.919), (8, 0.919)), prefill=0.0)
+    policy = TokenBudgetPolicy(costs, max_block=7)
+    (request,) = running(1, policy)
+    blocks = []
+    for rate in (0.49, 0.52):
+        request.accepted_weight = rate * request.tried_weight
+        policy.allot([request])
+        blocks.append(request.current_block_size)
+    assert blocks == [3, 7]
+
+
 def test_tier_0_proposes_nothing_and_looks_again_after_32_steps():
     """Where every token costs, a hopeless draft is given up, and tried again once in a while."""
     dear = TokenBudgetPolicy(CostTable(steps=((1, 1.0), (2, 2.0)), prefill=0.0))

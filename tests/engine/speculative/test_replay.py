@@ -75,6 +75,25 @@ def test_tokens_are_right_as_often_as_asked(rate):
     assert right == pytest.approx(rate, abs=0.03)
 
 
+def test_sequences_share_luck_evenly():
+    """Of a place, so many of them are right as the rate says, give or take one; and whether a token
+    is right says nothing of the next one of its sequence.
+    """
+    answers = [known_history(0, PROMPT, [7] * 500) for _ in range(24)]
+    for each, first in zip(answers, range(24), strict=True):
+        each[0] = 10 + first
+    proposer = ReplayProposer(answers, CPU, rates=[0.4], vocab_size=100)
+    known_NC, said_NC = (table[:-1, :502].clone() for table in proposer.tables)
+    right_NC = (known_NC == said_NC)[:, len(PROMPT) :].double()
+    counts_C = right_NC.sum(0)
+    assert set(counts_C.tolist()) == {9.0, 10.0}
+    assert right_NC.mean().item() == pytest.approx(0.4, abs=0.003)
+    centred_NC = right_NC - 0.4
+    together = (centred_NC[:, 1:] * centred_NC[:, :-1]).mean().item()
+    assert together == pytest.approx(0.0, abs=0.01)
+    assert right_NC.mean(1).std().item() > 0.015
+
+
 def test_another_run_can_be_known():
     """What it knows is exchanged in place; of those before nothing is left."""
     first, second = known_history(0, PROMPT, [5, 6, 7, 8]), known_history(0, PROMPT, [5, 9])

@@ -22,10 +22,17 @@ from torch import nn
 
 from legato_engine.errors import InvalidField
 from legato_engine.kernels import ops, reference
+from legato_engine.kernels.cuda.draft_layer import (
+    Affine,
+    DraftLayerKernels,
+    DraftSizes,
+    DraftWeights,
+    supported,
+)
 from legato_engine.models.model import KVCache
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.text import Text
-from legato_engine.speculative.proposer import RowHistory
+from legato_engine.speculative.proposer import Proposer, RowHistory
 
 _INNER = "fc1.weight"  # [F, D]
 
@@ -94,8 +101,8 @@ class DraftProposer:
         return F.linear(self._text.post_ln(state_RD), head.weight, head.bias).argmax(-1)
 
 
-def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> DraftProposer:
-    """The draft of a file for this model.
+def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> Proposer:
+    """The draft of a file for this model, by kernels where they can.
 
     Raises `InvalidField` saying what is wrong with the file.
     """
@@ -115,7 +122,48 @@ def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> 
     draft.load_state_dict(
         {name: tensor.to(like.device, like.dtype) for name, tensor in tensors.items()}, assign=True
     )
-    return DraftProposer(draft.eval().requires_grad_(requires_grad=False), text, kv, int(layer))
+    draft = draft.eval().requires_grad_(requires_grad=False)
+    sizes = _sizes(config, inner, kv)
+    if supported(sizes, like.device, like.dtype):
+        return _by_kernels(sizes, draft, text, kv, int(layer))
+    return DraftProposer(draft, text, kv, int(layer))
+
+
+def _sizes(config: MoondreamConfig, inner: int, kv: KVCache) -> DraftSizes:
+    text = config.text
+    return DraftSizes(
+        dim=text.dim,
+        inner=inner,
+        num_heads=text.num_heads,
+        vocab_size=text.vocab_size,
+        page_size=kv.page_size,
+        max_pages=-(-text.max_context // kv.page_size),
+        num_angles=text.rotary_dim // 2,
+    )
+
+
+def _by_kernels(
+    sizes: DraftSizes, draft: DraftLayer, text: Text, kv: KVCache, layer: int
+) -> DraftLayerKernels:
+    weights = DraftWeights(
+        ln_state=_affine(draft.ln_state),
+        ln_token=_affine(draft.ln_token),
+        join=_affine(draft.join),
+        ln=_affine(draft.ln),
+        query=_affine(draft.query),
+        proj=_affine(draft.proj),
+        fc1=_affine(draft.fc1),
+        fc2=_affine(draft.fc2),
+        words_VD=text.wte,
+        post_ln=_affine(text.post_ln),
+        head=_affine(text.lm_head),
+    )
+    angles = text.rope.cos_PR, text.rope.sin_PR
+    return DraftLayerKernels(sizes, weights, (kv.k_LNHSE[layer], kv.v_LNHSE[layer]), angles)
+
+
+def _affine(layer: nn.Linear | nn.LayerNorm) -> Affine:
+    return Affine(layer.weight.data.contiguous(), layer.bias.data.contiguous())
 
 
 def _read(path: Path) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:

@@ -1,0 +1,181 @@
+"""A draft of one layer behind the model's last as five kernels a token, in place of torch's forty.
+
+Shape legend: R rows of the state, K proposed tokens, D width, F inner width, V vocabulary, H heads,
+N pages, S positions per page, E head dim (64), P positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from legato_engine.kernels.cuda.module import Module
+from legato_engine.speculative.proposer import RowHistory
+
+SOURCE = "draft.cu"
+_ROWS, _WARPS, _READERS = 4, 8, 32
+_HEAD_DIM = 64
+_MIN_CAPABILITY = (9, 0)
+
+WIDEST = 3072
+"""Inputs of the next stream, D + F: four rows of them lie in shared memory, as float32."""
+
+
+class Affine(NamedTuple):
+    """A map [out, in] or a norm [D], and its bias; bf16."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """The layer's own, and of the model its words [V, D], its last norm and its head."""
+
+    ln_state: Affine
+    ln_token: Affine
+    join: Affine
+    ln: Affine
+    query: Affine
+    proj: Affine
+    fc1: Affine
+    fc2: Affine
+    words_VD: torch.Tensor
+    post_ln: Affine
+    head: Affine
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """What the kernels are compiled for; `max_pages` is of a row of the page table."""
+
+    dim: int
+    inner: int
+    num_heads: int
+    vocab_size: int
+    page_size: int
+    max_pages: int
+    num_angles: int
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """The constants of the kernels."""
+        return {
+            "DIM": self.dim,
+            "INNER": self.inner,
+            "HEADS": self.num_heads,
+            "VOCAB": self.vocab_size,
+            "PAGE": self.page_size,
+            "PAGES": self.max_pages,
+            "ANGLES": self.num_angles,
+        }
+
+
+def supported(sizes: DraftSizes, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels run a draft of these sizes there."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    fits = sizes.dim == sizes.num_heads * _HEAD_DIM and sizes.dim + sizes.inner <= WIDEST
+    whole = not (sizes.inner % _WARPS or sizes.vocab_size % _WARPS)
+    return fits and whole and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
+
+
+class DraftLayerKernels:
+    """A `speculative.proposer.Proposer`; the likeliest token each time, all rows.
+
+    What is in flight lies in buffers of its own, so that one proposes at a time.
+    """
+
+    def __init__(
+        self,
+        sizes: DraftSizes,
+        weights: DraftWeights,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """`kv` are the keys and values [N, H, S, E] that it reads, `angles` cosines and sines."""
+        assert all(each.is_contiguous() for each in (*kv, *angles)), "read as they are declared"
+        module = Module(SOURCE, sizes.defines)
+        self._join, self._in, self._attend, self._out, self._head = (
+            module.kernel(f"draft_{name}") for name in ("join", "in", "attend", "out", "head")
+        )
+        self._sizes = sizes
+        self._weights = weights
+        self._kv = kv
+        self._angles = angles
+        self._buffers: _Buffers | None = None
+
+    def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
+        """See `proposer.Proposer`."""
+        rows = history.tokens_RC.shape[0]
+        if self._buffers is None or len(self._buffers.said_R) != rows:
+            self._buffers = _Buffers(self._sizes, rows, draft_RK.device)
+        for step in range(draft_RK.shape[1]):
+            self._token(self._buffers, history, draft_RK, step)
+
+    def _token(
+        self, buffers: _Buffers, history: RowHistory, draft_RK: torch.Tensor, step: int
+    ) -> None:
+        sizes, weights = self._sizes, self._weights
+        rows, context = history.tokens_RC.shape
+        newest_R, pages_RM = history.position_R, history.page_table_RM
+        by_rows, threads = -(-rows // _ROWS), 32 * _WARPS
+        stream, pre, queries = buffers.stream_RD, buffers.pre_RD, buffers.query_RD
+        inner, seen, said = buffers.inner_RF, buffers.seen_RD, buffers.said_R
+        assert pages_RM.shape[1] == sizes.max_pages, f"a table of {pages_RM.shape[1]} pages"
+        self._join.launch(
+            (sizes.dim // _WARPS, by_rows, 1),
+            threads,
+            [
+                *(history.hidden_RD, history.tokens_RC, newest_R, said, weights.words_VD),
+                *(*weights.ln_state, *weights.ln_token, *weights.join),
+                *(stream, pre, rows, context, int(step == 0)),
+            ],
+            overlap=step > 0,
+        )
+        self._in.launch(
+            ((sizes.dim + sizes.inner) // _WARPS, by_rows, 1),
+            threads,
+            [pre, *weights.ln, *weights.query, *weights.fc1, queries, inner, rows],
+            overlap=True,
+        )
+        last = self._angles[0].shape[0] - 1
+        self._attend.launch(
+            (sizes.num_heads, rows, 1),
+            32 * _READERS,
+            [queries, newest_R, pages_RM, *self._kv, *self._angles, seen, step, last],
+            overlap=True,
+        )
+        self._out.launch(
+            (sizes.dim // _WARPS, by_rows, 1),
+            threads,
+            [seen, inner, *weights.proj, *weights.fc2, stream, rows],
+            overlap=True,
+        )
+        self._head.launch(
+            (sizes.vocab_size // _WARPS, by_rows, 1),
+            threads,
+            [
+                *(stream, *weights.post_ln, *weights.head),
+                *(buffers.best_R, buffers.done_G, said, draft_RK),
+                *(rows, draft_RK.stride(0), step),
+            ],
+            overlap=True,
+        )
+
+
+class _Buffers:
+    """From one kernel to the next; float32 but for `said_R` (int64) and the counts."""
+
+    def __init__(self, sizes: DraftSizes, rows: int, device: torch.device) -> None:
+        def values(width: int) -> torch.Tensor:
+            return torch.zeros(rows, width, device=device)
+
+        self.stream_RD, self.pre_RD = values(sizes.dim), values(sizes.dim)
+        self.query_RD, self.seen_RD = values(sizes.dim), values(sizes.dim)
+        self.inner_RF = values(sizes.inner)
+        self.said_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.best_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.done_G = torch.zeros(-(-rows // _ROWS), dtype=torch.int32, device=device)

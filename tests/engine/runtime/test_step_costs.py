@@ -1,0 +1,73 @@
+"""Steps are timed over real tokens behind a real context, and leave nothing behind."""
+
+import pytest
+from legato_engine.assembly import assemble, speculating
+from legato_engine.config import EngineConfig
+from legato_engine.speculative.proposer import UNKNOWN
+
+
+@pytest.fixture(scope="module")
+def assembly():
+    """A tiny model that three rows draft on."""
+    config = EngineConfig(
+        model="random-tiny", device="cpu", threads=1, random_weights=True, max_running=3
+    )
+    made = speculating(assemble(config), "budget")
+    yield made
+    made.device.close()
+
+
+class Watching:
+    """A program that notes what its steps feed."""
+
+    def __init__(self, program, slot, scratch, stream):
+        self._program, self._slot, self._scratch, self._stream = program, slot, scratch, stream
+        self.buckets = program.buckets
+        self.fed = {}  # by bucket: row and position of each token, and how many rows were told
+
+    def decode(self, slot, bucket, rank, num_rows):
+        """Run it; the places are those that the device has found."""
+        self._program.decode(slot, bucket, rank, num_rows)
+        self._stream.record().wait()
+        staged = self._slot.staged.device
+        rows, positions = (staged[name][:bucket].tolist() for name in ("row", "position"))
+        tokens = [each for each in zip(rows, positions, strict=True) if each[0] != self._scratch]
+        self.fed.setdefault(bucket, (num_rows, tokens))
+
+    def sample(self, slot, bucket, **options):
+        """Run it."""
+        self._program.sample(slot, bucket, **options)
+
+
+def test_every_token_of_a_step_is_fed(assembly):
+    """All rows that there can be, as many tokens each, one behind another behind the context."""
+    costs = assembly.runner.costs()
+    drafts = assembly.runner._drafts
+    stream = assembly.device.compute
+    watching = Watching(costs._program, costs._slot, drafts.scratch_row, stream)
+    costs._program = watching
+    steps = costs.steps()
+    assert tuple(bucket for bucket, _ in steps) == watching.buckets == tuple(watching.fed)
+    seconds = [each for _, each in steps]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0
+    most = 3 * (1 + drafts.max_block)
+    for bucket, (num_rows, tokens) in watching.fed.items():
+        assert num_rows == min(bucket, 3)
+        assert len(tokens) == min(bucket, most)
+        for row in range(num_rows):
+            positions = [position for of, position in tokens if of == row]
+            start = positions[0]
+            assert start == costs._context > 100
+            assert positions == list(range(start, start + len(positions)))
+
+
+def test_nothing_is_left(assembly):
+    """Behind it no row stands anywhere, and nothing is known of any."""
+    costs, drafts = assembly.runner.costs(), assembly.runner._drafts
+    assert costs.propose() >= 0
+    costs.steps()
+    assert not drafts.position_R.any()
+    assert drafts.limit_R.eq(-1).all()
+    assert drafts.draft_RK.eq(UNKNOWN).all()
+    assert drafts.tokens_RC.eq(UNKNOWN).all()
