@@ -1,7 +1,7 @@
 // One token of a draft: a layer behind the model's last, that reads keys and values which the model has cached.
 //
 // Constants: DIM, INNER, HEADS of 64, VOCAB, PAGE positions a page, PAGES a row of the table, ANGLES (pairs of a head
-// that turn). R rows of the state. Weights, norms and caches are bf16; what goes from one kernel to the next is float32.
+// that turn). R rows of the state. Weights, norms and caches are bf16, what goes from kernel to kernel is float32.
 // A warp has an output and holds its weights before it waits for the kernel in front; ROWS rows share them.
 #include "common.cuh"
 
@@ -27,7 +27,8 @@ struct Weights {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       if (lane + 32 * i >= VECTORS) break;
-      const float4 a = ((const float4*)values)[2 * (lane + 32 * i)], b = ((const float4*)values)[2 * (lane + 32 * i) + 1];
+      const float4* eight = (const float4*)values + 2 * (lane + 32 * i);
+      const float4 a = eight[0], b = eight[1];
       const uint4 w = held[i];
       sum += low_float(w.x) * a.x + high_float(w.x) * a.y + low_float(w.y) * a.z + high_float(w.y) * a.w;
       sum += low_float(w.z) * b.x + high_float(w.z) * b.y + low_float(w.w) * b.z + high_float(w.w) * b.w;
@@ -73,9 +74,9 @@ struct Row {
 // `hidden` [R, DIM] and the word that of `history` [R, context] at `newest`; stream [R, DIM] becomes the first.
 // Behind it they are `stream` and `said` [R].
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    draft_join(const bf16* hidden, const i64* history, const i64* newest, const i64* said, const bf16* words, const bf16* state_norm,
-               const bf16* state_shift, const bf16* word_norm, const bf16* word_shift, const bf16* weights,
-               const bf16* bias, float* stream, float* pre, int rows, int context, int first) {
+    draft_join(const bf16* hidden, const i64* history, const i64* newest, const i64* said, const bf16* words,
+               const bf16* state_norm, const bf16* state_shift, const bf16* word_norm, const bf16* word_shift,
+               const bf16* weights, const bf16* bias, float* stream, float* pre, int rows, int context, int first) {
   __shared__ __align__(16) float joined[ROWS][2 * DIM];
   const int warp = threadIdx.x / 32, output = blockIdx.x * WARPS + warp, row = blockIdx.y * ROWS + warp / 2;
   launch_dependents();

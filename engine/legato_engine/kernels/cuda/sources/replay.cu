@@ -33,5 +33,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay(const i64* histo
     }
   }
   const int place = newest + 1 + threadIdx.x;
-  if (threadIdx.x < count) drafts[(i64)row * stride + threadIdx.x] = place < length ? said[(i64)found * length + place] : -1;
+  if (threadIdx.x < count)
+    drafts[(i64)row * stride + threadIdx.x] = place < length ? said[(i64)found * length + place] : -1;
 }
