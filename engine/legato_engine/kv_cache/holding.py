@@ -17,12 +17,14 @@ class Holding:
     Its table is pages of the tree, `private` ones, and at the end `draft` ones. `node` is the
     deepest of the tree that has the sequence's own content, None for one that shares nothing; its
     pages need not be the sequence's, who may have computed the same content at the same time.
-    `source` is the node that it starts from a copy of, held until the copy is enqueued.
+    `source` is the node that it starts from a copy of, held until the copy is enqueued; `copied` is
+    that node from then on, though the tree may have let go of it.
     """
 
     node: Node | None = None
     private: set[int] = dataclasses.field(default_factory=set)
     source: Node | None = None
+    copied: Node | None = None
     draft: list[int] = dataclasses.field(default_factory=list)
     forgotten: bool = False  # what it has behind its node must not be found
 

@@ -69,7 +69,7 @@ class Sharing:
         """The launch that fills its pages is enqueued, its copy and its picture's included."""
         if holding.source is not None:
             self._tree.drop(holding.source, sequence.request.priority)
-            holding.source = None
+            holding.copied, holding.source = holding.source, None
         self.planned(holding)
         self.publish(sequence, holding)
 
@@ -116,8 +116,13 @@ class Sharing:
     # ------------------------------------------------------------ giving up
 
     def forget(self, holding: Holding, length: int) -> None:
-        """Let nobody find what is held behind `length` positions, now or later."""
+        """Let nobody find what is held behind `length` positions, now or later.
+
+        With all of it goes the page that its own begins as a copy of: what is wrong may be there.
+        """
         holding.forgotten, node = True, holding.node
+        if length == 0 and holding.copied is not None:
+            self._tree.forget(holding.copied)
         behind = [] if node is None else [each for each in node.path if each.length > length]
         if behind:
             self._tree.forget(behind[-1])

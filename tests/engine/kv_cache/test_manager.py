@@ -345,6 +345,32 @@ def test_a_forgotten_prefix_lasts_as_long_as_its_holders() -> None:
     assert (manager.pages_used, manager.prefix_pages) == (3, 0)
 
 
+def test_a_page_that_was_copied_is_forgotten_with_the_copy() -> None:
+    """Whoever starts from a copy of a page may have what is wrong from there: nobody else gets it.
+
+    Where only what is behind a length is wrong, the page stays.
+    """
+    manager = KVCacheManager(17, PAGE, 2)
+    first, second, third, fourth, fifth = (sequence(n, 1, "", prompt=2) for n in range(5))
+    admit(manager, first)
+    release(manager, first)  # kept in a page that is filled in part
+    work = admit(manager, second)
+    assert work.copy_tail is not None
+    assert second.cached_tokens == 2
+    manager.forget(second)
+    manager.check()
+    release(manager, second)
+    assert manager.prefix_pages == 0
+    admit(manager, third)
+    assert third.cached_tokens == 0
+    release(manager, third)
+    admit(manager, fourth)
+    manager.forget(fourth, fourth.prompt_length)
+    release(manager, fourth)
+    admit(manager, fifth)
+    assert fifth.cached_tokens == 2
+
+
 def test_a_forgotten_answer_leaves_the_prompt() -> None:
     """Behind the length that is named nothing is found, before it all is."""
     manager = KVCacheManager(17, PAGE, 2)

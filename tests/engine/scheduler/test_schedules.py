@@ -7,6 +7,9 @@ from tests.engine.scheduler.schedules import run_all
 PARTS = 4
 PART = 2_500
 
+FOUND = (890271,)
+"""Schedules that found a defect in a soak: the page that a copy is made of was never forgotten."""
+
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_schedule_changes_an_answer(part: int) -> None:
@@ -18,3 +21,8 @@ def test_no_schedule_changes_an_answer(part: int) -> None:
     assert tally.cached > tally.tokens / 10
     assert min(tally.preemptions, tally.drafts) > PART / 20
     assert min(tally.accepted, tally.rejected) > PART
+
+
+def test_what_a_soak_has_found_stays_mended() -> None:
+    """Each of them alone, as they are rare."""
+    assert run_all(FOUND).requests > 0
