@@ -83,8 +83,11 @@ def measure(assembly: Assembly, plan: Plan) -> list[Figures]:
         config = msgspec.structs.replace(assembly.config, max_running=streams)
         some = dataclasses.replace(assembly, config=config)
         off = speculating(some, SPECULATION_OFF)
-        rows += _real(off, plan)
-        rows += _synthetic(off, plan)
+        try:
+            rows += _real(off, plan)
+            rows += _synthetic(off, plan)
+        finally:
+            gc.unfreeze()
     return rows
 
 
