@@ -59,7 +59,7 @@ class FrameReader:
     """
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._buffer: bytes | bytearray = b""  # what came and was not taken
         self.ended = False
         self.more = False
 
@@ -76,19 +76,23 @@ class FrameReader:
             return False
         self.ended = not data
         self.more = len(data) == _READ_SIZE
-        self._buffer += data
+        if self._buffer:
+            self._buffer += data
+        else:
+            self._buffer = data  # nearly always: messages are read whole, and not copied before
         return bool(data)
 
     def take(self) -> list[bytes]:
         """The messages that are complete, in order."""
         frames: list[bytes] = []
+        buffer, size = self._buffer, len(self._buffer)
         start = 0
-        while start + _LENGTH.size <= len(self._buffer):
-            (length,) = _LENGTH.unpack_from(self._buffer, start)
-            end = start + _LENGTH.size + length
-            if end > len(self._buffer):
+        while (begin := start + _LENGTH.size) <= size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if begin + length > size:
                 break
-            frames.append(bytes(self._buffer[start + _LENGTH.size : end]))
-            start = end
-        del self._buffer[:start]
+            start = begin + length
+            frames.append(bytes(buffer[begin:start]))
+        if start:
+            self._buffer = bytearray(buffer[start:]) if start < size else b""
         return frames

@@ -209,24 +209,20 @@ def _code_name(context: Context) -> str:
 
 def _log_end(call: Call, code: str, reason: str = "") -> None:
     """One line per RPC: names, times and counts; never a prompt, a picture or an answer."""
+    total = time.monotonic() - call.started
     fields: dict[str, object] = {"request_id": call.request_id, "method": call.method, "code": code}
     if reason:
         fields["reason"] = reason
     for name in _WHEN_SAID:
-        value = getattr(call, name)
-        if value:
+        if value := getattr(call, name):
             fields[name] = value
-    fields["total_ms"] = _ms(time.monotonic() - call.started)
-    if call.timings is not None:
-        fields["queue_ms"] = _ms(call.timings.queue)
-        fields["prefill_ms"] = _ms(call.timings.prefill)
-        fields["decode_ms"] = _ms(call.timings.decode)
-    if call.usage is not None:
-        fields["input_tokens"] = call.usage.input_tokens
-        fields["output_tokens"] = call.usage.output_tokens
+    fields["total_ms"] = round(total * 1e6) / 1e3  # rounding to digits costs several times as much
+    if (timings := call.timings) is not None:
+        fields["queue_ms"] = round(timings.queue * 1e6) / 1e3
+        fields["prefill_ms"] = round(timings.prefill * 1e6) / 1e3
+        fields["decode_ms"] = round(timings.decode * 1e6) / 1e3
+    if (usage := call.usage) is not None:
+        fields["input_tokens"] = usage.input_tokens
+        fields["output_tokens"] = usage.output_tokens
     write = log.debug if call.method.startswith(QUIET) else log.info
     write("rpc", **fields)
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e6) / 1e3  # rounding to digits costs several times as much

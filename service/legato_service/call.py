@@ -73,9 +73,8 @@ CURRENT: ContextVar[Call] = ContextVar("legato_call")
 """Set by the boundary for the length of an RPC."""
 
 
-def current() -> Call:
-    """The RPC that is being handled; only inside one."""
-    return CURRENT.get()
+current = CURRENT.get
+"""The RPC that is being handled; only inside one."""
 
 
 def total(usages: Iterable[core.Usage]) -> core.Usage:

@@ -270,12 +270,19 @@ def _fill_usage(message: task_pb2.Usage, value: core.Usage) -> None:
 
 
 def _fill_timings(message: task_pb2.Timings, value: core.Timings) -> None:
-    _fill_duration(message.queue, value.queue)
-    _fill_duration(message.image, value.image)
-    _fill_duration(message.prefill, value.prefill)
-    _fill_duration(message.first_token, value.first_token)
-    _fill_duration(message.decode, value.decode)
-    _fill_duration(message.total, value.total)
+    for part, seconds in (
+        (message.queue, value.queue),
+        (message.image, value.image),
+        (message.prefill, value.prefill),
+        (message.first_token, value.first_token),
+        (message.decode, value.decode),
+        (message.total, value.total),
+    ):
+        nanos = round(seconds * 1e9)
+        if nanos < _SECOND:  # nearly all, and worth no function call each
+            part.nanos = nanos
+        else:
+            _fill_duration(part, seconds)
 
 
 def _fill_duration(message: duration_pb2.Duration, seconds: float) -> None:

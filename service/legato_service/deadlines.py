@@ -35,7 +35,10 @@ class Deadlines:
             self._now = int(time.monotonic() / TICK)
             self._wait()
         tick = max(math.ceil(deadline / TICK), self._now + 1)
-        self._due.setdefault(tick, set()).add(stream)
+        due = self._due.get(tick)
+        if due is None:
+            due = self._due[tick] = set()
+        due.add(stream)
         return tick
 
     def forget(self, stream: Stream, tick: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any, Protocol
@@ -192,17 +193,29 @@ async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[St
     Raises the request's own error.
     """
     with closing(Patience()) as patience:
+        read: Callable[[], Awaitable[StreamReport | None]]
+        if silence == math.inf:
+            read = stream.__anext__
+        else:
+            read = functools.partial(_heard, stream, patience, silence)
         report: StreamReport | None = None
         while not isinstance(report, Done):
             try:
-                with patience.until(time.monotonic() + silence):  # cut short, a read loses nothing
-                    report = await stream.__anext__()
-            except TimeoutError:
-                report = None
+                report = await read()
             except StopAsyncIteration:
                 raise InternalError("a stream ended without its result") from None
-            _record(report)
+            if isinstance(report, Done):
+                _record(report)
             yield report
+
+
+async def _heard(stream: Stream, patience: Patience, silence: float) -> StreamReport | None:
+    """The next report, or None after so many seconds; cut short, a read loses nothing."""
+    try:
+        with patience.until(time.monotonic() + silence):
+            return await stream.__anext__()
+    except TimeoutError:
+        return None
 
 
 async def started(stream: Stream) -> Started:
@@ -214,21 +227,19 @@ async def started(stream: Stream) -> Started:
     raise InternalError("a request ended before it started")
 
 
-async def answer(stream: Stream) -> Done:
-    """The `Done` of a unary call's request; everything before it is repeated there.
+def answered(done: Done) -> Done:
+    """The `Done` of a unary call's request, which says everything that came before it.
 
-    Raises the request's own error, and `Preempted` where an operator stopped it.
+    Raises `Preempted` where an operator stopped it.
     """
-    done = await stream.done()
     _record(done)
     if done.finish_reason is core.FinishReason.CANCELLED:
         raise Preempted("an operator stopped the request")
     return done
 
 
-def _record(report: StreamReport | None) -> None:
+def _record(done: Done) -> None:
     """Tell the log line what the request cost; several requests of one RPC add up."""
-    if isinstance(report, Done):
-        rpc = call.current()
-        rpc.timings = report.timings
-        rpc.usage = report.usage if rpc.usage is None else call.total((rpc.usage, report.usage))
+    rpc = call.current()
+    rpc.timings = done.timings
+    rpc.usage = done.usage if rpc.usage is None else call.total((rpc.usage, done.usage))

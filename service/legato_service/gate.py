@@ -103,9 +103,11 @@ class Gate:
 
     def enter(self, name: str, admitted: Admitted) -> None:
         """Be inside until `leave`. Raises as `check` does."""
-        self.check(name)
+        if name in self._inside or not self._open:
+            self.check(name)
+        if not self._inside:
+            self._empty.clear()
         self._inside[name] = admitted
-        self._empty.clear()
 
     def leave(self, name: str) -> None:
         """Be inside no longer."""

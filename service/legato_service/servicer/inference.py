@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, nullcontext
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from legato_engine.errors import InternalError
 from legato_engine.messages import Done
 
 from legato_service import call, convert_request, convert_response
-from legato_service.dispatch import Caller, Context, Dispatcher, answer, follow
+from legato_service.dispatch import Caller, Context, Dispatcher, answered, follow
 from legato_service.event_stream import EventStream
 from legato_service.replies import Replies, Reply, fingerprint
 from legato_service.servicer.task_run import TaskRun
@@ -55,29 +55,35 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._unary_deadline = unary_deadline
         self._stream_deadline = stream_deadline
 
-    async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
+    def Query(self, request: pb.QueryRequest, context: Context) -> Awaitable[pb.QueryResponse]:
         """Answer a question."""
-        return await self._once(self._query, request, context)
+        return self._once(self._query, request, context)
 
-    async def Caption(self, request: pb.CaptionRequest, context: Context) -> pb.CaptionResponse:
+    def Caption(
+        self, request: pb.CaptionRequest, context: Context
+    ) -> Awaitable[pb.CaptionResponse]:
         """Describe the picture."""
-        return await self._once(self._caption, request, context)
+        return self._once(self._caption, request, context)
 
-    async def Detect(self, request: pb.DetectRequest, context: Context) -> pb.DetectResponse:
+    def Detect(self, request: pb.DetectRequest, context: Context) -> Awaitable[pb.DetectResponse]:
         """Box every instance."""
-        return await self._once(self._detect, request, context)
+        return self._once(self._detect, request, context)
 
-    async def Point(self, request: pb.PointRequest, context: Context) -> pb.PointResponse:
+    def Point(self, request: pb.PointRequest, context: Context) -> Awaitable[pb.PointResponse]:
         """Point at every instance."""
-        return await self._once(self._point, request, context)
+        return self._once(self._point, request, context)
 
-    async def Segment(self, request: pb.SegmentRequest, context: Context) -> pb.SegmentResponse:
+    def Segment(
+        self, request: pb.SegmentRequest, context: Context
+    ) -> Awaitable[pb.SegmentResponse]:
         """Outline an instance."""
-        return await self._once(self._segment, request, context)
+        return self._once(self._segment, request, context)
 
-    async def RunTasks(self, request: pb.RunTasksRequest, context: Context) -> pb.RunTasksResponse:
+    def RunTasks(
+        self, request: pb.RunTasksRequest, context: Context
+    ) -> Awaitable[pb.RunTasksResponse]:
         """Several tasks, one picture."""
-        return await self._once(self._run_tasks, request, context)
+        return self._once(self._run_tasks, request, context)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
@@ -102,17 +108,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         for event in events.of(report):
                             yield event
 
-    async def _once(
+    def _once(
         self,
         work: Callable[[Ask, str, Caller], Coroutine[Any, Any, Reply]],
         request: Ask,
         context: Context,
-    ) -> Reply:
-        """What `work` answers; calls that their callers gave one id share it."""
+    ) -> Awaitable[Reply]:
+        """What `work` answers; calls that their callers gave one id share it.
+
+        No coroutine, as the handlers are none: every one on the way of a call is resumed with it.
+        """
         given = request.options.request_id
         name = self._dispatcher.name(given)
-        if not given:
-            return await work(request, name, context)
+        return self._shared(work, request, name, context) if given else work(request, name, context)
+
+    async def _shared(
+        self,
+        work: Callable[[Ask, str, Caller], Coroutine[Any, Any, Reply]],
+        request: Ask,
+        name: str,
+        context: Context,
+    ) -> Reply:
         rpc = call.current()
         asked = await fingerprint(rpc.method, rpc.received)
         shared = functools.partial(work, request, name)
@@ -200,7 +216,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             model = self._dispatcher.check(asked)
             picture = await self._dispatcher.pictures.check(image)
             with self._dispatcher.submit(asked, picture, admitted, caller) as stream:
-                done = await answer(stream)
+                done = answered(await stream.done())
         convert_response.fill_info(info, request_id, model.name, done, _stamp(request))
         return done
 

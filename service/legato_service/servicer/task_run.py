@@ -13,7 +13,7 @@ from legato_engine.errors import LegatoError
 from legato_engine.messages import Done, ModelInfo
 
 from legato_service import call, convert_request, convert_response
-from legato_service.dispatch import Caller, Dispatcher, answer, started
+from legato_service.dispatch import Caller, Dispatcher, answered, started
 from legato_service.engine import Stream
 from legato_service.gate import Admitted
 from legato_service.one_picture import SHARED_FAILURES, held_name, task_result
@@ -129,7 +129,7 @@ async def _ended(begun: Stream | LegatoError) -> Done | LegatoError:
     if isinstance(begun, LegatoError):
         return begun
     try:
-        return await answer(begun)
+        return answered(await begun.done())
     except SHARED_FAILURES:
         raise
     except LegatoError as error:
