@@ -25,7 +25,6 @@ from legato_engine.null_engine import NullEngine
 from legato_engine.stream import RequestStream
 from legato_service import garbage, logs
 from legato_service.config import ServiceConfig
-from legato_service.options import choose_experiments
 from legato_service.server import Server
 
 _OF_STREAMS = (Delta, Done, Started, Queued, Failed)
@@ -123,5 +122,4 @@ async def _serve() -> None:
 if __name__ == "__main__":
     logs.configure("info", terminal=False)
     garbage.keep_out_of_the_way()
-    choose_experiments()
     uvloop.run(_serve())

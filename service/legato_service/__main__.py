@@ -13,7 +13,6 @@ from rich.console import Console
 from legato_service import arguments, garbage, logs
 from legato_service.console import Announcer, LogAnnouncer, TerminalAnnouncer
 from legato_service.life import serve
-from legato_service.options import choose_experiments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
     garbage.keep_out_of_the_way()
-    choose_experiments()
     return uvloop.run(serve(config, announcer, lambda: EngineClient(config.engine)))
 
 

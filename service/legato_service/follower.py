@@ -21,7 +21,6 @@ from legato_service import garbage, logs
 from legato_service.config import ServiceConfig
 from legato_service.last_resort import leave_or_be_ended
 from legato_service.line import Leave, Line, Serving
-from legato_service.options import choose_experiments
 from legato_service.peers import abort_elsewhere
 from legato_service.server import Server
 
@@ -47,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = msgspec.json.decode(arguments.settings, type=Settings)
     logs.configure(settings.config.log_level, terminal=sys.stderr.isatty())
     garbage.keep_out_of_the_way()
-    choose_experiments()
     return uvloop.run(follow(settings, socket.socket(fileno=arguments.line)))
 
 

@@ -5,23 +5,11 @@ gRPC ignores option names that it does not know, so each is held by a test of wh
 
 from __future__ import annotations
 
-import os
-
 from legato_service.config import ServiceConfig
 
 TRANSPORT_FACTOR = 2
 """The transport takes messages this much larger than the limit: up to there a refusal carries
 details, beyond it gRPC answers RESOURCE_EXHAUSTED by itself and without any."""
-
-
-EXPERIMENTS = "-event_engine_listener"
-"""Connections are read by the thread that waits for gRPC's events. Otherwise threads of their own
-read them and wake that one: a thread more between every message and its handler."""
-
-
-def choose_experiments() -> None:
-    """Set up gRPC's core, before its first use in a process; what the environment says stays."""
-    os.environ.setdefault("GRPC_EXPERIMENTS", EXPERIMENTS)
 
 
 def server_options(config: ServiceConfig, *, shared: bool = False) -> list[tuple[str, int]]:

@@ -23,14 +23,11 @@ from legato.v1 import (
 from legato_client._status_async import ServerStatus
 from legato_engine.config import EngineConfig
 from legato_service.config import ServiceConfig
-from legato_service.options import choose_experiments
 from legato_service.server import Server
 from legato_service.servicer.admin import Sessions
 from PIL import Image
 
 from tests.service.fakes import FakeEngine
-
-choose_experiments()  # tested is what is served with
 
 DETAILS = {
     kind.DESCRIPTOR.full_name: kind

@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -11,7 +14,6 @@ import structlog
 from legato.v1 import inference_pb2, task_pb2
 from legato_service import trace
 from legato_service.arguments import parse
-from legato_service.options import EXPERIMENTS
 
 from tests.service.fakes import FakeEngine, begin
 from tests.service.harness import picture, refusal, running, until
@@ -21,32 +23,68 @@ TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 QUESTION = inference_pb2.QueryRequest(question="What is the secret?")
 
 
+_READER = """
+import asyncio, legato_service.__main__, grpc
+
+async def answer(request, context):
+    return request
+
+async def main():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    handler = grpc.unary_unary_rpc_method_handler(answer)
+    handlers = grpc.method_handlers_generic_handler("echo", {"Echo": handler})
+    server.add_generic_rpc_handlers((handlers,))
+    await server.start()
+    print(port, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
 def lines_of(logs, method=QUERY):
     """The lines of one method's ends."""
     return [line for line in logs if line["event"] == "rpc" and line["method"] == method]
 
 
-def test_grpc_knows_what_it_is_told_to_do():
-    """Its core accepts our choice of experiments in silence, and a user's choice stands."""
-    program = """if True:
-        from legato_service.options import choose_experiments
-        choose_experiments()
-        import grpc
-        grpc.insecure_channel("localhost:1").close()
-        import os
-        print(os.environ["GRPC_EXPERIMENTS"])
-    """
+@pytest.mark.parametrize("given", [None, "event_engine_listener"])
+def test_connections_are_read_by_who_waits_for_events(given):
+    """No thread of grpc's event engine wakes for a call, unless the environment wants that."""
     paths = os.pathsep.join(path for path in sys.path if path)
-    for given in ({}, {"GRPC_EXPERIMENTS": "event_engine_client"}):
-        ran = subprocess.run(
-            [sys.executable, "-c", program],
-            env={"PYTHONPATH": paths, **given},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert ran.stdout.strip() == given.get("GRPC_EXPERIMENTS", EXPERIMENTS)
-        assert ran.stderr == ""
+    environment = {"PYTHONPATH": paths} | ({} if given is None else {"GRPC_EXPERIMENTS": given})
+    process = subprocess.Popen(
+        [sys.executable, "-c", _READER],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    calls = 100
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            echo: Any = channel.unary_unary("/echo/Echo")
+            echo(b"first")
+            before = _wakes(process.pid, "event_engine")
+            for _ in range(calls):
+                echo(b"again")
+            woken = _wakes(process.pid, "event_engine") - before
+    finally:
+        process.kill()
+        _, complaints = process.communicate()
+    assert complaints == ""
+    assert (woken > calls / 2) == (given is not None)
+
+
+def _wakes(pid: int, name: str) -> int:
+    """How often threads of this name have gone to sleep."""
+    return sum(
+        int(re.findall(r"voluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text())[0])
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        if (task / "comm").read_text().strip() == name
+    )
 
 
 async def test_a_request_without_id_gets_one_everywhere():
