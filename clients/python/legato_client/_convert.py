@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Any
@@ -15,6 +16,8 @@ from legato_client import _errors, _events, _types
 from legato_client._errors import LegatoError
 
 TaskOutcome = _types.Result | LegatoError
+
+_FINISH_REASONS: EnumDescriptor = task_pb2.FinishReason.DESCRIPTOR
 
 
 def query(response: inference_pb2.QueryResponse) -> _types.QueryResult:
@@ -199,9 +202,10 @@ def _info(message: inference_pb2.ResponseInfo) -> _types.ResponseInfo:
 
 
 def _finish_reason(number: int) -> str:
-    return enum_word(task_pb2.FinishReason.DESCRIPTOR, number)
+    return enum_word(_FINISH_REASONS, number)
 
 
+@functools.lru_cache(256)  # every answer names one, always of the same few
 def enum_word(enum: EnumDescriptor, number: int) -> str:
     """A value's own part of its name in lower case; "unspecified" for one of a newer contract."""
     value = enum.values_by_number.get(number)
@@ -249,7 +253,7 @@ def stamp(message: media_pb2.FrameStamp) -> _types.FrameStamp:
 
 def seconds(duration: duration_pb2.Duration) -> float:
     """A duration in seconds."""
-    return duration.ToTimedelta().total_seconds()
+    return duration.seconds + duration.nanos / 1e9
 
 
 _EVENTS: dict[str, Callable[[Any], _events.Event]] = {

@@ -33,6 +33,8 @@ RequestT = TypeVar(
     inference_pb2.GenerateRequest,
 )
 
+_DEFAULT_SAMPLING = Sampling()
+_DEFAULT_OPTIONS = Options()
 _LENGTHS: dict[str, task_pb2.CaptionLength.ValueType] = {
     "short": task_pb2.CAPTION_LENGTH_SHORT,
     "normal": task_pb2.CAPTION_LENGTH_NORMAL,
@@ -204,7 +206,7 @@ def _length(task: CaptionTask) -> task_pb2.CaptionLength.ValueType:
 
 
 def _sampling(sampling: Sampling) -> task_pb2.Sampling | None:
-    if sampling == Sampling():
+    if sampling == _DEFAULT_SAMPLING:
         return None
     return task_pb2.Sampling(
         temperature=sampling.temperature,
@@ -228,6 +230,8 @@ def _refs(refs: Iterable[SpatialRef]) -> list[geometry_pb2.SpatialRef]:
 
 
 def _options(options: Options) -> inference_pb2.RequestOptions | None:
+    if options == _DEFAULT_OPTIONS:
+        return None
     message = inference_pb2.RequestOptions(
         request_id=options.request_id,
         model=options.model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -27,16 +27,19 @@ class AsyncTransport:
         self.metadata = settings.metadata
         self._settings = settings
         self._channel: grpc.aio.Channel | None = None
+        self._starts: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
 
     async def unary(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
     ) -> ResponseT:
         """See `Transport`."""
-        start: grpc.aio.UnaryUnaryMultiCallable[bytes, ResponseT] = self.channel.unary_unary(
-            method.path, response_deserializer=method.response.FromString
-        )
+        start = self._starts.get(method.path)
+        if start is None:
+            start = self._starts[method.path] = self.channel.unary_unary(
+                method.path, response_deserializer=method.response.FromString
+            )
         try:
-            return await start(request, timeout=timeout, metadata=self.metadata)
+            return cast("ResponseT", await start(request, timeout=timeout, metadata=self.metadata))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -82,6 +85,7 @@ class AsyncTransport:
         """End running calls and the connection; a later call opens another one."""
         if self._channel is not None:
             channel, self._channel = self._channel, None
+            self._starts.clear()
             await channel.close()
 
     @property

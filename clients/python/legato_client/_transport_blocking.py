@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -34,6 +34,7 @@ class BlockingTransport:
 
     def __init__(self, settings: Settings) -> None:
         self.metadata = settings.metadata
+        self._starts: dict[str, grpc.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
         target, options = settings.target, settings.channel_options
         if settings.credentials is None:
             self.channel = grpc.insecure_channel(target, options=options)
@@ -44,11 +45,13 @@ class BlockingTransport:
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
     ) -> ResponseT:
         """See `Transport`."""
-        start: grpc.UnaryUnaryMultiCallable[bytes, ResponseT] = self.channel.unary_unary(
-            method.path, response_deserializer=method.response.FromString
-        )
+        start = self._starts.get(method.path)
+        if start is None:
+            start = self._starts[method.path] = self.channel.unary_unary(
+                method.path, response_deserializer=method.response.FromString
+            )
         try:
-            return start(request, timeout=timeout, metadata=self.metadata)
+            return cast("ResponseT", start(request, timeout=timeout, metadata=self.metadata))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
