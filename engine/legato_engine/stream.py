@@ -85,7 +85,9 @@ class RequestStream(AsyncIterator[StreamReport]):
         head = self._pending.popleft()
         if isinstance(head, LegatoError):
             raise head
-        return self._coalesce(head) if isinstance(head, Delta) else head
+        if isinstance(head, Delta) and (self._pending or len(head.events) > 1):
+            return self._coalesce(head)
+        return head
 
     async def done(self) -> Done:
         """The request's `Done`, woken by nothing before it; what came in between is dropped.
@@ -140,8 +142,6 @@ class RequestStream(AsyncIterator[StreamReport]):
             self._waiter.set_result(None)
 
     def _coalesce(self, first: Delta) -> Delta:
-        if not self._pending and len(first.events) == 1:
-            return first
         events = list(first.events)
         while self._pending and isinstance(following := self._pending[0], Delta):
             self._pending.popleft()

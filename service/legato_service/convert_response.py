@@ -193,9 +193,10 @@ def started(report: Started, request_id: str) -> inference_pb2.GenerateResponse:
     )
 
 
-def delta(event: core.Event) -> inference_pb2.GenerateResponse:
-    """What one step added."""
+def delta(event: core.Event, index: int) -> inference_pb2.GenerateResponse:
+    """What one step added, as the event of this number."""
     message = inference_pb2.GenerateResponse()
+    message.index = index
     _FILL[type(event)](message, event)
     return message
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from legato.v1 import inference_pb2, media_pb2
-from legato_engine.messages import Delta, Done, Queued
+from legato_engine.messages import Delta, Done, Queued, Started
 from legato_engine.stream import StreamReport
 
 from legato_service import convert_response
@@ -25,15 +25,19 @@ class EventStream:
 
     def of(self, report: StreamReport | None) -> list[inference_pb2.GenerateResponse]:
         """The events of the next report."""
+        if isinstance(report, Delta):  # nearly all
+            first, self._next = self._next, self._next + len(report.events)
+            numbered = enumerate(report.events, first)
+            return [convert_response.delta(event, index) for index, event in numbered]
         events = self._unnumbered(report)
         for event in events:
             event.index = self._next
             self._next += 1
         return events
 
-    def _unnumbered(self, report: StreamReport | None) -> list[inference_pb2.GenerateResponse]:
-        if isinstance(report, Delta):  # nearly all
-            return [convert_response.delta(event) for event in report.events]
+    def _unnumbered(
+        self, report: Queued | Started | Done | None
+    ) -> list[inference_pb2.GenerateResponse]:
         if report is None:
             return [inference_pb2.GenerateResponse(heartbeat=inference_pb2.Heartbeat())]
         if isinstance(report, Done):
