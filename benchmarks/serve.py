@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import statistics
 import subprocess
 import sys
@@ -139,8 +140,10 @@ def inside_server() -> Iterator[Contender]:
 @contextlib.contextmanager
 def _process(name: str, module: str, *arguments: str) -> Iterator[Contender]:
     """A program that prints its port."""
+    settings = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
+        env=settings,  # grpc as it comes: what our service asks of it is its own doing
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
