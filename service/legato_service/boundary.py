@@ -1,4 +1,4 @@
-"""The outermost layer: names the RPC, maps its failure once, writes its one log line.
+"""The outermost layer: names the RPC, maps its failure once, tells the log how it ended.
 
 Handlers of every kind run as coroutines that write: a peer that goes away then reaches the handler
 as CancelledError at an await, and an async generator is closed in its own task, its `finally`
@@ -24,25 +24,24 @@ from legato_service.dispatch import Context
 from legato_service.errors import failure
 from legato_service.metadata import REQUEST_ID
 from legato_service.patience import Patience
+from legato_service.rpc_log import RpcLog
 
 log = structlog.get_logger("legato.rpc")
-
-_WHEN_SAID = ("tenant", "priority", "client", "trace_id", "previous_attempts", "reply")
-QUIET = ("/grpc.health.", "/grpc.reflection.")  # logged at debug level
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # here every message is opaque
 
 
 class Boundary(grpc.GenericRpcHandler):
     """Wraps every handler that is added to it; `stall_timeout` seconds is how long a peer may take
-    no message.
+    no message, and `rpc_log` is told how each call ended.
 
     It stands where the server looks for handlers, and not as an interceptor: those cost every call
     a coroutine more.
     """
 
-    def __init__(self, stall_timeout: float) -> None:
+    def __init__(self, stall_timeout: float, rpc_log: RpcLog) -> None:
         self._stall_timeout = stall_timeout
+        self._rpc_log = rpc_log
         self._added: list[grpc.GenericRpcHandler] = []
         self._known: dict[str, Handler] = {}  # by method, wrapped; a server's handlers never change
 
@@ -85,9 +84,9 @@ class Boundary(grpc.GenericRpcHandler):
                     call.received = received
                 response = await inner(request, context)
             except BaseException as error:
-                await _end_with(error, call, context)
+                await self._end_with(error, call, context)
                 raise
-            _end(call, context)
+            self._end(call, context)
             return response
 
         async def many(received: Any, context: Context) -> None:
@@ -97,9 +96,9 @@ class Boundary(grpc.GenericRpcHandler):
                 async with aclosing(inner(_request(handler, received), context)) as responses:
                     await self._write(responses, context, call)
             except BaseException as error:
-                await _end_with(error, call, context)
+                await self._end_with(error, call, context)
                 raise
-            _end(call, context)
+            self._end(call, context)
 
         if handler.request_streaming and handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(many, None, serialize)
@@ -128,6 +127,34 @@ class Boundary(grpc.GenericRpcHandler):
                         f"no message was taken for {self._stall_timeout:g} s",
                         limit_ms=round(self._stall_timeout * 1000),
                     ) from None
+
+    def _end(self, call: Call, context: Context) -> None:
+        """It went well."""
+        context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
+        self._rpc_log.tell(call, "OK")
+
+    async def _end_with(self, error: BaseException, call: Call, context: Context) -> None:
+        """It did not: log why, and unless grpc knows already end it with the failure's status."""
+        match error:
+            case asyncio.CancelledError():
+                late = call.deadline is not None and time.monotonic() >= call.deadline
+                self._rpc_log.tell(call, "DEADLINE_EXCEEDED" if late else "CANCELLED")
+            case grpc.aio.AbortError():  # the handler answered with a status of its own
+                self._rpc_log.tell(call, _code_name(context))
+            case LegatoError():
+                if isinstance(error, InternalError):
+                    log.error("internal_error", request_id=call.request_id, exc_info=error)
+                await self._refuse(error, call, context)
+            case Exception():
+                log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
+                await self._refuse(error, call, context)
+
+    async def _refuse(self, error: Exception, call: Call, context: Context) -> None:
+        """Log, then abort: that of a peer that reads nothing may wait as long as its connection."""
+        outcome = failure(error, call.request_id)
+        self._rpc_log.tell(call, outcome.code.name, outcome.reason)
+        trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
+        await context.abort(outcome.code, outcome.message, trailers)
 
 
 def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
@@ -170,59 +197,7 @@ def _begin(method: str) -> Call:
     return call
 
 
-def _end(call: Call, context: Context) -> None:
-    """It went well. The answer leaves before the log line."""
-    context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
-    asyncio.get_running_loop().call_soon(_log_end, call, "OK")
-
-
-async def _end_with(error: BaseException, call: Call, context: Context) -> None:
-    """It did not: log why, and unless grpc knows already end it with the failure's status."""
-    match error:
-        case asyncio.CancelledError():
-            late = call.deadline is not None and time.monotonic() >= call.deadline
-            _log_end(call, "DEADLINE_EXCEEDED" if late else "CANCELLED")
-        case grpc.aio.AbortError():  # the handler answered with a status of its own
-            _log_end(call, _code_name(context))
-        case LegatoError():
-            if isinstance(error, InternalError):
-                log.error("internal_error", request_id=call.request_id, exc_info=error)
-            await _refuse(error, call, context)
-        case Exception():
-            log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
-            await _refuse(error, call, context)
-
-
-async def _refuse(error: Exception, call: Call, context: Context) -> None:
-    """Log, then abort: that of a peer that reads nothing may wait as long as its connection."""
-    outcome = failure(error, call.request_id)
-    _log_end(call, outcome.code.name, outcome.reason)
-    trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
-    await context.abort(outcome.code, outcome.message, trailers)
-
-
 def _code_name(context: Context) -> str:
     code = context.code()
     names = (known.name for known in grpc.StatusCode if code in (known, known.value[0]))
     return next(names, "UNKNOWN")
-
-
-def _log_end(call: Call, code: str, reason: str = "") -> None:
-    """One line per RPC: names, times and counts; never a prompt, a picture or an answer."""
-    total = time.monotonic() - call.started
-    fields: dict[str, object] = {"request_id": call.request_id, "method": call.method, "code": code}
-    if reason:
-        fields["reason"] = reason
-    for name in _WHEN_SAID:
-        if value := getattr(call, name):
-            fields[name] = value
-    fields["total_ms"] = round(total * 1e6) / 1e3  # rounding to digits costs several times as much
-    if (timings := call.timings) is not None:
-        fields["queue_ms"] = round(timings.queue * 1e6) / 1e3
-        fields["prefill_ms"] = round(timings.prefill * 1e6) / 1e3
-        fields["decode_ms"] = round(timings.decode * 1e6) / 1e3
-    if (usage := call.usage) is not None:
-        fields["input_tokens"] = usage.input_tokens
-        fields["output_tokens"] = usage.output_tokens
-    write = log.debug if call.method.startswith(QUIET) else log.info
-    write("rpc", **fields)

@@ -21,7 +21,7 @@ def configure(level: str, *, terminal: bool) -> None:
     """Set up structlog, and the loggers of libraries to go through it. Call once."""
     shared: list[Processor] = [
         structlog.processors.add_log_level,
-        _Timestamps(),
+        _stamped,
     ]
     number = logging.getLevelNamesMapping()[level.upper()]
     last: list[Processor] = [structlog.dev.ConsoleRenderer()]
@@ -48,25 +48,30 @@ def configure(level: str, *, terminal: bool) -> None:
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
 
 
-class _Timestamps:
-    """The time of a line, as RFC 3339 in UTC; most lines are of the same second as the last."""
+class _Clock:
+    """Moments as RFC 3339 in UTC; most lines are of the same second as the last."""
 
     def __init__(self) -> None:
         self._second = -1
         self._text = ""
 
-    def __call__(self, _logger: object, _method: str, event: EventDict) -> EventDict:
-        event["timestamp"] = self.now()
-        return event
-
-    def now(self) -> str:
-        """This moment."""
-        microseconds = time.time_ns() // 1000
-        second, fraction = divmod(microseconds, 1_000_000)
+    def text(self, wall_ns: int) -> str:
+        """A moment of `time.time_ns()`."""
+        second, fraction = divmod(wall_ns // 1000, 1_000_000)
         if second != self._second:
             self._second = second
             self._text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
         return f"{self._text}.{fraction:06d}Z"
+
+
+timestamp = _Clock().text
+"""A moment of `time.time_ns()` as lines have it; one that brings its `timestamp` keeps it."""
+
+
+def _stamped(_logger: object, _method: str, event: EventDict) -> EventDict:
+    if "timestamp" not in event:
+        event["timestamp"] = timestamp(time.time_ns())
+    return event
 
 
 class _JsonLogger(structlog.BoundLoggerBase):
@@ -75,7 +80,6 @@ class _JsonLogger(structlog.BoundLoggerBase):
     """
 
     threshold = logging.INFO
-    _timestamps = _Timestamps()
     _logger: LineWriter
 
     def debug(self, event: str, **fields: object) -> None:
@@ -102,7 +106,7 @@ class _JsonLogger(structlog.BoundLoggerBase):
         line = {**self._context, **fields}
         line["event"] = event
         line["level"] = level
-        line["timestamp"] = self._timestamps.now()
+        _stamped(None, level, line)
         if "exc_info" in line:
             structlog.processors.format_exc_info(None, level, line)
         return _encode(line)

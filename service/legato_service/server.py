@@ -35,6 +35,7 @@ from legato_service.peers import Peers
 from legato_service.picture import PictureIntake
 from legato_service.reflection import Descriptors, Reflection
 from legato_service.replies import Replies
+from legato_service.rpc_log import RpcLog
 from legato_service.servicer.admin import AdminServicer, Sessions
 from legato_service.servicer.image import ImageServicer
 from legato_service.servicer.inference import InferenceServicer
@@ -79,6 +80,7 @@ class Server:
         self._drain = Drain(self._gate, self.sessions)
         self._engine_drain: asyncio.Task[None] | None = None
         self.replies = Replies()
+        self._rpc_log = RpcLog()
         self.pictures = PictureIntake(
             blobs,
             max_bytes=config.max_request_bytes,
@@ -111,7 +113,7 @@ class Server:
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
         dispatcher = Dispatcher(self._engine, self.pictures, self._gate)
-        main = Boundary(self._config.stall_timeout)
+        main = Boundary(self._config.stall_timeout, self._rpc_log)
         inference = InferenceServicer(
             dispatcher,
             self.replies,
@@ -134,7 +136,7 @@ class Server:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, main.as_server)
         self._add_common((*BUILT, _ADMIN.full_name) if admin_here else BUILT, main, self._grpc)
         if self._admin_grpc is not None:
-            beside = Boundary(self._config.stall_timeout)
+            beside = Boundary(self._config.stall_timeout, self._rpc_log)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, beside.as_server)
             self._add_common((_ADMIN.full_name,), beside, self._admin_grpc)
 
@@ -221,3 +223,4 @@ class Server:
         grace = LAST_WRITES if drained else 0
         servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
         await asyncio.gather(*(server.stop(grace) for server in servers))
+        self._rpc_log.close()
