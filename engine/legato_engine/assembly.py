@@ -179,12 +179,15 @@ class Assembly:
     def _adapter_store(self) -> AdapterStore | None:
         if self.bank is None:
             return None
-        max_rank = self.config.max_adapter_rank
+        config, values = self.config, self.bank.values_per_slot
+        max_rank = config.max_adapter_rank
+        on_device = config.adapter_slots * values * self.model.dtype.itemsize
         return AdapterStore(
             lambda data, key: self.model.read_adapter(data, key, max_rank),
             self.adapter_folders,
-            max_values=self.bank.values_per_slot,
-            cache_bytes=self.config.adapter_cache_bytes,
+            max_values=values,
+            # What is asked for in turn must not be read in turn.
+            cache_bytes=max(config.adapter_cache_bytes, on_device),
         )
 
 

@@ -36,8 +36,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Empty is the draft that the model brings, else `lookup`.
     `max_context` bounds the positions of a sequence, prompt and answer, and with them the KV pool.
     `adapters` is a folder of adapter files by name, beside those that the model brings; they are
-    read when first asked for, and `adapter_cache_bytes` bounds how much of them the host keeps.
-    `adapter_slots` of them are on the device at a time, each with room for `max_adapter_rank`.
+    read when first asked for. The host keeps `adapter_cache_bytes` of them, or as many as there are
+    slots: `adapter_slots` are on the device at a time, each with room for `max_adapter_rank`.
     `random_weights` serves the named architecture with seeded random weights, for benchmarks.
     `model` "null" is no model at all: answers are made up, a token every `null_step_ms` (0: at
     once), and hold `null_objects` objects where objects are asked for and `max_objects` allows it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,24 @@ def test_settings_that_make_no_sense(changes, field):
     with pytest.raises(InvalidField) as caught:
         assemble(EngineConfig(model="random-tiny", device="cpu", threads=1, **changes))
     assert caught.value.metadata["field"] == field
+
+
+def test_as_many_as_have_slots_are_read_once(assembly, monkeypatch):
+    """However little the host is to keep, adapters that are asked for in turn stay in memory."""
+    config = msgspec.structs.replace(assembly.config, adapter_cache_bytes=1)
+    world, reads = World(dataclasses.replace(assembly, config=config)), []
+    read = assembly.model.read_adapter
+
+    def counted(data, key, max_rank):
+        reads.append(key)
+        return read(data, key, max_rank)
+
+    monkeypatch.setattr(assembly.model, "read_adapter", counted)
+    for number, name in enumerate("xyxyxy"):
+        world.submit(f"r-{number}", QueryTask(question="?"), adapter=name)
+        world.run(f"r-{number}")
+    assert len(reads) == 2
+    world.close()
 
 
 def test_without_a_folder_there_is_no_bank(assembly):
