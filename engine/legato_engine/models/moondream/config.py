@@ -107,6 +107,16 @@ class RegionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.coord_bins - 1 if self.coord_reaches_one else self.coord_bins
 
 
+class RefinerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How outlines are refined, where there is a head for it; see `outlines`.
+
+    The head reads the vision tower behind block `early_block` and at its end, `iterations` times.
+    """
+
+    early_block: int
+    iterations: int = 5
+
+
 class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ids with a meaning of their own; none carries text."""
 
@@ -174,6 +184,7 @@ class MoondreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tokens: SpecialTokens
     templates: Templates
     suppression: Suppression | None = None
+    refiner: RefinerConfig | None = None  # None: the model's outlines stay as they are
     sampling: SamplingDefaults = SamplingDefaults()
 
     @property
@@ -224,6 +235,8 @@ def _problem(config: MoondreamConfig) -> str | None:
         return "num_heads does not divide dim"
     if text.rotary_dim % 2 or text.rotary_dim > text.head_dim:
         return "rotary_dim is odd or wider than a head"
+    if config.refiner is not None and not 0 <= config.refiner.early_block < vision.num_layers:
+        return "early_block of refiner is no block of the vision tower"
     if config.prefix_length >= text.max_context:
         return "a picture does not fit max_context"
     return _problem_of_experts(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from PIL import Image
 
@@ -46,11 +48,17 @@ class MoondreamFrontend:
     """A `models.model.ModelFrontend`; safe to use from many threads.
 
     `resize_on_device`: pictures stay as they are decoded, for the model to resize and cut; those
-    that the device has no room for are cut here all the same.
+    that the device has no room for are cut here all the same. `keep_pictures`: the pictures that
+    crops were cut from stay with them.
     """
 
     def __init__(
-        self, config: MoondreamConfig, tokenizer: Tokenizer, *, resize_on_device: bool = False
+        self,
+        config: MoondreamConfig,
+        tokenizer: Tokenizer,
+        *,
+        resize_on_device: bool = False,
+        keep_pictures: bool = False,
     ) -> None:
         self.name = config.name
         self.takes_images = True
@@ -60,10 +68,25 @@ class MoondreamFrontend:
         self._tokenizer = tokenizer
         self._prompts = Prompts(config, tokenizer)
         self._resize_on_device = resize_on_device
+        self._keep_pictures = keep_pictures
 
     def resizing_on_device(self) -> MoondreamFrontend:
         """The same frontend, with pictures left to the device."""
-        return MoondreamFrontend(self._config, self._tokenizer, resize_on_device=True)
+        return MoondreamFrontend(
+            self._config,
+            self._tokenizer,
+            resize_on_device=True,
+            keep_pictures=self._keep_pictures,
+        )
+
+    def keeping_pictures(self) -> MoondreamFrontend:
+        """The same frontend, for a refiner of outlines."""
+        return MoondreamFrontend(
+            self._config,
+            self._tokenizer,
+            resize_on_device=self._resize_on_device,
+            keep_pictures=True,
+        )
 
     def prepare_image(
         self, image_rgb: Image.Image | Pixels, key: str, info: ImageInfo
@@ -116,7 +139,10 @@ class MoondreamFrontend:
                 return whole
         if isinstance(image_rgb, np.ndarray):
             image_rgb = Image.fromarray(image_rgb)
-        return crop_image(image_rgb, self._config.vision)
+        crops = crop_image(image_rgb, self._config.vision)
+        if self._keep_pictures:
+            crops = dataclasses.replace(crops, picture=np.asarray(image_rgb))
+        return crops
 
     def _query(self, request: Request, task: QueryTask) -> SkillTask:
         prompt = self._prompts.query(

@@ -24,15 +24,18 @@ class Crops:
 
     `pixels_NHWC` uint8 RGB: the whole picture first, then `tiling` (rows, columns) tiles row by
     row. A tiling of (1, 1) is the whole picture alone, for its only tile would be the same.
+    `picture` [H, W, C] is what they were cut from, where it is kept.
     """
 
     pixels_NHWC: Pixels
     tiling: tuple[int, int]
+    picture: Pixels | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its pixels."""
-        return self.pixels_NHWC.nbytes
+        kept = 0 if self.picture is None else self.picture.nbytes
+        return self.pixels_NHWC.nbytes + kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +44,11 @@ class WholePicture:
 
     pixels_HWC: Pixels
     plan: CutPlan
+
+    @property
+    def picture(self) -> Pixels:
+        """As in `Crops`: always kept."""
+        return self.pixels_HWC
 
     @property
     def tiling(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from legato_engine.models.moondream.config import (
     CaptionTemplates,
     MoEConfig,
     MoondreamConfig,
+    RefinerConfig,
     RegionConfig,
     SpecialTokens,
     Suppression,
@@ -106,6 +107,7 @@ def moondream3_config() -> MoondreamConfig:
         tokens=_TOKENS,
         templates=_TEMPLATES,
         suppression=Suppression(),
+        refiner=RefinerConfig(early_block=8),
         sampling=SamplingDefaults(temperature=0.5, top_p=0.9),
     )
 
@@ -200,6 +202,7 @@ def tiny_random3_config() -> MoondreamConfig:
         ),
         region=replace(tiny.region, inner_dim=None),
         suppression=Suppression(),
+        refiner=RefinerConfig(early_block=0),
         templates=replace(
             tiny.templates,
             query=Template(prefix=_STAND_IN_QUERY, suffix=(3,)),

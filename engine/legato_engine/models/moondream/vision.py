@@ -97,6 +97,19 @@ class Vision(nn.Module):
         _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln)
         return normed_NTD
 
+    def encode_tapped(
+        self, patches_NTP: torch.Tensor, tap: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, T, D] behind block `tap`, and behind the last with its norm."""
+        x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
+        tapped_NTD = x_NTD
+        for index, block in enumerate(self.blocks):
+            x_NTD, y_NTD = block(x_NTD, y_NTD)
+            if index == tap:
+                tapped_NTD = x_NTD + y_NTD
+        _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln)
+        return tapped_NTD, normed_NTD
+
     def reconstruct(self, tiles_NTD: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
         """[T, D]: the tiles stitched to one grid and pooled to the size of a crop."""
         grid = self._config.grid

@@ -1,0 +1,163 @@
+"""What of a picture and of an outline the refiner looks at, and what becomes of its answer.
+
+Shape legend: H, W pixels of the picture or its crop, S a side of what the refiner sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from legato_engine.core import Box, Outline
+from legato_engine.models.moondream.outlines import curves, rings
+from legato_engine.models.moondream.outlines.rings import Mask
+from legato_engine.models.moondream.preprocess import Pixels
+
+Values = npt.NDArray[np.float32]
+
+_MARGIN = 0.25  # of the box, on each side
+_MOST_SAMPLES = 1 << 24  # of a crop whose outline is drawn at twice its size
+_MIN_SHARE = 0.0015  # of the picture: smaller islands and holes are left out
+_TOLERANCE = 0.75  # pixels, of what the refiner sees if that is coarser than the picture
+_DIGITS = 4
+
+
+class NotRefinable(Exception):
+    """There is nothing to refine, or nothing came of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Crop:
+    """A part of a picture of `size` (height, width), from (`left`, `top`), `extent` pixels large.
+
+    `pixels_SSC` uint8 RGB and `mask_SS` uint8 0 or 1 are what the refiner sees of it.
+    """
+
+    size: tuple[int, int]
+    left: int
+    top: int
+    extent: tuple[int, int]
+    pixels_SSC: Pixels
+    mask_SS: Pixels
+
+
+def cut(outline: Outline, picture_HWC: Pixels, side: int) -> Crop:
+    """The outline's box with a margin, and in it its mask, both `side` by `side`.
+
+    Raises `NotRefinable` where it encloses no pixel.
+    """
+    height, width = picture_HWC.shape[:2]
+    box = outline.box
+    left, right = _grown(box.x_min, box.x_max, width)
+    top, bottom = _grown(box.y_min, box.y_max, height)
+    extent = (bottom - top, right - left)
+    if min(extent) < 1:
+        raise NotRefinable("the outline's box is empty")
+    mask_HW = _drawn(outline, (height, width), left, top, extent)
+    if not mask_HW.any():
+        raise NotRefinable("the outline encloses nothing")
+    part_HWC = picture_HWC[top:bottom, left:right]
+    rows, columns = (np.arange(side) * extent[axis] // side for axis in range(2))
+    return Crop(
+        size=(height, width),
+        left=left,
+        top=top,
+        extent=extent,
+        pixels_SSC=np.rint(resized(part_HWC, (side, side))).astype(np.uint8),
+        mask_SS=mask_HW[np.ix_(rows, columns)].astype(np.uint8),
+    )
+
+
+def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
+    """The outline of what the refiner answered: how sure it is that a place belongs to it.
+
+    Raises `NotRefinable` where that is nothing, or no number.
+    """
+    if not np.isfinite(share_SS).all():
+        raise NotRefinable("the refiner's mask is not finite")
+    mask_HW = resized(share_SS, crop.extent) > 0.5
+    height, width = crop.size
+    mask_HW = rings.cleaned(mask_HW, max(1.0, _MIN_SHARE * height * width))
+    ys, xs = (np.flatnonzero(mask_HW.any(axis=axis)) for axis in (1, 0))
+    if not len(ys):
+        raise NotRefinable("the refiner's mask is empty")
+    corner = np.array([xs[0], ys[0]])
+    extent = np.array([xs[-1] + 1, ys[-1] + 1]) - corner
+    seen = max(1.0, max(crop.extent) / share_SS.shape[0])  # pixels of the picture in one of those
+    drawn = [curves.fit(ring, _TOLERANCE * seen) for ring in rings.trace(mask_HW)]
+    left, top = (corner + np.array([crop.left, crop.top])).tolist()
+    box = Box(
+        x_min=left / width,
+        y_min=top / height,
+        x_max=(left + int(extent[0])) / width,
+        y_max=(top + int(extent[1])) / height,
+    )
+    path = " ".join(_text(curve, corner, extent) for curve in drawn)
+    return Outline(path=path, box=box, label=label, coarse=False)
+
+
+def resized(values: npt.NDArray[np.generic], size: tuple[int, int]) -> Values:
+    """Rows and columns by linear interpolation between the middles of neighbours, nothing more."""
+    result = values
+    for axis in range(2):
+        count = values.shape[axis]
+        place = (np.arange(size[axis]) + 0.5) * (count / size[axis]) - 0.5
+        place = np.clip(place, 0, count - 1)
+        first = np.minimum(place.astype(np.int64), max(count - 2, 0))
+        shape = [1] * values.ndim
+        shape[axis] = -1
+        share = (place - first).astype(np.float32).reshape(shape)
+        near = np.take(result, first, axis).astype(np.float32)
+        far = np.take(result, np.minimum(first + 1, count - 1), axis).astype(np.float32)
+        result = near + (far - near) * share
+    return result.astype(np.float32, copy=False)
+
+
+def _grown(low: float, high: float, count: int) -> tuple[int, int]:
+    """First and last pixel, one past it, of a range with its margins."""
+    low, high = low * count, high * count
+    margin = (high - low) * _MARGIN
+    return max(0, int(low - margin)), min(count, int(high + margin))
+
+
+def _drawn(
+    outline: Outline, size: tuple[int, int], left: int, top: int, extent: tuple[int, int]
+) -> Mask:
+    """Pixels of a part of the picture of which the outline covers more than half."""
+    import resvg_py  # of the optional dependencies
+
+    (height, width), (rows, columns), box = size, extent, outline.box
+    scale = 2 if 4 * rows * columns <= _MOST_SAMPLES else 1
+    place = f"translate({box.x_min * width},{box.y_min * height})"
+    stretch = f"scale({(box.x_max - box.x_min) * width},{(box.y_max - box.y_min) * height})"
+    drawing = resvg_py.svg_to_bytes(
+        svg_string=f'<svg xmlns="http://www.w3.org/2000/svg" width="{columns * scale}" '
+        f'height="{rows * scale}" viewBox="{left} {top} {columns} {rows}">'
+        f'<path transform="{place} {stretch}" d="{outline.path}"/></svg>',
+        skip_system_fonts=True,
+    )
+    with Image.open(io.BytesIO(drawing)) as image:
+        cover = np.asarray(image.getchannel("A"), dtype=np.float32)
+    cover_HW = cover.reshape(rows, scale, columns, scale).mean(axis=(1, 3))
+    mask_HW: Mask = cover_HW > 127.5
+    return mask_HW
+
+
+def _text(curve: curves.Curve, corner: npt.NDArray[np.int64], extent: npt.NDArray[np.int64]) -> str:
+    def place(points: curves.Points) -> str:
+        shares = (points - corner) / extent
+        return " ".join(f"{_number(x)},{_number(y)}" for x, y in shares.tolist())
+
+    strokes = (
+        f"{'L' if stroke.is_line else 'C'} {place(stroke.points)}" for stroke in curve.strokes
+    )
+    return " ".join([f"M {place(curve.start[None])}", *strokes, "z"])
+
+
+def _number(value: float) -> str:
+    text = f"{value:.{_DIGITS}f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text

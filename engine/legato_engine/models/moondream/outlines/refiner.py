@@ -1,0 +1,71 @@
+"""Outlines refined by what the vision tower sees of their crops.
+
+Shape legend: N = 1 crop, S a side of it, C channels, T tokens of it, V vision width.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+from legato_engine.core import Outline
+from legato_engine.errors import InvalidField
+from legato_engine.models.model import PreparedImage
+from legato_engine.models.moondream.config import MoondreamConfig
+from legato_engine.models.moondream.outlines import crop
+from legato_engine.models.moondream.outlines.crop import Crop, Values
+from legato_engine.models.moondream.outlines.weights import load_head
+from legato_engine.models.moondream.preprocess import Crops, WholePicture
+from legato_engine.models.moondream.vision import Vision, normalised, patches
+
+_DRAWS = "resvg_py"
+
+
+class MoondreamRefiner:
+    """A `models.model.MaskRefiner` over a network's vision part and a head of its own."""
+
+    def __init__(self, config: MoondreamConfig, vision: Vision, path: Path) -> None:
+        """Raises `InvalidField` saying why the file, the model or the setup cannot refine."""
+        if config.refiner is None:
+            raise InvalidField(f"{config.name} takes no refiner", field="refiner")
+        if importlib.util.find_spec(_DRAWS) is None:
+            raise InvalidField(
+                "refining outlines needs more packages: pip install legato[refiner]",
+                field="refiner",
+            )
+        like, side = vision.pos_emb, config.vision.crop_size
+        self._settings = config.refiner
+        self._patch_size = config.vision.patch_size
+        self._side = side
+        self._vision = vision
+        self._head = load_head(path, config.vision, like)
+        self._pixels_NSSC = torch.zeros((1, side, side, 3), dtype=torch.uint8, device=like.device)
+        self._mask_SS = torch.zeros((side, side), dtype=torch.uint8, device=like.device)
+        self.given: tuple[torch.Tensor, ...] = (self._pixels_NSSC, self._mask_SS)
+        self.answer = torch.zeros((side, side), dtype=torch.float32, device=like.device)
+
+    def prepare(self, outline: Outline, image: PreparedImage) -> Crop:
+        """What is seen of the outline; on any thread."""
+        picture: Crops | WholePicture = image.pixels
+        assert picture.picture is not None, "the frontend keeps pictures where there is refining"
+        return crop.cut(outline, picture.picture, self._side)
+
+    def tensors(self, prepared: Crop) -> tuple[torch.Tensor, ...]:
+        """What goes into `given`."""
+        pixels_SSC, mask_SS = map(torch.from_numpy, (prepared.pixels_SSC, prepared.mask_SS))
+        return pixels_SSC[None], mask_SS
+
+    def refine(self) -> None:
+        """`given` to `answer`: once the vision tower, then the head time and again."""
+        pixels = normalised(self._pixels_NSSC, self._vision.pos_emb.dtype)
+        patches_NTP = patches(pixels, self._patch_size)
+        early_NTV, late_NTV = self._vision.encode_tapped(patches_NTP, self._settings.early_block)
+        mask_NSS = self._mask_SS[None].to(late_NTV.dtype)
+        refined_NSS = self._head.refine(late_NTV, early_NTV, mask_NSS, self._settings.iterations)
+        self.answer.copy_(refined_NSS[0])
+
+    def finish(self, outline: Outline, prepared: Crop, answer: Values) -> Outline:
+        """The outline in its answer; on any thread."""
+        return crop.outlined(outline.label, prepared, answer)

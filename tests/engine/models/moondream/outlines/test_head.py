@@ -1,0 +1,91 @@
+"""The refiner's network."""
+
+import pytest
+import torch
+from legato_engine.models.moondream.outlines.head import Head, Looking
+from legato_engine.models.moondream.presets import moondream3_config, tiny_random3_config
+from torch import nn
+
+from tests.engine.models.moondream.outlines.heads import random_head
+
+CONFIG = tiny_random3_config()
+GRID, SIDE, V = CONFIG.vision.grid, CONFIG.vision.crop_size, CONFIG.vision.dim
+
+
+def given(count=1, seed=0):
+    """Late and early features and a mask."""
+    torch.manual_seed(seed)
+    late, early = torch.randn(2, count, GRID * GRID, V)
+    return late, early, (torch.rand(count, SIDE, SIDE) > 0.5).float()
+
+
+def test_shapes_of_moondream_3s_head():
+    """At the published sizes: four masks of the crop's size and their ratings."""
+    vision = moondream3_config().vision
+    with torch.device("meta"):
+        head = Head(vision.dim, vision.grid, 256, 4)
+        late, early = torch.empty(2, 1, 729, 1152)
+        logits, ratings = head(head.fused(late, early), torch.empty(1, 378, 378))
+        refined = head.refine(late, early, torch.empty(1, 378, 378), 1)
+    assert (logits.shape, ratings.shape) == ((1, 4, 378, 378), (1, 4))
+    assert refined.shape == (1, 378, 378)
+    names = {name: tuple(p.shape) for name, p in head.named_parameters()}
+    assert len(names) == 150
+    assert names["mask_encoder.conv3.0.weight"] == (64, 32, 3, 3)
+    assert names["hq_fusion.early_proj.0.weight"] == (256, 1152)
+    assert names["upsample.16.norm.weight"] == (32,)
+    assert names["transformer_blocks.1.mlp.0.weight"] == (2048, 256)
+    assert names["mask_mlps.3.4.bias"] == (32,)
+    assert names["image_pe"] == (1, 256, 27, 27)
+
+
+def test_the_grown_map_has_eight_places_for_one():
+    """Three doublings down to an eighth of the width."""
+    head = random_head(CONFIG)
+    assert head.upsample(torch.zeros(1, 32, GRID, GRID)).shape == (1, 4, 8 * GRID, 8 * GRID)
+
+
+def test_looking_is_torchs_attention():
+    """The published weights are laid out for that."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(32, 4, batch_first=True)
+    nn.init.normal_(theirs.in_proj_bias)
+    ours = Looking(32, 4)
+    ours.load_state_dict(theirs.state_dict())
+    query, key, value = torch.randn(2, 5, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
+    assert torch.allclose(ours(query, key, value), theirs(query, key, value)[0], atol=1e-6)
+
+
+def test_refining_feeds_back_the_best_rated_mask():
+    """Each time the mask whose rating is highest, as shares from 0 to 1."""
+    head = random_head(CONFIG, seed=4)
+    late, early, mask = given(3)
+    image, best = head.fused(late, early), set()
+    by_hand = mask
+    for _ in range(3):
+        logits, ratings = head(image, by_hand)
+        chosen = ratings.argmax(1)
+        best |= set(chosen.tolist())
+        by_hand = torch.stack([logits[b, m].sigmoid() for b, m in enumerate(chosen)])
+    refined = head.refine(late, early, mask, 3)
+    assert torch.allclose(refined, by_hand, atol=1e-6)
+    assert refined.min() >= 0
+    assert refined.max() <= 1
+    assert not torch.allclose(refined, head.refine(late, early, mask, 2), atol=1e-4)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_the_answer_depends_on_all_that_is_given(which):
+    """On late features, early features and the mask."""
+    head = random_head(CONFIG)
+    late, early, mask = given()
+    before = head.refine(late, early, mask, 1)
+    late, early, mask = (given(seed=int(place == which))[place] for place in range(3))
+    assert not torch.allclose(head.refine(late, early, mask, 1), before, atol=1e-3)
+
+
+def test_the_same_gives_the_same_bits():
+    """Twice in a row."""
+    head = random_head(CONFIG)
+    late, early, mask = given()
+    assert torch.equal(head.refine(late, early, mask, 5), head.refine(late, early, mask, 5))
