@@ -205,6 +205,8 @@ class FakeRunner:
         )
         use = _SlotUse(launch, {}, [], [])
         plan = launch.plan
+        assert (plan.refinement is not None) == (plan.kind is LaunchKind.REFINE)
+        assert (plan.refinement is None) == bool(plan.rows), "a refinement is no sequence's"
         num_decodes = len(plan.decodes)
         joining = [row for row in plan.prefills[1:] if row.sequence.unit_length]
         assert not any(row.prefix.compute_pages for row in joining), "a picture only begins one"
@@ -263,6 +265,9 @@ class FakeRunner:
             if u.launch.launch_id < launch.launch_id
         ]
         assert not older, f"launches {older} are older and not committed"
+        if launch.plan.refinement is not None:
+            assert launch.plan.refinement.answer is None, "refined twice"
+            launch.plan.refinement.answer = ("better", launch.plan.refinement.given)
         for row, (batch_row, pages) in zip(launch.plan.rows, use.resources, strict=True):
             sequence = row.sequence
             assert sequence.row == batch_row, "released in flight"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from legato_engine.kv_cache.prefix_work import NO_PREFIX_WORK, PrefixWork
 from legato_engine.sequence import Sequence
@@ -15,12 +16,14 @@ class LaunchKind(enum.StrEnum):
 
     ENCODE runs the vision tower over some crops of one row's picture and samples nothing. Its
     features wait in the device's only feature buffer for that row's PREFILL; until then no other
-    sequence is encoded or prefilled.
+    sequence is encoded or prefilled. REFINE is no sequence's any more: it makes something better
+    of what one has said, and samples nothing either.
     """
 
     ENCODE = "encode"
     PREFILL = "prefill"
     DECODE = "decode"
+    REFINE = "refine"
 
 
 class Phase(enum.StrEnum):
@@ -68,16 +71,30 @@ class Row(NamedTuple):
         return range(-(-start // page_size), -(-self.end // page_size))
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Refinement:
+    """What a REFINE launch works on, opaque here; the runner fills `answer` when it is collected.
+
+    `done` is then called on the scheduler's thread.
+    """
+
+    given: Any
+    done: Callable[[], None]
+    answer: Any = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """A batch decided before anything runs; compared with `==` in tests.
 
-    The first `num_riding` rows of a prefill are decodes that share its launch.
+    The first `num_riding` rows of a prefill are decodes that share its launch. A REFINE launch has
+    a `refinement` and no rows.
     """
 
     kind: LaunchKind
     rows: tuple[Row, ...]
     num_riding: int = 0
+    refinement: Refinement | None = None
 
     @property
     def decodes(self) -> tuple[Row, ...]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import Plan
+from legato_engine.scheduler.launch import LaunchKind, Plan, Refinement
 from legato_engine.scheduler.prefill import PrefillPlanner
 
 
 class Planner:
     """Lets both sides in turn have a launch while both have work.
 
-    At most `prefills_per_decode` encodes and prefills run between two decodes. Where a prefill may
-    be shared, whoever could decode rides with it instead, all of them or nobody: their tokens come
-    at the end of the shared launch, just as they would behind that prefill, and nobody else's turn
-    comes between. A launch with riders is a decode to whoever waits for one.
+    At most `prefills_per_decode` encodes, prefills and refinements run between two decodes. A
+    refinement goes before a prefill: all else of its request is done, and none makes another.
+
+    Where a prefill may be shared, whoever could decode rides with it instead, all of them or
+    nobody: their tokens come at the end of the shared launch, just as they would behind that
+    prefill, and nobody else's turn comes between. A launch with riders is a decode to whoever waits
+    for one.
 
     `crops_per_launch` bounds how long each of them holds up those whose tokens are read as they
     come: while anybody of them decodes, a picture of more crops is encoded in launches of at most
@@ -39,16 +44,33 @@ class Planner:
         self._decode = decode
         self._prefills_per_decode = prefills_per_decode
         self._crops_per_launch = crops_per_launch
-        self._streak = 0  # encodes and prefills planned since the last decode
+        self._refinements: deque[Refinement] = deque()
+        self._streak = 0  # launches that are no decode planned since the last one
+
+    @property
+    def refines(self) -> bool:
+        """Whether a refinement waits for its launch."""
+        return bool(self._refinements)
+
+    def refine(self, refinement: Refinement) -> None:
+        """Launch it when its turn comes."""
+        self._refinements.append(refinement)
 
     def plan(self) -> Plan | None:
         """What runs next, None when neither side has anything; a plan must be launched."""
         decode = self._decode.plan()
         plan = decode
-        if self._prefill.due and (decode is None or self._streak < self._prefills_per_decode):
-            max_crops = self._crops_per_launch if self._decode.streams else 0
-            riding = decode.rows if decode is not None else ()
-            plan = self._prefill.plan(max_crops, riding) or decode
+        if decode is None or self._streak < self._prefills_per_decode:
+            plan = self._other(decode) or decode
         if plan is not None:
             self._streak = 0 if plan.decodes else self._streak + 1
         return plan
+
+    def _other(self, decode: Plan | None) -> Plan | None:
+        """What runs while it is not the decode side's turn."""
+        if self._refinements:
+            return Plan(LaunchKind.REFINE, (), refinement=self._refinements.popleft())
+        if not self._prefill.due:
+            return None
+        max_crops = self._crops_per_launch if self._decode.streams else 0
+        return self._prefill.plan(max_crops, decode.rows if decode is not None else ())

@@ -47,12 +47,13 @@ class Runner(Protocol):
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
         """Enqueue sampling under one constraint per row, then the copy back on the copy stream.
 
-        An encode samples nothing: no constraints, only its events are recorded.
+        An encode or a refinement samples nothing: no constraints, only its events are recorded.
         """
         ...
 
     def collect(self, launch: Launch) -> list[RowTokens]:
-        """Wait for the copy and read every row's tokens, none of an encode's.
+        """Wait for the copy and read every row's tokens, none of an encode's; or the answer to a
+        refinement.
 
         After it returns the slot is free.
         """

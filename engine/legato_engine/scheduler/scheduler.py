@@ -14,7 +14,7 @@ from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
 from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import ALONE, Launch, LaunchKind, SharedLimits
+from legato_engine.scheduler.launch import ALONE, Launch, LaunchKind, Refinement, SharedLimits
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
@@ -135,6 +135,10 @@ class Scheduler:
             self._finalize(sequence)
             self._sink.done(sequence, FinishReason.CANCELLED)
 
+    def refine(self, refinement: Refinement) -> None:
+        """Launch it when its turn comes; it belongs to nobody, and is never given up."""
+        self._planner.refine(refinement)
+
     def check_queue(self, tenant: str, preparing: Collection[str] = ()) -> None:
         """Raise `QueueFull` or `QuotaExceeded` when there is no place for another of `tenant`.
 
@@ -146,8 +150,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing lives and nothing is in flight."""
-        return not self._live and not len(self._pipeline)
+        """Nothing lives, nothing is to be refined and nothing is in flight."""
+        return not (self._live or self._planner.refines or len(self._pipeline))
 
     @property
     def num_waiting(self) -> int:
@@ -281,6 +285,8 @@ class Scheduler:
         record.tokens = self._reader.num_tokens - before
         for sequence in self._pipeline.commit(launch):
             self._running.settle(sequence)
+        if plan.refinement is not None:
+            plan.refinement.done()
         self.steps_committed += 1
         record.commit_end = self._clock.perf_ns()
         if self._observer is not None:

@@ -10,7 +10,7 @@ from legato_engine.sequence import Sequence, SequenceStatus
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask
 
-ENCODE, PREFILL, DECODE = LaunchKind
+ENCODE, PREFILL, DECODE, _ = LaunchKind
 LONG_SEED = 1  # reads at least 14 tokens with any prefix and prompt used here
 TICKS_TO_PREFILL = 7  # of a picture of 13 crops: three encodes and the prefill, decodes between
 

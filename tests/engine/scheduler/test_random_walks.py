@@ -73,7 +73,7 @@ def check_counts(world: World) -> None:
 
 
 class Walk(RuleBasedStateMachine):
-    """Submits, steps, aborts, stops and lets time pass, in any order."""
+    """Submits, refines, steps, aborts, stops and lets time pass, in any order."""
 
     depth = 2
 
@@ -128,6 +128,12 @@ class Walk(RuleBasedStateMachine):
                     tenant=tenant,
                     adapter=adapter,
                 )
+
+    @rule(count=st.integers(1, 3))
+    def refine(self, count: int) -> None:
+        """A few outlines are to be refined."""
+        for _ in range(count):
+            self.world.refine()
 
     @precondition(lambda self: self.world.sequences)
     @rule(which=st.integers(0, 1_000))
@@ -199,22 +205,24 @@ arrivals = st.lists(
     num_rows=st.integers(1, 4),
     seed=st.integers(0, 1_000),
 )
-def test_neither_depth_nor_splitting_nor_sharing_nor_speculation_changes_a_token(
+def test_no_way_of_launching_changes_a_token(
     arrivals: list[tuple[FakeTask, str | None, int, int, str]],
     num_pages: int,
     num_rows: int,
     seed: int,
 ) -> None:
-    """Every request reads the same tokens and ends the same way, however it is launched."""
+    """Every request reads the same tokens and ends the same way, whatever the depth, and whether
+    pictures are split, launches shared, tokens proposed or outlines refined between them.
+    """
     outcomes = []
-    for depth, crops_per_launch, largest, prompts in (
-        (1, 0, 0, 1),
-        (2, 0, 0, 4),
-        (1, 2, 0, 3),
-        (2, 0, 3, 1),
-        (1, 2, 8, 1),
-        (2, 2, 0, 1),
-        (2, 2, 8, 3),
+    for depth, crops_per_launch, largest, prompts, refines in (
+        (1, 0, 0, 1, False),
+        (2, 0, 0, 4, True),
+        (1, 2, 0, 3, False),
+        (2, 0, 3, 1, False),
+        (1, 2, 8, 1, True),
+        (2, 2, 0, 1, False),
+        (2, 2, 8, 3, True),
     ):
         world = World(
             block_sizes=RandomBlocks(largest, seed) if largest else None,
@@ -242,6 +250,8 @@ def test_neither_depth_nor_splitting_nor_sharing_nor_speculation_changes_a_token
             )
             for _ in range(ticks):
                 world.step()
+            if refines:
+                world.refine()
         while not world.scheduler.idle:
             world.step()
         world.check_rest()

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Many
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import Load
 from legato_engine.scheduler.block_sizes import BlockSizes
-from legato_engine.scheduler.launch import LaunchKind, Plan, SharedLimits
+from legato_engine.scheduler.launch import LaunchKind, Plan, Refinement, SharedLimits
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.step_record import StepRecord
@@ -90,6 +90,8 @@ class World:
         self._crops_per_launch = crops_per_launch
         self._streak = 0  # encodes and prefills since the last decode
         self.sequences: list[Sequence] = []
+        self.refinements: list[Refinement] = []
+        self.refined: list[int] = []  # which of them, in the order in which they were done
         self.aborted: set[str] = set()
 
     def committed(self, record: StepRecord) -> None:
@@ -129,6 +131,14 @@ class World:
             raise
         return sequence
 
+    def refine(self) -> Refinement:
+        """Have something refined; its number is what is given."""
+        number = len(self.refinements)
+        refinement = Refinement(number, lambda: self.refined.append(number))
+        self.refinements.append(refinement)
+        self.scheduler.refine(refinement)
+        return refinement
+
     def step(self) -> bool:
         """One checked tick; whoever decodes is held up by one bounded launch at a time."""
         now = self.clock.now()
@@ -155,7 +165,7 @@ class World:
             return
         self._streak += 1
         assert not (due and self._streak > 1), "a decode is due"
-        assert streaming or plan.kind is LaunchKind.PREFILL, "split with nobody to hold up"
+        assert streaming or plan.kind is not LaunchKind.ENCODE, "split with nobody to hold up"
         limit = self._crops_per_launch if streaming else 0
         for row in plan.rows:
             stop = row.prefix.stop_crop or row.sequence.num_crops
@@ -182,6 +192,9 @@ class World:
         assert all(s.row >= 0 for s in self.sequences if s.inflight_refs), "released too early"
         assert load.rows_used == len(holders) == load.running + len(zombies)
         assert load.inflight <= self.pipeline.depth
+        assert self.refined == list(range(len(self.refined))), "in the order they came in"
+        for refinement in self.refinements[: len(self.refined)]:
+            assert refinement.answer == ("better", refinement.given)
         assert load.adapters_used == len({s.adapter_key for s in holders} - {""})
         assert load.pages_used >= len({page for s in holders for page in s.page_ids})
         assert load.pages_used + load.prefix_pages <= load.pages_total
@@ -199,6 +212,7 @@ class World:
         assert self.scheduler.idle
         rest = Load(prefix_pages=load.prefix_pages, pages_total=load.pages_total, kv=load.kv)
         assert load == rest, "something is still held"
+        assert len(self.refined) == len(self.refinements), "a refinement is lost"
         ended = set(self.sink.ended)
         assert not ended & self.aborted, "an aborted request was mentioned again"
         assert ended | self.aborted == {s.request.request_id for s in self.sequences}
