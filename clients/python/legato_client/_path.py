@@ -1,7 +1,8 @@
 """SVG path text to polygons.
 
-A model writes outlines as short paths of straight strokes. Curves are legal too and become chords
-to their end points, which is as exact as a coarse outline is.
+A model writes outlines as short paths of straight strokes; a refiner adds cubic curves, which
+become a few chords each. Other curves are legal too and become one chord to their end point, which
+is as exact as an outline that has them is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ Ring = tuple[tuple[float, float], ...]
 
 _PIECE = re.compile(r"[A-Za-z]|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _SEPARATOR = re.compile(r"[\s,]*")
+_CHORDS = 8  # of a cubic curve
 _NUM_ARGUMENTS = {"M": 2, "L": 2, "T": 2, "H": 1, "V": 1, "S": 4, "Q": 4, "C": 6, "A": 7, "Z": 0}
 
 
@@ -37,12 +39,36 @@ def polygons(path: str) -> tuple[Ring, ...]:
             rings.append([] if upper == "M" else [(x, y)])
             closed = False
         base_x, base_y = (0.0, 0.0) if command == upper else (x, y)
+        if upper == "C":
+            handles = [
+                (base_x + dx, base_y + dy)
+                for dx, dy in zip(numbers[::2], numbers[1::2], strict=True)
+            ]
+            rings[-1] += _on_curve((x, y), *handles)
         if upper != "V":
             x = base_x + (numbers[0] if upper == "H" else numbers[-2])
         if upper != "H":
             y = base_y + numbers[-1]
         rings[-1].append((x, y))
     return tuple(ring for ring in map(_open, rings) if len(ring) >= 3)
+
+
+def _on_curve(
+    start: tuple[float, float],
+    first: tuple[float, float],
+    second: tuple[float, float],
+    end: tuple[float, float],
+) -> list[tuple[float, float]]:
+    """Points of a cubic curve, without its ends."""
+    points = []
+    for step in range(1, _CHORDS):
+        u = step / _CHORDS
+        v = 1 - u
+        weights = (v * v * v, 3 * u * v * v, 3 * u * u * v, u * u * u)
+        places = zip((start, first, second, end), weights, strict=True)
+        weighted = [(x * weight, y * weight) for (x, y), weight in places]
+        points.append((sum(x for x, _ in weighted), sum(y for _, y in weighted)))
+    return points
 
 
 def _open(ring: list[tuple[float, float]]) -> Ring:
