@@ -45,10 +45,11 @@ from legato_engine.megakernel.costs import CostTable
 from legato_engine.messages import ModelInfo, RequestReport
 from legato_engine.models import registry
 from legato_engine.models.bundle import ModelBundle
-from legato_engine.models.model import KVCache, Model, ModelFrontend, PreparedImage
+from legato_engine.models.model import KVCache, MaskRefiner, Model, ModelFrontend, PreparedImage
 from legato_engine.pixel_memory import PixelMemory, Pixels, host_slab
 from legato_engine.preprocess import Preprocessor
 from legato_engine.quota import image_quota
+from legato_engine.refinements import Refinements
 from legato_engine.report_sink import ReportSink
 from legato_engine.runtime.draft_model import DraftModel
 from legato_engine.runtime.kv_pool import allocate, decode_buckets, num_pages_for
@@ -86,6 +87,7 @@ class Assembly:
     adapter_folders: tuple[Path, ...]
     bank: AdapterBank | None  # None where no folder has adapters, or the model takes none
     draft: Path | None  # that the model brings
+    refiner: MaskRefiner | None  # None where outlines stay as they are
     costs: CostTable | None  # of a decode step, where proposals are weighed against them
 
     @property
@@ -162,11 +164,19 @@ class Assembly:
         )
         holds = ImageHolds(cache, image_quota(config))
         image_jobs = ImageJobs(preprocessor, holds, send=send, wake=wake)
-        sink = ReportSink(self.frontend.name, send)
+        refinements = Refinements(self.refiner, send=send, wake=wake)
+        sink = ReportSink(self.frontend.name, refinements.report)
         scheduler = self.scheduler(sink, pipeline_depth=config.pipeline_depth, observer=observer)
         adapters = self._adapter_store()
         return EngineCore(
-            self.frontend, scheduler, preprocessor, image_jobs, adapters, sink, wake=wake
+            self.frontend,
+            scheduler,
+            preprocessor,
+            image_jobs,
+            adapters,
+            refinements,
+            sink,
+            wake=wake,
         )
 
     def _pixel_slab(self, num_bytes: int) -> Pixels:
@@ -236,7 +246,8 @@ def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = No
     model, kv = assembly.model, assembly.kv
     if proposer is None:
         proposer = _proposer(config, assembly.draft, model, assembly.device, kv)
-    runner = _runner(config, model, assembly.device, kv, assembly.bank, proposer)
+    parts = (assembly.bank, proposer, assembly.refiner)
+    runner = _runner(config, model, assembly.device, kv, *parts)
     costs = _costs(config, runner)
     return dataclasses.replace(assembly, config=config, runner=runner, costs=costs)
 
@@ -252,18 +263,30 @@ def _with_runner(
     bank = model.adapter_bank(config.adapter_slots, config.max_adapter_rank) if folders else None
     if bank is None and config.adapters:
         raise InvalidField(f"{bundle.frontend.name} takes no adapters", field="adapters")
+    refiner = model.mask_refiner(Path(config.refiner)) if config.refiner else None
     num_pages = config.num_pages or num_pages_for(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
     kv = allocate(model, device, num_pages, config.page_size)
     proposer = _proposer(config, bundle.draft, model, device, kv)
-    runner = _runner(config, model, device, kv, bank, proposer)
-    frontend = bundle.frontend
+    runner = _runner(config, model, device, kv, bank, proposer, refiner)
+    frontend = bundle.frontend.keeping_pictures() if refiner else bundle.frontend
     if runner.encodes_pictures:
         frontend = frontend.resizing_on_device()
     costs = _costs(config, runner)
     assembly = Assembly(
-        config, frontend, model, device, runner, kv, num_pages, folders, bank, bundle.draft, costs
+        config,
+        frontend,
+        model,
+        device,
+        runner,
+        kv,
+        num_pages,
+        folders,
+        bank,
+        bundle.draft,
+        refiner,
+        costs,
     )
     _warm_up_requests(assembly)
     return assembly
@@ -276,6 +299,7 @@ def _runner(
     kv: KVCache,
     bank: AdapterBank | None,
     proposer: Proposer | None,
+    refiner: MaskRefiner | None,
 ) -> ModelRunner:
     """A warm runner, that proposes if the configuration has tokens proposed.
 
@@ -295,6 +319,7 @@ def _runner(
         proposer=proposer if block else None,
         max_block=block,
         max_prompts=config.max_prefill_rows,
+        refiner=refiner,
     )
     runner.warm_up()
     return runner

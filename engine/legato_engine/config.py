@@ -34,6 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `draft` says who proposes them: a file of a draft for the model; `NAME:FOLDER`, a model of text
     with the same vocabulary; or `lookup`, what followed when the same words stood there before.
     Empty is the draft that the model brings, else `lookup`.
+    `refiner` is the file of a head that improves outlines; empty leaves them as the model says.
     `max_context` bounds the positions of a sequence, prompt and answer, and with them the KV pool.
     `adapters` is a folder of adapter files by name, beside those that the model brings; they are
     read when first asked for. The host keeps `adapter_cache_bytes` of them, or as many as there are
@@ -58,6 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_depth: int = 2
     speculation: str = SPECULATION_OFF
     draft: str = ""
+    refiner: str = ""
     max_running: int = 16
     max_waiting: int = 256
     max_waiting_per_tenant: int = 0  # 0: no bound of its own

@@ -20,6 +20,7 @@ from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
     InternalError,
+    InvalidField,
     LegatoError,
     ModelNotFound,
     TaskUnsupported,
@@ -28,6 +29,7 @@ from legato_engine.image_jobs import ImageJobs
 from legato_engine.messages import DropImage, HoldImage, Load
 from legato_engine.models.model import Adapter, ModelFrontend, PreparedImage
 from legato_engine.preprocess import Picture, Preprocessor
+from legato_engine.refinements import Refinements
 from legato_engine.report_sink import ReportSink, Ticket
 from legato_engine.request_job import Preparation, RequestJob
 from legato_engine.scheduler.scheduler import Scheduler, deadline_of
@@ -51,6 +53,7 @@ class EngineCore:
         preprocessor: Preprocessor,
         image_jobs: ImageJobs,
         adapters: AdapterStore | None,
+        refinements: Refinements,
         sink: ReportSink,
         *,
         wake: Callable[[], None],
@@ -60,6 +63,7 @@ class EngineCore:
         self._preprocessor = preprocessor
         self._image_jobs = image_jobs
         self._adapters = adapters
+        self._refinements = refinements
         self._sink = sink
         self._wake = wake
         self._jobs: dict[str, RequestJob] = {}
@@ -84,7 +88,7 @@ class EngineCore:
         if job is not None:
             job.cancel()
             return
-        if self._image_jobs.abort(request_id):
+        if self._image_jobs.abort(request_id) or self._refinements.abort(request_id):
             return
         self._sink.forget(request_id)
         self._scheduler.abort(request_id)
@@ -93,6 +97,7 @@ class EngineCore:
         """End a request now with what it has, in whatever state it is; unknown ids are ignored."""
         job = self._jobs.pop(request_id, None)
         if job is None:
+            self._refinements.stop(request_id)
             self._scheduler.stop(request_id)
             return
         job.cancel()
@@ -122,7 +127,8 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """Whether `step` has something to run now."""
-        return bool(self._prepared) or self._image_jobs.ready or not self._scheduler.idle
+        ready = self._prepared or self._image_jobs.ready or self._refinements.ready
+        return bool(ready) or not self._scheduler.idle
 
     @property
     def steps_committed(self) -> int:
@@ -130,10 +136,13 @@ class EngineCore:
         return self._scheduler.steps_committed
 
     def load(self) -> Load:
-        """What is held right now; requests whose picture is being prepared count as waiting."""
+        """What is held right now; requests whose picture is being prepared count as waiting, those
+        whose outline is being refined as running.
+        """
         load = self._scheduler.load()
         return msgspec.structs.replace(
             load,
+            running=load.running + len(self._refinements),
             waiting=load.waiting + len(self._jobs),
             images_cached=self._preprocessor.images_cached,
         )
@@ -145,7 +154,8 @@ class EngineCore:
     def next_deadline(self) -> float:
         """Monotonic time by which `step` must be called even if nothing wakes the loop."""
         deadlines = (deadline_of(job.request) for job in self._jobs.values())
-        return min(self._image_jobs.next_expiry, *deadlines, math.inf)
+        expiries = (self._image_jobs.next_expiry, self._refinements.next_deadline)
+        return min(*expiries, *deadlines, math.inf)
 
     # ------------------------------------------------------------ the tick
 
@@ -154,6 +164,7 @@ class EngineCore:
         while self._prepared:
             self._admit(*self._prepared.popleft())
         self._image_jobs.step()
+        self._refinements.step(self._scheduler.refine)
         self._expire()
         worked = self._scheduler.step()
         self._announce_queued()
@@ -162,12 +173,15 @@ class EngineCore:
     def close(self) -> None:
         """Stop the threads that prepare."""
         self._preprocessor.close()
+        self._refinements.close()
         if self._adapters is not None:
             self._adapters.close()
 
     def _check(self, request: Request) -> None:
         if request.model not in ("", self._frontend.name):
             raise ModelNotFound(f"this engine serves {self._frontend.name}", resource=request.model)
+        if request.request_id in self._refinements:
+            raise InvalidField("request id is in use", field="request_id")
         if request.adapter and self._adapters is None:
             raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
         self._check_queue(request.tenant)
@@ -251,6 +265,7 @@ class EngineCore:
         self._scheduler.submit(sequence)
         ticket = Ticket(image.info, picture.seconds) if image and picture else Ticket()
         self._sink.expect(job.request.request_id, ticket)
+        self._refinements.expect(job.request, image)
         self._fresh.append(sequence)
 
     def _fail(self, request: Request, error: BaseException) -> None:

@@ -117,6 +117,12 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         metavar="FILE|NAME:FOLDER|lookup",
         help="who proposes them; by default the draft that the model brings, else prompt lookup",
     )
+    add(
+        "--refiner",
+        default=engine.refiner,
+        metavar="FILE",
+        help="a head that improves the outlines of segment; needs legato[refiner]",
+    )
 
 
 def _add_queue(add: _Add, engine: EngineConfig) -> None:

@@ -19,6 +19,12 @@ from tests.e2e.server import ENVIRONMENT
         (("--weights", "nowhere"), "weights", "no config.json"),
         (("--model", "moonbeam"), None, "no model is called 'moonbeam'"),
         (("--adapters", "nowhere"), "adapters", "is not a folder"),
+        (("--refiner", "nowhere.pt"), "refiner", "legato-tiny takes no refiner"),
+        (
+            ("--model", "random-tiny3", "--refiner", "nowhere.pt"),
+            "refiner",
+            "nowhere.pt cannot be read",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_said_once(

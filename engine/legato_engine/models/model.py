@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from legato_engine.core import ImageInfo, Request
+from legato_engine.core import ImageInfo, Outline, Request
 from legato_engine.tasks import Constraint, Task
 
 if TYPE_CHECKING:
@@ -192,6 +192,35 @@ class PictureEncoder(Protocol):
         ...
 
 
+class MaskRefiner(Protocol):
+    """Makes outlines better, one at a time; `given` and `answer` are tensors at fixed addresses.
+
+    In the order of their calls: `prepare` (any thread), then on the compute stream what `tensors`
+    gives is copied into `given`, `refine` runs, which can be captured, and `finish` (any thread)
+    reads a copy of `answer`. `prepare` and `finish` may raise anything: that outline stays as it
+    is.
+    """
+
+    given: tuple[torch.Tensor, ...]
+    answer: torch.Tensor
+
+    def prepare(self, outline: Outline, image: PreparedImage) -> Any:
+        """What is needed of a picture that a frontend made `keeping_pictures`."""
+        ...
+
+    def tensors(self, prepared: Any) -> tuple[torch.Tensor, ...]:
+        """Host tensors like those of `given`."""
+        ...
+
+    def refine(self) -> None:
+        """Enqueue: `given` becomes `answer`."""
+        ...
+
+    def finish(self, outline: Outline, prepared: Any, answer: Any) -> Outline:
+        """The better outline, of an answer as a numpy array."""
+        ...
+
+
 class Model(Protocol):
     """An architecture with its weights on a device. All methods run on the compute stream.
 
@@ -268,6 +297,14 @@ class Model(Protocol):
         """
         ...
 
+    def mask_refiner(self, path: Path) -> MaskRefiner:
+        """The refiner of outlines whose weights are in a file.
+
+        Raises `InvalidField` saying why the file or the model cannot have it, or what else it
+        lacks.
+        """
+        ...
+
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """`embed`, `decode`, `logits` and `payload` as kernels, where the device can run them."""
         ...
@@ -297,6 +334,10 @@ class ModelFrontend(Protocol):
 
     def resizing_on_device(self) -> ModelFrontend:
         """The same half, with pictures left to a device that encodes them."""
+        ...
+
+    def keeping_pictures(self) -> ModelFrontend:
+        """The same half, whose prepared images hold on to their pictures as decoded."""
         ...
 
     def prefix_length(self, has_image: bool) -> int:

@@ -13,10 +13,11 @@ from typing import Any
 
 from legato_engine.device.base import Device, Event
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import KVCache, Model, StepKernels
+from legato_engine.models.model import KVCache, MaskRefiner, Model, StepKernels
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.drafts import Drafts
 from legato_engine.runtime.program import Program
+from legato_engine.runtime.refine_step import RefineStep
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.step_costs import StepCosts
@@ -67,8 +68,10 @@ class ModelRunner:
         proposer: Proposer | None = None,
         max_block: int = 0,
         max_prompts: int = 0,
+        refiner: MaskRefiner | None = None,
     ) -> None:
-        """`adapters` is where rows find theirs; without it no row has one.
+        """`adapters` is where rows find theirs; without it no row has one. Without a `refiner` no
+        launch refines.
 
         At most `max_prompts` share a launch. 0: as many as are worth it, which is 1 where they
         share no pass of the weights, and with a proposer.
@@ -112,6 +115,9 @@ class ModelRunner:
         self._program = _program(
             model, kernels, device, kv, self._state, self._slots, adapters, tuple(buckets), capture
         )
+        self._refine = None
+        if refiner is not None:
+            self._refine = RefineStep(refiner, device, NUM_SLOTS, capture)
         self._staging = StepStaging(self._state, self._program.buckets, kv.page_size)
 
     @property
@@ -132,6 +138,8 @@ class ModelRunner:
             slot.staged.upload(self._device.compute)
             slot.prompt.upload(self._device.compute)
         self._program.warm_up()
+        if self._refine is not None:
+            self._refine.warm_up()
         self._device.compute.record().wait()
 
     def costs(self) -> StepCosts:
@@ -155,7 +163,10 @@ class ModelRunner:
             self._program.decode(launch.slot, bucket, self._rank(rows), len(rows))
         else:
             flight.forward_start = compute.record(flight.forward_start)
-            if launch.plan.kind is LaunchKind.ENCODE:
+            if launch.plan.refinement is not None:
+                assert self._refine is not None, "nothing to refine with"
+                self._refine.forward(launch.slot, launch.plan.refinement.given)
+            elif launch.plan.kind is LaunchKind.ENCODE:
                 self._program.encode(launch.slot, rows[0])
             else:
                 prompts, decodes = launch.plan.prefills, launch.plan.decodes
@@ -190,6 +201,10 @@ class ModelRunner:
         """Wait for the copy back and read every sampled row's tokens."""
         flight, rows = self._flights[launch.slot], launch.plan.sampled_rows
         flight.copy_end.wait()
+        if launch.plan.refinement is not None and self._refine is not None:
+            launch.plan.refinement.answer = self._refine.answer(launch.slot)
+        if not rows:
+            return []
         outputs = self._slots[launch.slot].outputs.host
         count = len(rows) if self._drafts is None else sum(map(num_lanes, rows))
         fields: list[Iterable[Any]] = [

@@ -74,6 +74,10 @@ class TextFrontend:
         """The same: there is nothing to resize."""
         return self
 
+    def keeping_pictures(self) -> TextFrontend:
+        """The same: there is nothing to keep."""
+        return self
+
     def prefix_length(self, has_image: bool) -> int:
         """0: a BOS, if there is one, is the prompt's."""
         return 0

@@ -18,6 +18,7 @@ from legato_engine.models.model import (
     Adapter,
     DecodeBatch,
     KVCache,
+    MaskRefiner,
     PictureEncoder,
     PrefillSpan,
     PreparedImage,
@@ -91,6 +92,10 @@ class DecoderModel:
     def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
         """There are none."""
         raise InvalidField("this model takes no draft", field="draft")
+
+    def mask_refiner(self, path: Path) -> MaskRefiner:
+        """There are no outlines."""
+        raise InvalidField("this model takes no refiner", field="refiner")
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """None: torch's own operations run on every device."""

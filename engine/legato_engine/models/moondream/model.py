@@ -16,6 +16,7 @@ from legato_engine.models.model import (
     Adapter,
     DecodeBatch,
     KVCache,
+    MaskRefiner,
     PictureEncoder,
     PrefillSpan,
     PreparedImage,
@@ -137,6 +138,12 @@ class MoondreamModel:
     def draft_proposer(self, path: Path, kv: KVCache) -> Proposer:
         """A layer behind the last; see `draft`."""
         return read_draft(path, self._config, self._network.text, kv)
+
+    def mask_refiner(self, path: Path) -> MaskRefiner:
+        """A head behind the vision tower; see `outlines`."""
+        from legato_engine.models.moondream.outlines.refiner import MoondreamRefiner
+
+        return MoondreamRefiner(self._config, self._network.vision, path)
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """The kernels over this cache, None where only torch's own operations run."""
