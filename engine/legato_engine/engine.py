@@ -187,9 +187,10 @@ class EngineCore:
         self._check_queue(request.tenant)
 
     def _check_queue(self, tenant: str) -> None:
-        """Pictures that are only to be held take the same threads, and their owners are counted."""
+        """Pictures that are only to be held take the same threads, outlines one more: all count."""
         preparing = [job.request.tenant for job in self._jobs.values()]
-        self._scheduler.check_queue(tenant, [*preparing, *self._image_jobs.owners])
+        others = (*self._image_jobs.owners, *self._refinements.tenants)
+        self._scheduler.check_queue(tenant, [*preparing, *others])
 
     def _prepare(self, request: Request, arrival: float) -> None:
         """Enqueue a request that has all it needs; else as soon as threads have prepared it."""

@@ -9,7 +9,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -32,6 +32,7 @@ class _Asked:
 
     image: PreparedImage
     deadline: float
+    tenant: str
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -41,6 +42,7 @@ class _Job:
     report: Done
     outline: Outline
     deadline: float
+    tenant: str
     started: float
     future: _Future
     refinement: Refinement | None = None  # None until it is prepared
@@ -84,6 +86,11 @@ class Refinements:
         return request_id in self._jobs
 
     @property
+    def tenants(self) -> Iterator[str]:
+        """Whose outlines are being refined, one by one."""
+        return (job.tenant for job in self._jobs.values())
+
+    @property
     def ready(self) -> bool:
         """Whether something waits for `step`."""
         return bool(self._ready)
@@ -98,7 +105,7 @@ class Refinements:
         if self._refiner is None or image is None or not isinstance(request.task, SegmentTask):
             return
         deadline = math.inf if request.deadline is None else request.deadline
-        self._asked[request.request_id] = _Asked(image, deadline)
+        self._asked[request.request_id] = _Asked(image, deadline, request.tenant)
 
     def report(self, report: RequestReport) -> None:
         """Pass a report on, or hold it back."""
@@ -110,8 +117,9 @@ class Refinements:
             return
         assert self._refiner is not None, "nothing is expected without a refiner"
         future = self._pool.submit(self._refiner.prepare, outline, asked.image)
+        started = time.monotonic()
         self._jobs[report.request_id] = _Job(
-            report, outline, asked.deadline, time.monotonic(), future
+            report, outline, asked.deadline, asked.tenant, started, future
         )
         self._watch(report.request_id, future)
 

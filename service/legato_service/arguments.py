@@ -121,7 +121,7 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         "--refiner",
         default=engine.refiner,
         metavar="FILE",
-        help="a head that improves the outlines of segment; needs legato[refiner]",
+        help="a head that improves the outlines of segment, by default none",
     )
 
 

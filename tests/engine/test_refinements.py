@@ -20,7 +20,7 @@ from legato_engine.core import (
     SamplingParams,
     SegmentTask,
 )
-from legato_engine.errors import InvalidField
+from legato_engine.errors import InvalidField, QueueFull
 from legato_engine.messages import Delta, Done
 from PIL import Image
 
@@ -275,6 +275,22 @@ def test_a_deadline_that_passes_meanwhile_is_answered_with_what_there_is(gated):
     world.core.step()
     (done,) = world.of("r", Done)
     assert outline(done).coarse
+
+
+def test_outlines_that_wait_take_places_in_the_queue(gated):
+    """Whoever asks faster than one thread can refine is refused, before its picture is decoded."""
+    world, gate = gated
+    places = world.core._scheduler._admission._max_waiting
+    ask(world, "r")
+    wait_held(world, gate, "r")
+    job = world.core._refinements._jobs["r"]
+    world.core._refinements._jobs |= {f"r{n}": dataclasses.replace(job) for n in range(places)}
+    ask(world, "one more")
+    assert isinstance(world.error("one more"), QueueFull)
+    for number in range(places):
+        world.core.abort(f"r{number}")
+    gate.open()
+    world.run("r")
 
 
 def test_an_id_is_in_use_until_its_outline_is_told(gated):

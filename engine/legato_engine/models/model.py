@@ -300,8 +300,7 @@ class Model(Protocol):
     def mask_refiner(self, path: Path) -> MaskRefiner:
         """The refiner of outlines whose weights are in a file.
 
-        Raises `InvalidField` saying why the file or the model cannot have it, or what else it
-        lacks.
+        Raises `InvalidField` saying why the file or the model cannot have it.
         """
         ...
 

@@ -6,21 +6,20 @@ Shape legend: H, W pixels of the picture or its crop, S a side of what the refin
 from __future__ import annotations
 
 import dataclasses
-import io
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from legato_engine.core import Box, Outline
-from legato_engine.models.moondream.outlines import curves, rings
+from legato_engine.models.moondream.outlines import curves, paths, rings
 from legato_engine.models.moondream.outlines.rings import Mask
 from legato_engine.models.moondream.preprocess import Pixels
 
 Values = npt.NDArray[np.float32]
 
 _MARGIN = 0.25  # of the box, on each side
-_MOST_SAMPLES = 1 << 24  # of a crop whose outline is drawn at twice its size
+_SAMPLES = 3  # of a pixel, along each side of it
+_FINENESS = 4  # places at most that are traced for one of the refiner's answer
 _MIN_SHARE = 0.0015  # of the picture: smaller islands and holes are left out
 _TOLERANCE = 0.75  # pixels, of what the refiner sees if that is coarser than the picture
 _DIGITS = 4
@@ -57,18 +56,19 @@ def cut(outline: Outline, picture_HWC: Pixels, side: int) -> Crop:
     extent = (bottom - top, right - left)
     if min(extent) < 1:
         raise NotRefinable("the outline's box is empty")
-    mask_HW = _drawn(outline, (height, width), left, top, extent)
-    if not mask_HW.any():
+    # Of the crop's pixels those that are seen.
+    rows, columns = (np.arange(side) * count // side for count in extent)
+    mask_SS = _drawn(outline, (height, width), rows + top, columns + left)
+    if not mask_SS.any():
         raise NotRefinable("the outline encloses nothing")
     part_HWC = picture_HWC[top:bottom, left:right]
-    rows, columns = (np.arange(side) * extent[axis] // side for axis in range(2))
     return Crop(
         size=(height, width),
         left=left,
         top=top,
         extent=extent,
         pixels_SSC=np.rint(resized(part_HWC, (side, side))).astype(np.uint8),
-        mask_SS=mask_HW[np.ix_(rows, columns)].astype(np.uint8),
+        mask_SS=mask_SS.astype(np.uint8),
     )
 
 
@@ -79,24 +79,25 @@ def outlined(label: str, crop: Crop, share_SS: Values) -> Outline:
     """
     if not np.isfinite(share_SS).all():
         raise NotRefinable("the refiner's mask is not finite")
-    mask_HW = resized(share_SS, crop.extent) > 0.5
     height, width = crop.size
-    mask_HW = rings.cleaned(mask_HW, max(1.0, _MIN_SHARE * height * width))
+    side = share_SS.shape[0]
+    # Pixels of the crop, unless it has many more than the refiner has told apart.
+    traced = tuple(min(count, _FINENESS * side) for count in crop.extent)
+    pixels = np.array([crop.extent[1] / traced[1], crop.extent[0] / traced[0]])  # in each, x and y
+    mask_HW = resized(share_SS, traced) > 0.5
+    mask_HW = rings.cleaned(mask_HW, max(1.0, _MIN_SHARE * height * width / pixels.prod()))
     ys, xs = (np.flatnonzero(mask_HW.any(axis=axis)) for axis in (1, 0))
     if not len(ys):
         raise NotRefinable("the refiner's mask is empty")
-    corner = np.array([xs[0], ys[0]])
-    extent = np.array([xs[-1] + 1, ys[-1] + 1]) - corner
-    seen = max(1.0, max(crop.extent) / share_SS.shape[0])  # pixels of the picture in one of those
-    drawn = [curves.fit(ring, _TOLERANCE * seen) for ring in rings.trace(mask_HW)]
-    left, top = (corner + np.array([crop.left, crop.top])).tolist()
-    box = Box(
-        x_min=left / width,
-        y_min=top / height,
-        x_max=(left + int(extent[0])) / width,
-        y_max=(top + int(extent[1])) / height,
+    low, high = np.array([xs[0], ys[0]]), np.array([xs[-1], ys[-1]]) + 1
+    tolerance = _TOLERANCE * max(1.0, max(traced) / side)
+    drawn = [curves.fit(ring, tolerance) for ring in rings.trace(mask_HW)]
+    corner, size = np.array([crop.left, crop.top]), np.array([width, height])
+    (x_min, y_min), (x_max, y_max) = (
+        ((corner + at * pixels) / size).tolist() for at in (low, high)
     )
-    path = " ".join(_text(curve, corner, extent) for curve in drawn)
+    box = Box(x_min=x_min, y_min=y_min, x_max=x_max, y_max=y_max)
+    path = " ".join(_text(curve, low, high - low) for curve in drawn)
     return Outline(path=path, box=box, label=label, coarse=False)
 
 
@@ -125,26 +126,21 @@ def _grown(low: float, high: float, count: int) -> tuple[int, int]:
 
 
 def _drawn(
-    outline: Outline, size: tuple[int, int], left: int, top: int, extent: tuple[int, int]
+    outline: Outline,
+    size: tuple[int, int],
+    rows: npt.NDArray[np.int64],
+    columns: npt.NDArray[np.int64],
 ) -> Mask:
-    """Pixels of a part of the picture of which the outline covers more than half."""
-    import resvg_py  # of the optional dependencies
-
-    (height, width), (rows, columns), box = size, extent, outline.box
-    scale = 2 if 4 * rows * columns <= _MOST_SAMPLES else 1
-    place = f"translate({box.x_min * width},{box.y_min * height})"
-    stretch = f"scale({(box.x_max - box.x_min) * width},{(box.y_max - box.y_min) * height})"
-    drawing = resvg_py.svg_to_bytes(
-        svg_string=f'<svg xmlns="http://www.w3.org/2000/svg" width="{columns * scale}" '
-        f'height="{rows * scale}" viewBox="{left} {top} {columns} {rows}">'
-        f'<path transform="{place} {stretch}" d="{outline.path}"/></svg>',
-        skip_system_fonts=True,
-    )
-    with Image.open(io.BytesIO(drawing)) as image:
-        cover = np.asarray(image.getchannel("A"), dtype=np.float32)
-    cover_HW = cover.reshape(rows, scale, columns, scale).mean(axis=(1, 3))
-    mask_HW: Mask = cover_HW > 127.5
-    return mask_HW
+    """Of the pixels in some rows and columns, those that the outline covers by more than half."""
+    box, extent = outline.box, (size[1], size[0])
+    low = np.array([box.x_min, box.y_min]) * extent
+    stretch = np.array([box.x_max, box.y_max]) * extent - low
+    samples = (np.arange(_SAMPLES) + 0.5) / _SAMPLES
+    xs, ys = ((pixels[:, None] + samples).ravel() for pixels in (columns, rows))
+    polygons = [ring * stretch + low for ring in paths.polygons(outline.path)]
+    within = paths.enclosed(polygons, xs, ys).reshape(len(rows), _SAMPLES, len(columns), _SAMPLES)
+    mask: Mask = within.sum(axis=(1, 3), dtype=np.int8) > _SAMPLES * _SAMPLES // 2
+    return mask
 
 
 def _text(curve: curves.Curve, corner: npt.NDArray[np.int64], extent: npt.NDArray[np.int64]) -> str:

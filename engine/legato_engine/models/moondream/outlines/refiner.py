@@ -5,7 +5,6 @@ Shape legend: N = 1 crop, S a side of it, C channels, T tokens of it, V vision w
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import torch
@@ -20,21 +19,14 @@ from legato_engine.models.moondream.outlines.weights import load_head
 from legato_engine.models.moondream.preprocess import Crops, WholePicture
 from legato_engine.models.moondream.vision import Vision, normalised, patches
 
-_DRAWS = "resvg_py"
-
 
 class MoondreamRefiner:
     """A `models.model.MaskRefiner` over a network's vision part and a head of its own."""
 
     def __init__(self, config: MoondreamConfig, vision: Vision, path: Path) -> None:
-        """Raises `InvalidField` saying why the file, the model or the setup cannot refine."""
+        """Raises `InvalidField` saying why the file or the model cannot refine."""
         if config.refiner is None:
             raise InvalidField(f"{config.name} takes no refiner", field="refiner")
-        if importlib.util.find_spec(_DRAWS) is None:
-            raise InvalidField(
-                "refining outlines needs more packages: pip install legato[refiner]",
-                field="refiner",
-            )
         like, side = vision.pos_emb, config.vision.crop_size
         self._settings = config.refiner
         self._patch_size = config.vision.patch_size

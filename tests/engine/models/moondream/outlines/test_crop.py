@@ -72,12 +72,13 @@ def test_relative_commands_and_curves_are_drawn():
     assert not mask[0, 0]
 
 
-def test_a_very_large_crop_is_drawn_at_its_own_size():
-    """Its mask is the same, for a quarter of the memory."""
+def test_of_a_large_crop_only_what_is_seen_is_drawn():
+    """Every so many pixels one, itself covered by more than half."""
+    triangle = outline("M 0,0 L 1,0 L 0,1 z", WHOLE)
     large = np.broadcast_to(np.uint8(7), (3000, 3000, 3))
-    mask = crop.cut(outline(box=WHOLE, path="M 0,0 L 1,0 L 0,1 z"), large, S).mask_SS
     seen = np.arange(S) * 3000 // S
-    place = np.add.outer(seen, seen)  # of 2999 on the very border
+    place = np.add.outer(seen, seen)  # of 2999: the border runs through it
+    mask = crop.cut(triangle, large, S).mask_SS
     assert np.array_equal(mask[place != 2999], place[place != 2999] < 2999)
 
 
@@ -127,6 +128,14 @@ def test_the_box_has_all_pixels_of_the_mask_and_no_others():
     assert made.box == Box(x_min=24 / 100, y_min=18 / 200, x_max=54 / 100, y_max=38 / 200)
     for number in made.path.replace(",", " ").split():
         assert number in "MLCz" or -0.01 <= float(number) <= 1.01
+
+
+def test_a_large_crop_is_traced_no_finer_than_it_was_seen():
+    """Its box and path are those of a small one, in shares of the picture."""
+    answer = crop.resized(SHAPES["disc"]().astype(np.float32), (S, S))
+    small = crop.outlined("cup", placed((4 * S, 4 * S), 0, 0, (4 * S, 4 * S)), answer)
+    large = crop.outlined("cup", placed((40 * S, 80 * S), 0, 0, (40 * S, 80 * S)), answer)
+    assert large == small
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import torch
 from legato_engine.core import Box, ImageInfo, Outline
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream.frontend import MoondreamFrontend
-from legato_engine.models.moondream.outlines import refiner as refiner_module
 from legato_engine.models.moondream.outlines.refiner import MoondreamRefiner
 from legato_engine.models.moondream.presets import tiny_random3_config
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
@@ -15,7 +14,7 @@ from legato_engine.models.moondream.vision import normalised, patches
 from legato_engine.models.moondream.weights import random_weights
 from PIL import Image
 
-from tests.engine.models.moondream.outlines.heads import BRIGHT, DARK, learnt_head, random_head
+from tests.engine.models.moondream.outlines.heads import BRIGHT, DARK, learnt_head
 from tests.engine.models.moondream.outlines.shapes import drawn, overlap
 
 CONFIG = tiny_random3_config()
@@ -128,11 +127,3 @@ def test_a_model_without_settings_for_it_takes_no_refiner(network, tmp_path):
     with pytest.raises(InvalidField, match="takes no refiner") as caught:
         MoondreamRefiner(config, network.vision, tmp_path / "head.pt")
     assert caught.value.metadata["field"] == "refiner"
-
-
-def test_what_is_not_installed_is_named(network, tmp_path, monkeypatch):
-    """At the start, before any request."""
-    torch.save(random_head(CONFIG).state_dict(), tmp_path / "head.pt")
-    monkeypatch.setattr(refiner_module, "_DRAWS", "legato_has_no_such_package")
-    with pytest.raises(InvalidField, match=r"pip install legato\[refiner\]"):
-        MoondreamRefiner(CONFIG, network.vision, tmp_path / "head.pt")
