@@ -19,7 +19,7 @@ Values = npt.NDArray[np.float32]
 
 _MARGIN = 0.25  # of the box, on each side
 _SAMPLES = 3  # of a pixel, along each side of it
-_FINENESS = 4  # places at most that are traced for one of the refiner's answer
+_FINENESS = 2  # places at most that are traced for one of the answer, along each side
 _MIN_SHARE = 0.0015  # of the picture: smaller islands and holes are left out
 _TOLERANCE = 0.75  # pixels, of what the refiner sees if that is coarser than the picture
 _DIGITS = 4
