@@ -1,11 +1,13 @@
 """The refiner's network."""
 
+import numpy as np
 import pytest
 import torch
 from legato_engine.models.moondream.outlines.head import Head, Looking
 from legato_engine.models.moondream.presets import moondream3_config, tiny_random3_config
 from torch import nn
 
+from tests.engine.models.moondream.outlines import reference_head
 from tests.engine.models.moondream.outlines.heads import random_head
 
 CONFIG = tiny_random3_config()
@@ -54,6 +56,23 @@ def test_looking_is_torchs_attention():
     ours.load_state_dict(theirs.state_dict())
     query, key, value = torch.randn(2, 5, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
     assert torch.allclose(ours(query, key, value), theirs(query, key, value)[0], atol=1e-6)
+
+
+def test_the_head_is_the_references():
+    """Logits, ratings and what comes of five times, by a plain head in numpy."""
+    head = random_head(CONFIG, seed=2)
+    for parameter in head.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    weights = {name: tensor.numpy() for name, tensor in head.state_dict().items()}
+    late, early, mask = given()
+    one = late[0].double().numpy(), early[0].double().numpy(), mask[0].double().numpy()
+    logits, ratings = head(head.fused(late, early), mask)
+    expected = reference_head.masks_of(weights, *one)
+    assert np.allclose(logits[0], expected[0], atol=2e-4)
+    assert np.allclose(ratings[0], expected[1], atol=2e-5)
+    refined = reference_head.refine(weights, *one, 5)
+    assert np.allclose(head.refine(late, early, mask, 5)[0], refined, atol=2e-4)
 
 
 def test_refining_feeds_back_the_best_rated_mask():
