@@ -126,7 +126,11 @@ class Refinements:
     def abort(self, request_id: str) -> bool:
         """Forget a request; whether its report was held back, which now nobody gets."""
         self._asked.pop(request_id, None)
-        return self._jobs.pop(request_id, None) is not None
+        job = self._jobs.pop(request_id, None)
+        if job is None:
+            return False
+        job.future.cancel()
+        return True
 
     def stop(self, request_id: str) -> None:
         """Answer now with the outline as it is; unknown ids are ignored."""
@@ -155,19 +159,18 @@ class Refinements:
             self.num_kept += 1
             self._answer(request_id, job, job.outline)
         elif job.refinement is None:
-            done = functools.partial(self._on_refined, request_id)
+            done = functools.partial(self._on_refined, request_id)  # no job, which holds it
             job.refinement = Refinement(job.future.result(), done)
             launch(job.refinement)
         else:
             self.num_refined += 1
             self._answer(request_id, job, job.future.result())
 
-    def _on_refined(self, request_id: str) -> None:
+    def _on_refined(self, request_id: str, refinement: Refinement) -> None:
         """The device has answered."""
         job = self._jobs.get(request_id)
-        if job is None or job.refinement is None or self._refiner is None:
+        if job is None or job.refinement is not refinement or self._refiner is None:
             return  # aborted or answered meanwhile
-        refinement = job.refinement
         job.future = self._pool.submit(
             self._refiner.finish, job.outline, refinement.given, refinement.answer
         )
@@ -184,6 +187,7 @@ class Refinements:
 
     def _answer(self, request_id: str, job: _Job, outline: Outline) -> None:
         del self._jobs[request_id]
+        job.future.cancel()  # what has not begun is not needed any more
         timings = job.report.timings
         total = timings.total + time.monotonic() - job.started
         self._send(

@@ -250,6 +250,24 @@ def test_an_aborted_request_is_not_mentioned_again(gated):
     assert gate.picture() is None
 
 
+def test_an_answer_for_an_aborted_request_is_not_its_successors(world):
+    """Who takes the id again while the device still works for the first is refined by itself."""
+    ask(world, "r")
+    refinements = world.core._refinements
+    while not (len(refinements) and refinements._jobs["r"].refinement):
+        if not world.core.busy:
+            world.woken.wait(10)
+            world.woken.clear()
+        world.core.step()
+    first = refinements._jobs["r"].refinement
+    world.core.abort("r")
+    ask(world, "r")
+    (done,) = world.run("r")
+    assert first.answer is not None
+    assert not outline(done).coarse
+    assert refinements.num_refined == 1
+
+
 def test_a_stopped_request_is_told_what_there_is(gated):
     """The coarse outline at once; its reason is the model's, as all tokens were there."""
     world, gate = gated

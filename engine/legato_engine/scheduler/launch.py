@@ -75,11 +75,11 @@ class Row(NamedTuple):
 class Refinement:
     """What a REFINE launch works on, opaque here; the runner fills `answer` when it is collected.
 
-    `done` is then called on the scheduler's thread.
+    `done` is then called with it, on the scheduler's thread.
     """
 
     given: Any
-    done: Callable[[], None]
+    done: Callable[[Refinement], None]
     answer: Any = None
 
 

@@ -286,7 +286,7 @@ class Scheduler:
         for sequence in self._pipeline.commit(launch):
             self._running.settle(sequence)
         if plan.refinement is not None:
-            plan.refinement.done()
+            plan.refinement.done(plan.refinement)
         self.steps_committed += 1
         record.commit_end = self._clock.perf_ns()
         if self._observer is not None:

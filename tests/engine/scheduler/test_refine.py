@@ -1,7 +1,7 @@
 """Refinements among those who decode and those who wait."""
 
 import pytest
-from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.launch import LaunchKind, Refinement
 
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask
@@ -73,9 +73,10 @@ def test_whoever_is_told_may_ask_for_the_next() -> None:
     first = world.refine()
     told = first.done
 
-    def done() -> None:
-        told()
-        world.refine()
+    def done(refinement: Refinement) -> None:
+        told(refinement)
+        if len(world.refinements) == 1:
+            world.refine()
 
     first.done = done
     drain(world)

@@ -134,7 +134,7 @@ class World:
     def refine(self) -> Refinement:
         """Have something refined; its number is what is given."""
         number = len(self.refinements)
-        refinement = Refinement(number, lambda: self.refined.append(number))
+        refinement = Refinement(number, lambda done: self.refined.append(done.given))
         self.refinements.append(refinement)
         self.scheduler.refine(refinement)
         return refinement
