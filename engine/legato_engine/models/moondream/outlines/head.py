@@ -46,7 +46,9 @@ class Looking(nn.Module):
                 (query_BQE, key_BTE, value_BTE), weights, biases, strict=True
             )
         )
-        seen = F.scaled_dot_product_attention(q, k, v)
+        # Few queries over many keys: torch's fused attention would give a head one block for all.
+        scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+        seen = scores.softmax(-1).to(v.dtype) @ v
         looked: torch.Tensor = self.out_proj(seen.transpose(1, 2).flatten(-2))
         return looked
 
@@ -96,6 +98,19 @@ class ChannelNorm(nn.Module):
         return normed
 
 
+class GroupNorm(nn.GroupNorm):
+    """The same by sums that a whole device shares, where a group is large and there are few."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[B, C, Y, X]."""
+        groups = input.reshape(len(input), self.num_groups, -1).float()
+        variance, mean = torch.var_mean(groups, dim=-1, correction=0, keepdim=True)
+        normed = ((groups - mean) * torch.rsqrt(variance + self.eps)).view(input.shape)
+        return torch.addcmul(
+            self.bias[:, None, None], normed.to(input.dtype), self.weight[:, None, None]
+        )
+
+
 class Fusion(nn.Module):
     """Early features beside late ones."""
 
@@ -104,10 +119,10 @@ class Fusion(nn.Module):
         self.early_proj = nn.Sequential(nn.Linear(vision_dim, dim), nn.LayerNorm(dim), nn.GELU())
         self.fusion = nn.Sequential(
             nn.Conv2d(2 * dim, dim, 1),
-            nn.GroupNorm(_GROUPS, dim),
+            GroupNorm(_GROUPS, dim),
             nn.GELU(),
             nn.Conv2d(dim, dim, 3, padding=1),
-            nn.GroupNorm(_GROUPS, dim),
+            GroupNorm(_GROUPS, dim),
             nn.GELU(),
         )
 
@@ -211,7 +226,7 @@ def _mask_encoder(dim: int) -> nn.Sequential:
     for number, (part, groups) in enumerate(_MASK_CHANNELS, start=1):
         halving = nn.Conv2d(channels, dim // part, 3, stride=2, padding=1)
         channels = dim // part
-        norm = nn.GroupNorm(min(groups, channels), channels)
+        norm = GroupNorm(min(groups, channels), channels)
         encoder.add_module(f"conv{number}", nn.Sequential(halving, norm, nn.GELU()))
     return encoder
 
