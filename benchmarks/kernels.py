@@ -95,7 +95,7 @@ class Bench:
         pages = -(-text.max_context // PAGE)
         shape = (text.num_layers, ROWS * pages + 1, text.num_heads, PAGE, text.head_dim)
         kv = KVCache(*(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)))
-        assert can_fuse(config, kv), "this GPU or model has no kernels"
+        assert can_fuse(config, kv, torch.bfloat16), "this GPU or model has no kernels"
         kernels = FusedMoondream(config, network.text, network.region, kv)
         table_RM = (torch.randperm(ROWS * pages, device=DEVICE) + 1).view(ROWS, pages)
         return cls(config, network, model, kernels, kv, table_RM)

@@ -68,6 +68,7 @@ from legato_engine.speculative.proposer import Proposer
 Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _VISION_DTYPES = ("auto", "fp8")
+_KV_DTYPES = ("auto", "model", "fp8")
 _WARM_UP_TOKENS = 4
 _PIXELS_UNDER_WAY = 64 * 1024 * 1024  # bytes of pictures beside the cache: decoded, held, uncached
 _WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the start, by its progress
@@ -221,12 +222,17 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
         raise InvalidField(
             f"unknown vision_dtype {config.vision_dtype!r}; use auto or fp8", field="vision_dtype"
         )
+    if config.kv_dtype not in _KV_DTYPES:
+        raise InvalidField(
+            f"unknown kv_dtype {config.kv_dtype!r}; use auto, model or fp8", field="kv_dtype"
+        )
     folders = _adapter_folders(config, bundle)
     free = device.free_memory()
     model = bundle.load(
         device.torch_device,
         dtype,
         vision_fp8=config.vision_dtype == "fp8",
+        kv_dtype=config.kv_dtype,
         memory=available_memory() if free is None else free,
         progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
     )

@@ -70,6 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     crops_per_launch: int = 5  # 0: never split a picture
     max_prefill_rows: int = 0  # at most `MOST_PREFILL_ROWS`
     vision_dtype: str = "auto"  # auto (as dtype), fp8
+    kv_dtype: str = "auto"  # auto (fp8 where the weights have scales for it), model (as dtype), fp8
     max_image_pixels: int = 40_000_000
     image_cache_bytes: int = 256 * 1024 * 1024
     image_quota_bytes: int = 256 * 1024 * 1024

@@ -102,6 +102,12 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         choices=("auto", "fp8"),
         help="of the vision tower's weights; auto: as --dtype",
     )
+    add(
+        "--kv-dtype",
+        default=engine.kv_dtype,
+        choices=("auto", "model", "fp8"),
+        help="of cached keys and values; auto: fp8 where the weights have scales, else as model",
+    )
     add("--threads", type=_whole, default=engine.threads, help="CPU threads, 0: all cores")
     add("--pipeline-depth", type=int, choices=(1, 2), default=engine.pipeline_depth)
     add(

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
-from legato_engine.kernels import ops
+from legato_engine.kernels import ops, pages
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.kernels.experts import Routes
 from legato_engine.layers.moe import ExpertLinear
@@ -87,14 +87,26 @@ def shallow(config: MoondreamConfig, **text: Any) -> MoondreamConfig:
     )
 
 
+def long_moondream3() -> MoondreamConfig:
+    """Moondream 3's widths in few layers, for long sequences."""
+    config = shallow_moondream3()
+    text = msgspec.structs.replace(config.text, max_context=8192)
+    return msgspec.structs.replace(config, text=text)
+
+
 CONFIGS = {
     "legato-tiny": legato_tiny_config,
     "moondream2": shallow_moondream2,
     "moondream3": shallow_moondream3,
     "moondream3-e4m3": shallow_moondream3,
+    "moondream3-e4m3-kv8": shallow_moondream3,
+    "moondream3-long": long_moondream3,
+    "moondream3-long-kv8": long_moondream3,
     "narrow3": narrow_moondream3,
     "narrow3-e4m3": narrow_moondream3,
+    "narrow3-kv8": narrow_moondream3,
 }
+"""By name: with e4m3 experts are quantised, with kv8 keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +141,7 @@ class World:
         token_R = torch.randint(10, self.config.text.vocab_size, (ROWS,), **on)
         token_R[::3], token_R[1::3] = self.config.tokens.coord, self.config.tokens.size
         position_B = torch.randint(0, end, (TOKENS,), **on)
-        edges = [0, 1, 15, 16, 17, 255, 256, 511, 512, 513, end - 1]
+        edges = [0, 1, 15, 16, 17, 255, 256, 511, 512, 513, end - 1, end // 2, end // 2 + 1]
         position_B[5 : 5 + len(edges)] = torch.tensor(edges, device=DEVICE)
         row_B = torch.randperm(ROWS, **on)[:TOKENS].contiguous()
         return StepInputs(
@@ -146,7 +158,8 @@ class World:
 
     def snapshot(self) -> KVCache:
         """A copy of all keys and values."""
-        return KVCache(self.kv.k_LNHSE.clone(), self.kv.v_LNHSE.clone())
+        kv = self.kv
+        return KVCache(kv.k_LNHSE.clone(), kv.v_LNHSE.clone(), kv.scale_L2)
 
     def restore(self, kv: KVCache) -> None:
         """All keys and values back to a snapshot."""
@@ -159,7 +172,7 @@ def world(request):
     """A model with random weights; a row's pages are anywhere."""
     config = CONFIGS[request.param]()
     network = random_weights(config, 0, DEVICE, torch.bfloat16)
-    if request.param.endswith("e4m3"):
+    if "e4m3" in request.param:
         quantise_experts(network)
     text = config.text
     pages = -(-text.max_context // PAGE)
@@ -167,6 +180,8 @@ def world(request):
     generator = torch.Generator(DEVICE).manual_seed(1)
     on: dict[str, Any] = {"device": DEVICE, "generator": generator}
     kv = KVCache(*(torch.randn(shape, dtype=torch.bfloat16, **on) for _ in range(2)))
+    if request.param.endswith("kv8"):
+        kv = narrowed(kv, torch.rand(text.num_layers, 2, **on) * 0.01 + 0.01)
     table_RM = (torch.randperm(ROWS * pages, **on) + 1).view(ROWS, pages)
     model, exact = (MoondreamModel(config, n) for n in (network, copy.deepcopy(network).float()))
     kernels = FusedMoondream(config, network.text, network.region, kv)
@@ -185,6 +200,39 @@ def quantise_experts(network: Network) -> None:
         module.weight.copy_(weight_XOI / scale_XO[..., None])
         assert module.scale is not None
         module.scale.copy_(scale_XO)
+
+
+def narrowed(kv: KVCache, scale_L2: torch.Tensor) -> KVCache:
+    """Keys and values in e4m3, in these units."""
+    caches = []
+    for cache_LNHSE, scale_L in zip((kv.k_LNHSE, kv.v_LNHSE), scale_L2.unbind(1), strict=True):
+        layers = zip(cache_LNHSE, scale_L, strict=True)
+        stored = [pages.indexable(pages.quantise(cache, scale)) for cache, scale in layers]
+        caches.append(torch.stack(stored).view(pages.E4M3))
+    k_LNHSE, v_LNHSE = caches
+    return KVCache(k_LNHSE, v_LNHSE, scale_L2)
+
+
+def read(kv: KVCache) -> list[torch.Tensor]:
+    """Keys and values as numbers."""
+    caches = (kv.k_LNHSE, kv.v_LNHSE)
+    if kv.scale_L2 is None:
+        return [cache.float() for cache in caches]
+    scales = kv.scale_L2.unbind(1)
+    return [
+        cache.float() * scale_L.view(-1, 1, 1, 1, 1)
+        for cache, scale_L in zip(caches, scales, strict=True)
+    ]
+
+
+def indexable(kv: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as what can be indexed and compared."""
+    return pages.indexable(kv.k_LNHSE), pages.indexable(kv.v_LNHSE)
+
+
+def no_number(cache: torch.Tensor) -> float:
+    """NaN among what `indexable` gives."""
+    return 0x7F if cache.dtype is torch.uint8 else torch.nan
 
 
 def places(inputs: StepInputs) -> DecodeBatch:
@@ -238,7 +286,7 @@ def test_a_step_is_as_exact_as_torch(world):
     world.kernels.embed(inputs, x_BD)
     before, where = world.snapshot(), places(inputs)
     hidden_BD, logits_BV = world.forward(inputs)
-    wide = KVCache(before.k_LNHSE.float(), before.v_LNHSE.float())
+    wide = KVCache(*read(before))
     with chosen(world):
         plain_BD = world.model.decode(x_BD, where, before)
         exact_BD = world.exact.decode(x_BD.float(), where, wide)
@@ -246,10 +294,7 @@ def test_a_step_is_as_exact_as_torch(world):
     assert error(hidden_BD, exact_BD) <= 1.2 * error(plain_BD, exact_BD)
     assert error(logits_BV, exact_BV) <= 1.2 * error(world.model.logits(plain_BD), exact_BV)
     at = written(inputs)
-    for ours, torchs, truth in (
-        (world.kv.k_LNHSE, before.k_LNHSE, wide.k_LNHSE),
-        (world.kv.v_LNHSE, before.v_LNHSE, wide.v_LNHSE),
-    ):
+    for ours, torchs, truth in zip(*map(read, (world.kv, before, wide)), strict=True):
         assert error(ours[at], truth[at]) <= 1.2 * error(torchs[at], truth[at])
 
 
@@ -259,7 +304,7 @@ def test_a_row_has_the_same_bits_in_any_batch(world):
     before, at = world.snapshot(), written(inputs)
     alone = [world.forward(inputs.part(slice(i, i + 1))) for i in range(TOKENS)]
     hidden_BD, logits_BV = (torch.cat(values) for values in zip(*alone, strict=True))
-    keys, values = world.kv.k_LNHSE[at], world.kv.v_LNHSE[at]
+    written_alone = [cache[at] for cache in indexable(world.kv)]
     assert not logits_BV.isnan().any()
     for batch in range(1, TOKENS + 1):
         world.restore(before)
@@ -268,8 +313,8 @@ def test_a_row_has_the_same_bits_in_any_batch(world):
             hidden, logits = world.forward(inputs.part(some))
             assert torch.equal(hidden, hidden_BD[some]), batch
             assert torch.equal(logits, logits_BV[some]), batch
-    assert torch.equal(world.kv.k_LNHSE[at], keys)
-    assert torch.equal(world.kv.v_LNHSE[at], values)
+    for cache, alone_at in zip(indexable(world.kv), written_alone, strict=True):
+        assert torch.equal(cache[at], alone_at)
 
 
 @pytest.mark.parametrize("batch", [1, 9, TOKENS])
@@ -277,10 +322,11 @@ def test_a_step_writes_its_own_slots_and_no_others(world, batch):
     """Every layer's keys and values change at the tokens' positions; nothing else does."""
     inputs = world.inputs().part(slice(0, batch))
     before, at = world.snapshot(), written(inputs)
-    world.kv.k_LNHSE[at] = world.kv.v_LNHSE[at] = torch.nan
+    for ours in indexable(world.kv):
+        ours[at] = no_number(ours)
     world.forward(inputs)
-    for ours, old in ((world.kv.k_LNHSE, before.k_LNHSE), (world.kv.v_LNHSE, before.v_LNHSE)):
-        assert ours[at].isfinite().all()
+    assert all(values[at].isfinite().all() for values in read(world.kv))
+    for ours, old in zip(indexable(world.kv), indexable(before), strict=True):
         ours[at] = old[at]
         assert torch.equal(ours, old)
 
@@ -291,9 +337,8 @@ def test_what_lies_behind_a_position_never_reaches_it(world):
     before = world.snapshot()
     expected = world.forward(inputs)
     try:
-        for name in ("k_LNHSE", "v_LNHSE"):
-            cache, old = getattr(world.kv, name), getattr(before, name)
-            cache.fill_(torch.nan)
+        for cache, old in zip(indexable(world.kv), indexable(before), strict=True):
+            cache.fill_(no_number(cache))
             for row, position in zip(inputs.row_B, inputs.position_B, strict=True):
                 past_P = torch.arange(position.item(), device=DEVICE)
                 at = slice(None), world.table_RM[row, past_P // PAGE], slice(None), past_P % PAGE
@@ -329,13 +374,14 @@ def test_a_prompt_in_one_step_is_the_prompt_token_by_token(world, start, count):
     )
     one_by_one = [world.forward(together.part(slice(i, i + 1))) for i in range(decoding + count)]
     expected, at = world.snapshot(), written(together)
-    world.kv.k_LNHSE[at] = world.kv.v_LNHSE[at] = torch.nan
+    for cache in indexable(world.kv):
+        cache[at] = no_number(cache)
     fresh_B[here] = start
     results = world.forward(together)
     for ours, theirs in zip(results, zip(*one_by_one, strict=True), strict=True):
         assert torch.equal(ours, torch.cat(theirs))
-    assert torch.equal(world.kv.k_LNHSE, expected.k_LNHSE)
-    assert torch.equal(world.kv.v_LNHSE, expected.v_LNHSE)
+    for cache, single in zip(indexable(world.kv), indexable(expected), strict=True):
+        assert torch.equal(cache, single)
 
 
 def test_tokens_are_embedded_with_their_values(world):

@@ -3,9 +3,11 @@
 Shape legend: N pages, S positions per page, H heads, E head dim, T query tokens of one sequence,
 L its positions, B rows, M pages per row, P positions, R rotated dims of a head; D width, X experts,
 K experts of a token, J = T * K pairs of the two, I and O inputs and outputs of an expert's layer.
-Caches are one layer's, [N, H, S, E]. Keys and values may have fewer heads than queries, by a whole
-factor: each of their heads then serves that many heads of queries which follow each other. Of
-adapters: S slots, R ranks, I and O a layer's inputs and outputs.
+Caches are one layer's, [N, H, S, E]: of the dtype of what is computed, or of e4m3 in units of
+`scale_2` (float32: the keys', the values'). Then a token's keys and values are what is read back,
+whether they come from its own pass or from the cache. Keys and values may have fewer heads than
+queries, by a whole factor: each of their heads then serves that many heads of queries which follow
+each other. Of adapters: S slots, R ranks, I and O a layer's inputs and outputs.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from legato_engine.kernels import reference, reference_experts
+from legato_engine.kernels import pages, reference, reference_experts
 from legato_engine.kernels.cuda import fused_attention, grouped, prefill
 from legato_engine.kernels.experts import ExpertWeights, Routes
+from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters
 
 _ALIGNMENT = 16  # bytes; where rows of matrices begin elsewhere, libraries are several times slower
@@ -100,6 +103,7 @@ def rotate_and_cache(
     where: Places | Span,
     k_NHSE: torch.Tensor,
     v_NHSE: torch.Tensor,
+    scale_2: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotated queries, rotated keys, and values [T, H, E]; keys and values also go to their slots.
 
@@ -114,26 +118,45 @@ def rotate_and_cache(
         if num_heads == num_kv and prefill.can_rotate(qkv_TGE, where.cos_PR, k_NHSE):
             qkv_T3HE = qkv_TGE.view(qkv_TGE.shape[0], 3, num_kv, -1)
             angles = where.cos_PR, where.sin_PR
-            prefill.rotate_and_cache(qkv_T3HE, *angles, where.start, where.pages_M, k_NHSE, v_NHSE)
+            prefill.rotate_and_cache(
+                qkv_T3HE, *angles, where.start, where.pages_M, k_NHSE, v_NHSE, scale_2
+            )
             return q_THE, k_THE, v_THE
         where = where.places(qkv_TGE.shape[0], k_NHSE.shape[2])
     q_THE = reference.rotate(q_THE, where.cos_T1R, where.sin_T1R)
     k_THE = reference.rotate(k_THE, where.cos_T1R, where.sin_T1R)
-    write_kv(k_NHSE, k_THE, where.page_T, where.slot_T)
-    write_kv(v_NHSE, v_THE, where.page_T, where.slot_T)
+    k_scale, v_scale = pages.units(scale_2)
+    k_THE = _write_and_read(k_NHSE, k_THE, where, k_scale)
+    v_THE = _write_and_read(v_NHSE, v_THE, where, v_scale)
     return q_THE, k_THE, v_THE
+
+
+def _write_and_read(
+    cache_NHSE: torch.Tensor, new_THE: torch.Tensor, where: Places, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """What is read back of T keys or values that are written."""
+    stored_THE = pages.quantise(new_THE, scale)
+    write_kv(cache_NHSE, stored_THE, where.page_T, where.slot_T)
+    return pages.dequantise(stored_THE, scale, new_THE.dtype)
 
 
 def write_kv(
     cache_NHSE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
 ) -> None:
-    """Put each of T keys or values at its (page, slot), both int64."""
-    reference.write_kv(cache_NHSE, new_THE, page_T, slot_T)
+    """Put each of T keys or values, of the cache's dtype, at its (page, slot), both int64."""
+    pages.write_kv(cache_NHSE, new_THE, page_T, slot_T)
 
 
 def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
-    """[length, H, E]: the first `length` positions of the pages, copied."""
-    return reference.gather_pages(cache_NHSE, pages_M, length)
+    """[length, H, E]: the first `length` positions of the pages, copied as they are stored."""
+    return pages.gather_pages(cache_NHSE, pages_M, length)
+
+
+def gather_cached(
+    cache: LayerCache, pages_M: torch.Tensor, length: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [length, H, E] as they are read: of `dtype` if they are stored as e4m3."""
+    return pages.gather_cached(cache, pages_M, length, dtype)
 
 
 def full_attention(
@@ -162,6 +185,7 @@ def decode_attention(
     v_NHSE: torch.Tensor,
     positions_B: torch.Tensor,
     page_table_BM: torch.Tensor,
+    scale_2: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[B, H, E]: one token per row, seeing positions 0..positions_B[b] of its pages.
 
@@ -169,9 +193,10 @@ def decode_attention(
     On the CPU a row's bits depend on nothing but that row; elsewhere nothing is read on the host,
     so the call can be captured.
     """
+    cache, where = LayerCache(k_NHSE, v_NHSE, scale_2), (positions_B, page_table_BM)
     if q_BHE.device.type == "cpu":
-        return reference.decode_attention_rows(q_BHE, k_NHSE, v_NHSE, positions_B, page_table_BM)
-    return reference.decode_attention_padded(q_BHE, k_NHSE, v_NHSE, positions_B, page_table_BM)
+        return reference.decode_attention_rows(q_BHE, cache, *where)
+    return reference.decode_attention_padded(q_BHE, cache, *where)
 
 
 def route(logits_TX: torch.Tensor, num_active: int) -> Routes:

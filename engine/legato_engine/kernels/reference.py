@@ -10,6 +10,9 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
+from legato_engine.kernels import pages
+from legato_engine.kernels.layer_cache import LayerCache
+
 _SCRATCH_PAGE = 0
 _NO_SLOT = 0
 _ROW_BLOCK = 8
@@ -68,13 +71,6 @@ def add_low_rank_gathered(
     return torch.baddbmm(out_TO[:, None], hidden_T1R, b_TRO)[:, 0]
 
 
-def write_kv(
-    cache_NHSE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
-) -> None:
-    """See `ops.write_kv`."""
-    cache_NHSE[page_T, :, slot_T] = new_THE
-
-
 def rotate(x_THE: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:
     """Turn queries or keys by the pairs (i, i + R/2) of their first R dims.
 
@@ -87,13 +83,6 @@ def rotate(x_THE: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) ->
         [first * cos_T1R - second * sin_T1R, first * sin_T1R + second * cos_T1R], dim=-1
     )
     return torch.cat([turned.to(x_THE.dtype), rest], dim=-1)
-
-
-def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
-    """See `ops.gather_pages`."""
-    num_pages = -(-length // cache_NHSE.shape[2])
-    pages_MHSE = cache_NHSE.index_select(0, pages_M[:num_pages])
-    return pages_MHSE.transpose(1, 2).flatten(0, 1)[:length]
 
 
 def full_attention(
@@ -132,8 +121,7 @@ def suffix_attention_rows(
 
 def decode_attention_rows(
     q_BHE: torch.Tensor,
-    k_NHSE: torch.Tensor,
-    v_NHSE: torch.Tensor,
+    cache: LayerCache,
     positions_B: torch.Tensor,
     page_table_BM: torch.Tensor,
 ) -> torch.Tensor:
@@ -148,8 +136,7 @@ def decode_attention_rows(
             continue
         first, *others = rows
         longest = max(lengths[first : first + 1 + len(others)])
-        k_LHE = gather_pages(k_NHSE, page_table_BM[first], longest)
-        v_LHE = gather_pages(v_NHSE, page_table_BM[first], longest)
+        k_LHE, v_LHE = pages.gather_cached(cache, page_table_BM[first], longest, q_BHE.dtype)
         for row in (first, *others):
             seen = slice(lengths[row])
             out_BHE[row] = _single_attention(q_BHE[row], k_LHE[seen], v_LHE[seen])
@@ -158,8 +145,7 @@ def decode_attention_rows(
 
 def decode_attention_padded(
     q_BHE: torch.Tensor,
-    k_NHSE: torch.Tensor,
-    v_NHSE: torch.Tensor,
+    cache: LayerCache,
     positions_B: torch.Tensor,
     page_table_BM: torch.Tensor,
 ) -> torch.Tensor:
@@ -168,14 +154,17 @@ def decode_attention_padded(
     What lies behind a row's position may be anything, NaN included, so it is zeroed and not only
     masked.
     """
-    context = page_table_BM.shape[1] * k_NHSE.shape[2]
+    num_kv_heads, page_size = cache.k_NHSE.shape[1:3]
+    context = page_table_BM.shape[1] * page_size
     visible_BL = torch.arange(context, device=q_BHE.device) <= positions_B[:, None]
     hidden_BL11 = ~visible_BL[:, :, None, None]
-    k_BLHE = k_NHSE[page_table_BM].transpose(2, 3).flatten(1, 2).masked_fill(hidden_BL11, 0.0)
-    v_BLHE = v_NHSE[page_table_BM].transpose(2, 3).flatten(1, 2).masked_fill(hidden_BL11, 0.0)
+    k_BLHE, v_BLHE = (
+        pages.all_pages(cache_NHSE, page_table_BM, scale, q_BHE.dtype).masked_fill(hidden_BL11, 0.0)
+        for cache_NHSE, scale in zip(cache[:2], pages.units(cache.scale_2), strict=True)
+    )
     # Queries that share a head of keys stand beside each other as if they were several tokens.
     num_rows, head_dim = q_BHE.shape[0], q_BHE.shape[-1]
-    q_BGHE = q_BHE.reshape(num_rows, k_NHSE.shape[1], -1, head_dim).transpose(1, 2)
+    q_BGHE = q_BHE.reshape(num_rows, num_kv_heads, -1, head_dim).transpose(1, 2)
     out_BGHE = _attention(q_BGHE, k_BLHE, v_BLHE, visible_BL[:, None])
     return out_BGHE.transpose(1, 2).flatten(1, 2)
 

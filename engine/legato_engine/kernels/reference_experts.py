@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from legato_engine.kernels import pages
 from legato_engine.kernels.experts import ExpertWeights, Routes
 from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters, ExpertMap
 from legato_engine.kernels.reference import add_low_rank_rows, whole_blocks
@@ -115,15 +116,9 @@ def _one_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert: int) -> torch.
 
 def _own_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert_T: torch.Tensor) -> torch.Tensor:
     """Each row through its own expert."""
-    weight_TOI = layer.weight_XOI.view(_bits(layer.weight_XOI)).index_select(0, expert_T)
-    weight_TOI = weight_TOI.view(layer.weight_XOI.dtype).to(x_TI.dtype)
+    weight_TOI = pages.taken(layer.weight_XOI, expert_T).to(x_TI.dtype)
     out_TO = torch.bmm(weight_TOI, x_TI[:, :, None])[:, :, 0]
     return out_TO if layer.scale_XO is None else _scaled(out_TO, layer.scale_XO[expert_T])
-
-
-def _bits(weight: torch.Tensor) -> torch.dtype:
-    """A dtype to copy by: e4m3 tensors are not indexed on every device."""
-    return torch.uint8 if weight.dtype.itemsize == 1 else weight.dtype
 
 
 def _scaled(out: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,12 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values
 class Attention(nn.Module):
     """The projections; who sees whom is decided by what runs between `split` and `join`.
 
-    `tau` changes what `qkv` makes, by who runs it: `split` knows no positions.
+    `tau` changes what `qkv` makes, by who runs it: `split` knows no positions. Keys and values may
+    be stored as e4m3: `k_scale` and `v_scale` (float32, one element) are its units.
     """
+
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
 
     def __init__(self, dim: int, num_heads: int, tau: Tau | None = None) -> None:
         super().__init__()
@@ -27,6 +31,20 @@ class Attention(nn.Module):
         self.tau = tau
         self.qkv = Linear(dim, 3 * dim)
         self.proj = Linear(dim, dim)
+        self.register_buffer("k_scale", None)
+        self.register_buffer("v_scale", None)
+
+    def use_fp8_kv(self) -> None:
+        """Have scales for keys and values; they are to be loaded."""
+        empty_1 = torch.empty(1, dtype=torch.float32, device=self.qkv.weight.device)
+        self.k_scale, self.v_scale = empty_1, empty_1.clone()
+
+    @property
+    def kv_scale_2(self) -> torch.Tensor | None:
+        """The scales of keys and of values, None where they have none."""
+        if self.k_scale is None or self.v_scale is None:
+            return None
+        return torch.cat([self.k_scale, self.v_scale])
 
     def after_norm(
         self, x: torch.Tensor, y: torch.Tensor, ln: nn.LayerNorm

@@ -1,7 +1,6 @@
 """Self-attention on paged keys and values, a head of which may serve several of queries.
 
-Shape legend: T tokens, D width, G heads of queries, keys and values together, H heads, E head dim,
-N pages, S positions per page.
+Shape legend: T tokens, D width, G heads of queries, keys and values together, H heads, E head dim.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ import torch
 from torch import nn
 
 from legato_engine.kernels import ops
+from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.linear import Linear, PackedLinear
 
 Heads = torch.Tensor
-Attend = Callable[[Heads, Heads, Heads, torch.Tensor, torch.Tensor], Heads]
-"""Queries, keys and values of the new tokens and one layer's caches, which hold them already."""
+Attend = Callable[[Heads, Heads, Heads, LayerCache], Heads]
+"""Queries, keys and values of the new tokens and one layer's cache, which holds them already."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,16 +54,15 @@ class GroupedAttention(nn.Module):
         self,
         x_TD: torch.Tensor,
         where: ops.Places | ops.Span,
-        k_NHSE: torch.Tensor,
-        v_NHSE: torch.Tensor,
+        cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
         """[T, D] of [T, D]; writes the tokens' keys and values first."""
         qkv_TGE: torch.Tensor = self.qkv(x_TD).view(x_TD.shape[0], -1, self._heads.head_dim)
         if self._heads.norm_eps is not None:
             self._norm(qkv_TGE)
-        q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_TGE, where, k_NHSE, v_NHSE)
-        out: torch.Tensor = self.o_proj(attend(q_THE, k_THE, v_THE, k_NHSE, v_NHSE).flatten(-2))
+        q_THE, k_THE, v_THE = ops.rotate_and_cache(qkv_TGE, where, *cache)
+        out: torch.Tensor = self.o_proj(attend(q_THE, k_THE, v_THE, cache).flatten(-2))
         return out
 
     def _norm(self, qkv_TGE: torch.Tensor) -> None:

@@ -57,12 +57,15 @@ class ModelBundle(Protocol):
         dtype: torch.dtype,
         *,
         vision_fp8: bool = False,
+        kv_dtype: str = "auto",
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> Model:
         """The model on a device, its vision tower in fp8 if asked.
 
-        Raises `InvalidField` when the weights do not fit it, or not into `memory` bytes (None: that
-        is not asked), or the device or tower cannot be fp8.
+        `kv_dtype`: keys and values are stored as `fp8`, as the `model` computes them, or (`auto`)
+        as fp8 where the weights have the scales for it. Raises `InvalidField` when the weights do
+        not fit the model, or not into `memory` bytes (None: that is not asked), or the device or
+        tower cannot be fp8, or scales are missing.
         """
         ...

@@ -146,7 +146,7 @@ def _carry(network: nn.Module, place: Place, stored: torch.Tensor, device: torch
     if getattr(module, leaf).is_meta:
         assign(network, place.name, torch.empty_like(getattr(module, leaf), device=device))
     target: torch.Tensor = getattr(module, leaf)
-    source = stored.t() if place.transposed else stored
+    source = stored.t() if place.transposed else stored.flatten() if place.flat else stored
     if place.first_row is not None:
         target = target[place.first_row : place.first_row + source.shape[0]]
     with torch.no_grad():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,12 +24,14 @@ _CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 class Place(NamedTuple):
     """Where a stored tensor goes: a parameter, or as many of its rows as the tensor has.
 
-    `transposed`: the file has rows and columns the other way round.
+    `transposed`: the file has rows and columns the other way round. `flat`: it may have the
+    elements of this row in any shape.
     """
 
     name: str
     first_row: int | None = None
     transposed: bool = False
+    flat: bool = False
 
 
 Rename = Callable[[str], str | Place | None]
@@ -44,6 +47,8 @@ class Move(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """As its place wants it."""
+        if self.place.flat:
+            return (math.prod(self.header.shape),)
         return self.header.shape[::-1] if self.place.transposed else self.header.shape
 
     @property

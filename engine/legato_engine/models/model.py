@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from legato_engine.core import ImageInfo, Outline, Request
+from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.tasks import Constraint, Task
 
 if TYPE_CHECKING:
@@ -26,11 +27,18 @@ class KVCache:
     """Paged keys and values of all layers.
 
     `k_LNHSE`, `v_LNHSE`: layer, page, kv head, slot within page, head dim. Page 0 is scratch: rows
-    that pad a batch write there and nobody reads it.
+    that pad a batch write there and nobody reads it. They are of the model's dtype, or of e4m3 in
+    units of `scale_L2` (float32): each layer's of keys and of values.
     """
 
     k_LNHSE: torch.Tensor
     v_LNHSE: torch.Tensor
+    scale_L2: torch.Tensor | None = None
+
+    def layer(self, index: int) -> LayerCache:
+        """One layer's."""
+        scale_2 = None if self.scale_L2 is None else self.scale_L2[index]
+        return LayerCache(self.k_LNHSE[index], self.v_LNHSE[index], scale_2)
 
     @property
     def page_size(self) -> int:
@@ -238,6 +246,7 @@ class Model(Protocol):
     num_parameters: int
     bos_token: int  # of a model whose prefix is not empty
     dtype: torch.dtype
+    kv_scale_L2: torch.Tensor | None  # of its `KVCache`, float32; None: that has the model's dtype
 
     def prefix_embeddings(self, image: PreparedImage | None) -> torch.Tensor:
         """[P, D]: BOS followed by the image's embeddings; just BOS without an image, or nothing.

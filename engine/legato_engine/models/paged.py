@@ -5,9 +5,8 @@ Shape legend: T tokens of one sequence, B rows of one token each, L positions of
 
 from __future__ import annotations
 
-import torch
-
 from legato_engine.kernels import ops
+from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.grouped_attention import Attend, Heads
 from legato_engine.layers.rope import Rope
 from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
@@ -22,13 +21,10 @@ def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
     """Who sees whom among a span's tokens and what is before them."""
     end = span.start + num_tokens
 
-    def attend(
-        q_THE: Heads, k_THE: Heads, v_THE: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
-    ) -> Heads:
+    def attend(q_THE: Heads, k_THE: Heads, v_THE: Heads, cache: LayerCache) -> Heads:
         if span.bidirectional:
             return ops.full_attention(q_THE[None], k_THE[None], v_THE[None])[0]
-        k_LHE = ops.gather_pages(k_NHSE, span.pages_M, end)
-        v_LHE = ops.gather_pages(v_NHSE, span.pages_M, end)
+        k_LHE, v_LHE = ops.gather_cached(cache, span.pages_M, end, q_THE.dtype)
         return ops.suffix_attention(q_THE, k_LHE, v_LHE)
 
     return attend
@@ -45,9 +41,9 @@ def step_places(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.Places:
 def step_attention(batch: DecodeBatch) -> Attend:
     """Each row sees its own positions up to its token's."""
 
-    def attend(
-        q_BHE: Heads, _k: Heads, _v: Heads, k_NHSE: torch.Tensor, v_NHSE: torch.Tensor
-    ) -> Heads:
-        return ops.decode_attention(q_BHE, k_NHSE, v_NHSE, batch.positions_B, batch.page_table_BM)
+    def attend(q_BHE: Heads, _k: Heads, _v: Heads, cache: LayerCache) -> Heads:
+        k_NHSE, v_NHSE, scale_2 = cache
+        where = batch.positions_B, batch.page_table_BM
+        return ops.decode_attention(q_BHE, k_NHSE, v_NHSE, *where, scale_2)
 
     return attend

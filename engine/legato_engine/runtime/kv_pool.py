@@ -32,7 +32,7 @@ def num_pages_for(
     free = device.free_memory()
     if free is None:
         return default
-    page_bytes = math.prod(_page_shape(model, page_size)) * 2 * model.dtype.itemsize
+    page_bytes = math.prod(_page_shape(model, page_size)) * 2 * kv_dtype(model).itemsize
     context = -(-model.max_context // page_size)
     pages = int(free * fraction) // page_bytes
     if pages <= context:
@@ -45,6 +45,11 @@ def num_pages_for(
     return min(pages, (max_running + _MOST_PREFIXES) * context + 1)
 
 
+def kv_dtype(model: Model) -> torch.dtype:
+    """Of the pool: e4m3 where the model has the scales for it."""
+    return model.dtype if model.kv_scale_L2 is None else torch.float8_e4m3fn
+
+
 def _page_shape(model: Model, page_size: int) -> tuple[int, int, int, int]:
     return model.num_layers, model.num_kv_heads, page_size, model.head_dim
 
@@ -52,10 +57,10 @@ def _page_shape(model: Model, page_size: int) -> tuple[int, int, int, int]:
 def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KVCache:
     """Zeroed pages of all layers; page 0 is scratch."""
     shape = (model.num_layers, num_pages, model.num_kv_heads, page_size, model.head_dim)
-    return KVCache(
-        torch.zeros(shape, dtype=model.dtype, device=device.torch_device),
-        torch.zeros(shape, dtype=model.dtype, device=device.torch_device),
+    keys, values = (
+        torch.zeros(shape, dtype=kv_dtype(model), device=device.torch_device) for _ in range(2)
     )
+    return KVCache(keys, values, model.kv_scale_L2)
 
 
 def decode_buckets(device: Device, max_tokens: int) -> tuple[int, ...]:

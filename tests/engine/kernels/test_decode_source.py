@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from legato_engine.kernels.cuda import compiler, streams
-from legato_engine.kernels.cuda.attention import SPLITS, attend_defines
+from legato_engine.kernels.cuda.attention import MAX_CONTEXT, SPLITS, attend_defines
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS, decode_defines, decode_forms
 from legato_engine.kernels.cuda.expert_adapters import expert_adapter_defines
 from legato_engine.kernels.cuda.gained_stages import Rows, expert_defines, gained_defines
@@ -26,6 +26,7 @@ from tests.engine.kernels.test_streams import (
     EXPERT_STATIC,
     GAINS_STATIC,
     MOST,
+    PAGE,
     RESERVED,
     dynamic_shared,
     expert_shared,
@@ -131,7 +132,10 @@ def test_experts_compile_without_spills(cache, tiles, dtype, arch):
     """So do the kernels of Moondream 3's layers; those of gains run beside those of experts."""
     sizes = expert_sizes(dtype)
     for routed in (False, True):
-        constants = gained_defines(sizes, tiles, routed=routed)
+        kv_bytes = 1 if routed else 2
+        decoder = dataclasses.replace(sizes.decoder, kv_bytes=kv_bytes)
+        with_kv = dataclasses.replace(sizes, decoder=decoder)
+        constants = gained_defines(with_kv, tiles, routed=routed)
         found = usages(compiler.compile_source("gained.cu", constants, arch))
         assert set(found) == {"gained_in", "gains"}
         assert max(usage.stack for usage in found.values()) <= MOST_STACK
@@ -159,6 +163,19 @@ def test_adapters_of_experts_compile_without_spills(cache, room, dtype, arch):
             usage = usages(code)[kernel]
             assert usage.stack <= MOST_STACK
             assert usage.static <= GAINS_STATIC + 2 * RESERVED
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kv_bytes", [1, 2])
+@pytest.mark.parametrize("context", [2048, MAX_CONTEXT])
+@pytest.mark.parametrize("splits", SPLITS)
+def test_attention_compiles_without_spills(cache, splits, context, kv_bytes, arch):
+    """In short contexts and in long ones, over keys and values of both kinds."""
+    sizes = dataclasses.replace(
+        sizes_of("moondream2")[0].attention, max_pages=context // PAGE, kv_bytes=kv_bytes
+    )
+    found = usages(compiler.compile_source("attend.cu", attend_defines(sizes, splits), arch))
+    assert all(u.stack <= MOST_STACK and u.static <= RESERVED for u in found.values())
 
 
 @pytest.mark.parametrize("arch", ARCHS)

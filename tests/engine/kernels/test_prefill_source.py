@@ -16,7 +16,7 @@ import subprocess
 
 import pytest
 import torch
-from legato_engine.kernels import reference
+from legato_engine.kernels import pages, reference
 from legato_engine.kernels.cuda.compiler import compile_source
 from legato_engine.kernels.cuda.prefill import SOURCE, defines
 from legato_engine.layers.rope import Rope
@@ -27,6 +27,7 @@ from tests.engine.kernels.test_decode_source import usages
 HEADS, HEAD_DIM, PAGE, PAGES = 3, 64, 4, 9
 THREADS = 256
 SHIM = """
+#include <cmath>
 #include <cstring>
 #define __global__
 #define __device__ inline
@@ -55,6 +56,28 @@ static u32 bits(float f) {
     u32 b; std::memcpy(&b, &f, 4); return (b + 0x7fff + (b >> 16 & 1)) >> 16;
 }
 static u32 pack(float low, float high) { return bits(low) | bits(high) << 16; }
+struct uint2 { u32 x, y; };
+#if KV_BYTES == 1
+typedef unsigned char Element;
+static float e4m3(int code) {
+    int exponent = code >> 3 & 15, mantissa = code & 7;
+    float value = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+    return code & 128 ? -value : value;
+}
+static Element to_element(float x, float scale) {  // the nearest code; of two the even one
+    float value = low_float(bits(x)) / scale;
+    int best = 0;
+    for (int code = 1; code < 127; code++) {
+        float size = std::fabs(value);
+        float gain = std::fabs(e4m3(best) - size) - std::fabs(e4m3(code) - size);
+        if (gain > 0 || (gain == 0 && code % 2 == 0)) best = code;
+    }
+    return best | (std::signbit(value) ? 128 : 0);
+}
+static float from_element(Element x, float scale) { return e4m3(x) * scale; }
+#else
+typedef bf16 Element;
+#endif
 static uint4 load_fresh(const void* p) { return *(const uint4*)p; }
 static i64 load_fresh_i64(const i64* p) { return *p; }
 extern "C" void set_lane(int block, int thread, int note) {
@@ -64,30 +87,35 @@ extern "C" void set_lane(int block, int thread, int note) {
 
 
 @pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("arch", "kv_bytes"), [("sm_80", 2), ("sm_90", 2), ("sm_100", 2), ("sm_89", 1), ("sm_90", 1)]
+)
 @pytest.mark.parametrize("num_heads", [5, 32])
-def test_the_source_compiles_without_spills(tmp_path, monkeypatch, num_heads, arch):
+def test_the_source_compiles_without_spills(tmp_path, monkeypatch, num_heads, arch, kv_bytes):
     """Both kernels compile where they run and keep everything in registers."""
     monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path))
-    found = usages(compile_source(SOURCE, defines(num_heads, 16), arch))
+    found = usages(compile_source(SOURCE, defines(num_heads, 16, kv_bytes), arch))
     assert set(found) == {"rotate_and_cache", "add3"}
     assert not any(usage.stack for usage in found.values())
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """The source as a library of this machine."""
+    """The source as libraries of this machine, by the bytes of a key's or value's element."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("source")
     source = importlib.resources.files("legato_engine.kernels.cuda") / "sources" / SOURCE
-    file, library = folder / "prefill.cpp", folder / "prefill.so"
-    file.write_text(SHIM + source.read_text().replace('#include "common.cuh"', ""))
-    options = [f"-D{name}={value}" for name, value in defines(HEADS, PAGE).items()]
-    command = [compiler, "-O2", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", *options]
-    subprocess.run([*command, str(file), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    built = {}
+    for kv_bytes in (1, 2):
+        folder = tmp_path_factory.mktemp("source")
+        file, library = folder / "prefill.cpp", folder / "prefill.so"
+        file.write_text(SHIM + source.read_text().replace('#include "element.cuh"', ""))
+        options = [f"-D{name}={value}" for name, value in defines(HEADS, PAGE, kv_bytes).items()]
+        command = [compiler, "-O2", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", *options]
+        subprocess.run([*command, str(file), "-o", str(library)], check=True)
+        built[kv_bytes] = ctypes.CDLL(str(library))
+    return built
 
 
 def pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:
@@ -95,9 +123,11 @@ def pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
 
 
-def rotate_and_cache(kernels, qkv_T3HE, rope, pages_M, caches, start):
+def rotate_and_cache(kernels, qkv_T3HE, rope, pages_M, caches, scale_2, start):
     """The kernel, warp by warp."""
+    kernels = kernels[caches[0].element_size()]
     count = qkv_T3HE.shape[0]
+    scales = ctypes.c_void_p(None if scale_2 is None else scale_2.data_ptr())
     fixed = pointers(rope.cos_PR, rope.sin_PR, pages_M)
     real = pointers(qkv_T3HE), pointers(*caches)
     for warp in range(-(-count * HEADS * 8 // 32)):
@@ -106,30 +136,42 @@ def rotate_and_cache(kernels, qkv_T3HE, rope, pages_M, caches, start):
         for note, (qkv, pair) in ((1, waste), (0, real)):
             for lane in range(32):
                 kernels.set_lane(warp // 8, warp % 8 * 32 + lane, note)
-                kernels.rotate_and_cache(*qkv, *fixed, *pair, start, count)
+                kernels.rotate_and_cache(*qkv, *fixed, *pair, scales, start, count)
 
 
+SCALE_2 = torch.tensor([0.005, 0.3])
+
+
+@pytest.mark.parametrize("scale_2", [None, SCALE_2], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 14), (5, 11), (7, 23)])
-def test_rotation_has_the_bits_of_the_reference(kernels, start, count):
-    """Queries and keys turn as in torch, keys and values reach their slots, the rest stays."""
+def test_rotation_has_the_bits_of_the_reference(kernels, start, count, scale_2):
+    """Queries and keys turn as in torch, keys and values reach their slots, the rest stays.
+
+    Of keys and values in e4m3, some of which saturate, what is read back takes their place.
+    """
     generator = torch.Generator().manual_seed(start)
     rope = Rope(10000.0, 32, 40)
     rope.fill(torch.device("cpu"))
     qkv_T3HE = torch.randn(count, 3, HEADS, HEAD_DIM, generator=generator).bfloat16()
-    caches = [torch.full((PAGES + 1, HEADS, PAGE, HEAD_DIM), 7.0).bfloat16() for _ in range(2)]
+    scales = pages.units(scale_2)
+    like = torch.full((PAGES + 1, HEADS, PAGE, HEAD_DIM), 7.0).bfloat16()
+    caches = [pages.quantise(like, scale).clone() for scale in scales]
     pages_M = torch.randperm(PAGES, generator=generator) + 1
     positions_T = torch.arange(start, start + count)
     angles = rope.at(positions_T)
     q_THE, k_THE = (reference.rotate(qkv_T3HE[:, i], *angles) for i in (0, 1))
-    expected = torch.stack([q_THE, k_THE, qkv_T3HE[:, 2]], 1)
+    new = (k_THE, qkv_T3HE[:, 2].clone())
+    stored = [pages.quantise(x, scale) for x, scale in zip(new, scales, strict=True)]
+    read = [pages.dequantise(x, s, like.dtype) for x, s in zip(stored, scales, strict=True)]
+    expected = torch.stack([q_THE, *read], 1)
     expected_caches = [cache.clone() for cache in caches]
     where = pages_M[positions_T // PAGE], positions_T % PAGE
-    for cache, new in zip(expected_caches, (k_THE, qkv_T3HE[:, 2]), strict=True):
-        reference.write_kv(cache, new, *where)
-    rotate_and_cache(kernels, qkv_T3HE, rope, pages_M, caches, start)
+    for cache, new_THE in zip(expected_caches, stored, strict=True):
+        pages.write_kv(cache, new_THE, *where)
+    rotate_and_cache(kernels, qkv_T3HE, rope, pages_M, caches, scale_2, start)
     assert torch.equal(qkv_T3HE, expected)
     for cache, expected_cache in zip(caches, expected_caches, strict=True):
-        assert torch.equal(cache, expected_cache)
+        assert torch.equal(pages.indexable(cache), pages.indexable(expected_cache))
 
 
 def test_a_sum_of_three_is_rounded_once(kernels):
@@ -137,7 +179,7 @@ def test_a_sum_of_three_is_rounded_once(kernels):
     x, y, z = (torch.randn(3, 40).mul_(10.0**i).bfloat16() for i in (0, 1, -1))
     out = torch.full((136,), 7.0).bfloat16()
     for thread in range(THREADS):
-        kernels.set_lane(0, thread, 0)
-        kernels.add3(*pointers(x, y, z, out), x.numel() // 8)
+        kernels[2].set_lane(0, thread, 0)
+        kernels[2].add3(*pointers(x, y, z, out), x.numel() // 8)
     assert torch.equal(out[:120].view_as(x), (x.float() + y.float() + z.float()).bfloat16())
     assert torch.equal(out[120:], torch.full((16,), 7.0).bfloat16())

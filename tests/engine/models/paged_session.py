@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.runtime.kv_pool import kv_dtype
 
 PAGE_SIZE = 16
 
@@ -20,10 +21,8 @@ class PagedSession:
         pages_per_row = -(-model.max_context // PAGE_SIZE)
         num_pages = (num_rows + 2) * pages_per_row + 1
         shape = (model.num_layers, num_pages, model.num_kv_heads, PAGE_SIZE, model.head_dim)
-        nan = float("nan")
-        self.kv = KVCache(
-            torch.full(shape, nan, dtype=model.dtype), torch.full(shape, nan, dtype=model.dtype)
-        )
+        nan = torch.tensor(float("nan")).to(kv_dtype(model))
+        self.kv = KVCache(nan.expand(shape).clone(), nan.expand(shape).clone(), model.kv_scale_L2)
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self.free_pages = order.tolist()
         self.pages_per_row = pages_per_row
@@ -53,8 +52,8 @@ class PagedSession:
         num_full = length // PAGE_SIZE
         pages = torch.tensor(shared[:num_full].tolist() + self._take(self.pages_per_row - num_full))
         if length % PAGE_SIZE:
-            self.kv.k_LNHSE[:, pages[num_full]] = self.kv.k_LNHSE[:, shared[num_full]]
-            self.kv.v_LNHSE[:, pages[num_full]] = self.kv.v_LNHSE[:, shared[num_full]]
+            for cache in (self.kv.k_LNHSE, self.kv.v_LNHSE):
+                cache[:, int(pages[num_full])].copy_(cache[:, int(shared[num_full])])
         self.page_table_RM[row] = pages
         self.positions_R[row] = length + len(prompt)
         ids_T = torch.tensor([token.token_id for token in prompt])

@@ -1,4 +1,7 @@
-"""Experts in fp8: e4m3 codes (the variant without infinities) and one scale an output row."""
+"""Numbers in fp8: e4m3 codes (the variant without infinities) times a scale.
+
+Experts have a scale an output row, keys and values one a layer each.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +48,11 @@ def quantise_rows(matrix: Array) -> tuple[NDArray[np.uint8], NDArray[np.float32]
     largest = np.abs(matrix).max(axis=-1)
     scales = np.where(largest > 0, largest / MAX_E4M3, 1.0).astype(np.float32)
     return encode_e4m3(matrix / scales[..., None].astype(np.float64)), scales
+
+
+def cached(values: Array, scale: Array) -> Array:
+    """What is read of keys or values that are stored in fp8: codes of units of a scale."""
+    return decode_e4m3(encode_e4m3(values / scale)) * scale
 
 
 def expert_matrix(weights: Weights, name: str, expert: int) -> Array:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tests.reference.moondream3.adapters import change, layer_name
 from tests.reference.moondream3.config import Config, Switches, TextConfig
+from tests.reference.moondream3.fp8 import cached
 from tests.reference.moondream3.moe import moe
 from tests.reference.moondream3.numerics import (
     Array,
@@ -33,7 +34,7 @@ router_logits [T, E] where there are experts."""
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys (rotated) and values (scaled by tau)."""
+    """One layer's keys (rotated) and values (scaled by tau), as they are read."""
 
     k_HSK: Array
     v_HSK: Array
@@ -103,6 +104,11 @@ def _mlp(
     return out_TD, {"router_logits": logits_TE}
 
 
+def _cached(x_HTK: Array, weights: Weights, scale: str) -> Array:
+    """Keys or values as anybody reads them: through fp8 where there is a scale for it."""
+    return cached(x_HTK, weight(weights, scale)) if scale in weights else x_HTK
+
+
 def block(
     x_TD: Array,
     visible_TS: NDArray[np.bool_],
@@ -118,6 +124,10 @@ def block(
     positions = np.arange(len(x_TD)) + past.k_HSK.shape[1]
     normed = layer_norm(x_TD, weights, f"text.blocks.{layer}.ln")
     q, k, v = qkv(normed, positions, layer, config, weights)
+    k, v = (
+        _cached(x, weights, f"text.blocks.{layer}.attn.{which}_scale")
+        for which, x in zip("kv", (k, v), strict=True)
+    )
     cache = LayerCache(
         np.concatenate([past.k_HSK, k], axis=1), np.concatenate([past.v_HSK, v], axis=1)
     )

@@ -87,9 +87,12 @@ def check_weights(config: Config, weights: Weights) -> None:
     """Nothing is missing, nothing is left over, and every shape is right.
 
     Raises:
-        ValueError: names what is wrong. Scales of experts may be there or not.
+        ValueError: names what is wrong. Scales of experts may be there or not, and so may those
+            of keys and values.
     """
     wanted = weight_shapes(config)
+    if not weights.keys().isdisjoint(cache_scale_names(config)):
+        wanted |= dict.fromkeys(cache_scale_names(config), (1,))
     for name, shape in wanted.items():
         if name.endswith((".fc1.weight", ".fc2.weight")) and len(shape) == 3:
             scale = name.removesuffix("weight") + "scale"
@@ -136,6 +139,18 @@ def random_weights(
         name: _kept(_draw(name, shape, rng), precision)
         for name, shape in weight_shapes(config).items()
     }
+
+
+def cache_scale_names(config: Config) -> list[str]:
+    """Those of keys and values, layer by layer."""
+    layers = range(config.text.layers)
+    return [f"text.blocks.{layer}.attn.{which}_scale" for layer in layers for which in "kv"]
+
+
+def quantise_cache(config: Config, weights: Weights) -> dict[str, NDArray[np.generic]]:
+    """The same, with scales for keys and values in fp8; a few of either are beyond the largest."""
+    scales = np.linspace(0.008, 0.02, 2 * config.text.layers, dtype=np.float32)
+    return dict(weights) | dict(zip(cache_scale_names(config), scales[:, None], strict=True))
 
 
 def _expert_names(config: Config) -> Iterator[str]:

@@ -3,6 +3,8 @@
 Successive tokens of one row form groups that read their keys and values once. A token's result has
 the same bits alone, in any group and in any batch.
 
+Keys and values are bf16, or e4m3 in units of scales.
+
 Shape legend: B tokens, H heads, E head dim (64), D = H * E, F stride of the output, R rows of the
 page table, M pages per row, N pages, S positions per page.
 """
@@ -21,14 +23,14 @@ GROUP = 8
 """The most tokens of a group."""
 STEP = 16
 """Positions that are taken at once; a page holds a multiple."""
-MAX_CONTEXT = 4096
-"""Positions at most: a warp's lanes know the pages of its steps."""
+MAX_CONTEXT = 32768
+"""Positions at most, of those that were tried."""
 SPLITS = (1, 2, 4)
 """Thread blocks per head of a group that the kernel is compiled for."""
 
 _WARPS = {1: 16, 2: 8, 4: 8}
 """Warps of a thread block, by splits."""
-_STAGE = 2 * STEP * HEAD_DIM * 2 + 8  # keys and values of a step, and a barrier
+_BARRIER = 8  # bytes, of each stage
 _PART = (HEAD_DIM + 4) * 4  # what a token's softmax over some positions leaves
 
 
@@ -50,21 +52,28 @@ class Places:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """What the kernel is compiled for; `out_stride` is F."""
+    """What the kernel is compiled for; `out_stride` is F.
+
+    `kv_bytes` of a key's or value's element: 2 (bf16) or 1 (e4m3).
+    """
 
     num_heads: int
     page_size: int
     max_pages: int
     out_stride: int
+    kv_bytes: int = 2
 
 
 class Attention:
     """The kernel, for each number of thread blocks that may share a head of a group."""
 
     def __init__(self, sizes: AttentionSizes, stages: int, split_stages: int) -> None:
-        """Rings of so many steps per warp, `split_stages` where a cluster shares a head."""
+        """Rings of so many steps of bf16 per warp, `split_stages` where a cluster shares a head."""
         self._sizes = sizes
-        self._stages = {splits: stages if splits == 1 else split_stages for splits in SPLITS}
+        self._stages = {
+            splits: ring_stages(stages if splits == 1 else split_stages, sizes.kv_bytes)
+            for splits in SPLITS
+        }
         self._kernels = {splits: self._kernel(splits) for splits in SPLITS}
 
     def launch(
@@ -74,10 +83,12 @@ class Attention:
         v_NHSE: torch.Tensor,
         places: Places,
         out_BF: torch.Tensor,
+        scale_2: torch.Tensor | None = None,
     ) -> None:
         """Fill the first D columns of the tokens' outputs.
 
         At most 32 tokens, as many as `places` has. Reads `places` ahead of the kernel in front.
+        `scale_2` (float32): the units of keys and of values of e4m3.
         """
         batch, heads = places.row_B.shape[0], self._sizes.num_heads
         groups = min(batch, places.num_groups)
@@ -89,17 +100,19 @@ class Attention:
             (grid * splits, 1, 1),
             32 * _WARPS[splits],
             (
-                *(q_BD, k_NHSE, v_NHSE, places.row_B, places.position_B, places.fresh_B),
-                *(places.table_RM, out_BF, batch, stages),
+                *(q_BD, k_NHSE, v_NHSE, scale_2),
+                *(places.row_B, places.position_B, places.fresh_B, places.table_RM),
+                *(out_BF, batch, stages),
             ),
-            shared=shared_bytes(splits, stages, batch),
+            shared=shared_bytes(splits, stages, batch, self._sizes.kv_bytes),
             cluster=splits,
             overlap=True,
         )
 
     def _kernel(self, splits: int) -> Kernel:
         module = Module("attend.cu", attend_defines(self._sizes, splits))
-        return module.kernel("attend", shared=shared_bytes(splits, self._stages[splits], GROUP))
+        shared = shared_bytes(splits, self._stages[splits], GROUP, self._sizes.kv_bytes)
+        return module.kernel("attend", shared=shared)
 
 
 def splits_for(pairs: int) -> int:
@@ -107,13 +120,19 @@ def splits_for(pairs: int) -> int:
     return next((s for s in SPLITS[:0:-1] if pairs * s <= streams.num_processors()), 1)
 
 
-def shared_bytes(splits: int, stages: int, batch: int) -> int:
+def ring_stages(stages: int, kv_bytes: int) -> int:
+    """Steps that take the memory of so many of bf16."""
+    return stages * 2 // kv_bytes
+
+
+def shared_bytes(splits: int, stages: int, batch: int, kv_bytes: int = 2) -> int:
     """Dynamic shared memory of a launch with rings of `stages` steps per warp.
 
     What the warps compute lies beside the rings, twice; with splits it lies in them.
     """
     parts = 2 * min(batch, GROUP) * _PART if splits == 1 else 0
-    return _WARPS[splits] * (stages * _STAGE + parts)
+    stage = 2 * STEP * HEAD_DIM * kv_bytes + _BARRIER  # keys and values of a step
+    return _WARPS[splits] * (stages * stage + parts)
 
 
 def attend_defines(sizes: AttentionSizes, splits: int) -> dict[str, int]:
@@ -125,4 +144,5 @@ def attend_defines(sizes: AttentionSizes, splits: int) -> dict[str, int]:
         "PAGE": sizes.page_size,
         "PAGES": sizes.max_pages,
         "SPLITS": splits,
+        "KV_BYTES": sizes.kv_bytes,
     }

@@ -38,7 +38,10 @@ _MIN_CAPABILITY = (9, 0)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """What the kernels are compiled for."""
+    """What the kernels are compiled for.
+
+    `kv_bytes` of a key's or value's element: 2 (bf16), or 1 (e4m3, where others write them).
+    """
 
     dim: int
     ff_dim: int
@@ -47,6 +50,7 @@ class DecoderSizes:
     vocab_size: int
     page_size: int
     max_pages: int
+    kv_bytes: int = 2
 
     @property
     def mixed_dim(self) -> int:
@@ -61,6 +65,7 @@ class DecoderSizes:
             page_size=self.page_size,
             max_pages=self.max_pages,
             out_stride=self.mixed_dim,
+            kv_bytes=self.kv_bytes,
         )
 
     @property
@@ -236,9 +241,15 @@ class Decoder:
             overlap=True,
         )
 
-    def attend(self, places: Places, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def attend(
+        self,
+        places: Places,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale_2: torch.Tensor | None = None,
+    ) -> None:
         """The heads' output into `mixed_BF`, of `q_BD` and one layer's keys and values."""
-        self._attention.launch(self.q_BD, keys, values, places, self.mixed_BF)
+        self._attention.launch(self.q_BD, keys, values, places, self.mixed_BF, scale_2)
 
     def layer_out(
         self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None = None

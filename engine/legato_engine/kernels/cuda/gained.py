@@ -78,8 +78,9 @@ class GainedLayer:
     maps: LayerWeights | ExpertLayer
 
 
-_Where = tuple[Places, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
-"""Of one layer: the tokens' places, its keys and values, and the angles."""
+_Cache = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+_Where = tuple[Places, _Cache, tuple[torch.Tensor, torch.Tensor]]
+"""Of one layer: the tokens' places; its keys, values and their units; and the angles."""
 
 
 class _Kernels:
@@ -114,8 +115,11 @@ class GainedDecoder:
         num_layers: int,
         device: torch.device,
         stages: Stages = DEFAULT_STAGES,
+        scale_L2: torch.Tensor | None = None,
     ) -> None:
+        """`scale_L2` (float32): the units of keys and of values of e4m3."""
         self._sizes = sizes
+        self._scales = [None] * num_layers if scale_L2 is None else [*scale_L2]
         self._decoder = Decoder(sizes.decoder, device, stages)
         self._kernels = {tiles: _Kernels(sizes, tiles, stages) for tiles in streams.TILES}
         dim, experts = sizes.decoder.dim, sizes.experts
@@ -151,7 +155,8 @@ class GainedDecoder:
         assert adapters is None or isinstance(adapters, RoutedAdapters), "of another decoder"
         row_B = places.row_B
         for layer, weights in enumerate(layers):
-            where = places, k_LNHSE[layer], v_LNHSE[layer], angles
+            cache = k_LNHSE[layer], v_LNHSE[layer], self._scales[layer]
+            where = places, cache, angles
             if isinstance(weights.maps, ExpertLayer):
                 changes = None
                 if adapters is not None:
@@ -202,11 +207,11 @@ class GainedDecoder:
         self, batch: int, gains: Gains, where: _Where, parts: Collection[Part], *, behind: bool
     ) -> None:
         """The gains, and the heads' output; `behind` other kernels than the layer's first."""
-        places, keys, values, angles = where
+        places, cache, _ = where
         if Part.GAINS in parts:
-            self._gain(batch, gains, places, keys, values, angles, behind=behind)
+            self._gain(batch, gains, where, behind=behind)
         if Part.ATTEND in parts:
-            self._decoder.attend(places, keys, values)
+            self._decoder.attend(places, *cache)
 
     def _layer_in(
         self,
@@ -231,24 +236,15 @@ class GainedDecoder:
             overlap=True,
         )
 
-    def _gain(
-        self,
-        batch: int,
-        gains: Gains,
-        places: Places,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        *,
-        behind: bool,
-    ) -> None:
+    def _gain(self, batch: int, gains: Gains, where: _Where, *, behind: bool) -> None:
+        places, cache, angles = where
         self._kernels[streams.tiles_for(batch)].gains.launch(
             (self._sizes.decoder.num_heads, -(-batch // _GAIN_TOKENS), 1),
             streams.WORKERS,
             (
                 *(self._qkv_BC, self._features_BC, gains.weights_ZC, gains.placed_PH, *angles),
                 *(places.row_B, places.position_B, places.table_RM),
-                *(self._decoder.q_BD, keys, values, batch, int(behind)),
+                *(self._decoder.q_BD, *cache, batch, int(behind)),
             ),
             overlap=True,
         )

@@ -121,6 +121,7 @@ def gained_defines(sizes: GainedSizes, tiles: int, *, routed: bool) -> dict[str,
         "EXACT": int(sizes.exact),
         "EXPERTS": sizes.experts.num_experts if routed else 0,
         "EXPERT_BYTES": sizes.experts.weight_bytes,
+        "KV_BYTES": decoder.kv_bytes,
         "TILES": tiles,
     }
 

@@ -19,22 +19,23 @@ _ROTATED_PAIRS = 16
 _THREADS = 256
 _VALUES_PER_LOAD = 8
 _ALIGNMENT = 16  # bytes of an access
+_CONVERTS = (8, 9)  # the compute capability from which e4m3 is converted
 _MAX_VALUES = 1 << 30  # what an int can number
 
 
-def defines(num_heads: int, page_size: int) -> dict[str, int]:
-    """Constants of `SOURCE`."""
-    return {"HEADS": num_heads, "PAGE": page_size}
+def defines(num_heads: int, page_size: int, kv_bytes: int = 2) -> dict[str, int]:
+    """Constants of `SOURCE`; `kv_bytes` of a key's or value's element, which is bf16 or e4m3."""
+    return {"HEADS": num_heads, "PAGE": page_size, "KV_BYTES": kv_bytes}
 
 
 def can_rotate(qkv: torch.Tensor, cos_PR: torch.Tensor, k_NHSE: torch.Tensor) -> bool:
     """Whether `rotate_and_cache` takes such tensors, `qkv` [..., E] in any view of its heads.
 
-    Values and sines are as keys and cosines.
+    Values and sines are as keys and cosines; keys of e4m3 need a GPU that converts them.
     """
     return (
         _is_plain(qkv)
-        and _is_plain(k_NHSE)
+        and (_is_plain(k_NHSE) or _is_e4m3(k_NHSE))
         and qkv.shape[-1] == _HEAD_DIM
         and cos_PR.shape[-1] == _ROTATED_PAIRS
         and cos_PR.dtype is torch.float32
@@ -50,15 +51,19 @@ def rotate_and_cache(
     pages_M: torch.Tensor,
     k_NHSE: torch.Tensor,
     v_NHSE: torch.Tensor,
+    scale_2: torch.Tensor | None = None,
 ) -> None:
     """Turn queries and keys in place; keys and values go to positions `start` and on of `pages_M`.
 
-    The pages are int64 and without gaps. The bits are those of `reference.rotate`.
+    The pages are int64 and without gaps. The bits are those of `reference.rotate`; of caches of
+    e4m3, whose units are `scale_2`, those of `pages.quantise`, and keys and values become in
+    place what is read back.
     """
     count, _, num_heads, _ = qkv_T3HE.shape
-    kernel = _compiled(num_heads, k_NHSE.shape[2], qkv_T3HE.device).rotate_and_cache
+    page_size, kv_bytes = k_NHSE.shape[2], k_NHSE.element_size()
+    kernel = _compiled(num_heads, page_size, kv_bytes, qkv_T3HE.device).rotate_and_cache
     threads = count * num_heads * (_HEAD_DIM // _VALUES_PER_LOAD)
-    operands = (qkv_T3HE, cos_PR, sin_PR, pages_M, k_NHSE, v_NHSE, start, count)
+    operands = (qkv_T3HE, cos_PR, sin_PR, pages_M, k_NHSE, v_NHSE, scale_2, start, count)
     _launch(kernel, threads, operands)
 
 
@@ -74,7 +79,7 @@ def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """[...] of three times [...]: summed in float32, rounded once."""
     out = torch.empty_like(x)
     loads = x.numel() // _VALUES_PER_LOAD
-    _launch(_compiled(1, 1, x.device).add3, loads, (x, y, z, out, loads))
+    _launch(_compiled(1, 1, 2, x.device).add3, loads, (x, y, z, out, loads))
     return out
 
 
@@ -88,21 +93,31 @@ def _is_plain(x: torch.Tensor) -> bool:
     )
 
 
+def _is_e4m3(x: torch.Tensor) -> bool:
+    """The same of e4m3, where kernels can convert it."""
+    return (
+        x.device.type == "cuda"
+        and x.dtype is torch.float8_e4m3fn
+        and x.is_contiguous()
+        and torch.cuda.get_device_capability(x.device) >= _CONVERTS
+    )
+
+
 class _Kernels:
     """The kernels for one shape of the cache, on the current device."""
 
-    def __init__(self, num_heads: int, page_size: int) -> None:
-        module = Module(SOURCE, defines(num_heads, page_size))
+    def __init__(self, num_heads: int, page_size: int, kv_bytes: int) -> None:
+        module = Module(SOURCE, defines(num_heads, page_size, kv_bytes))
         self.rotate_and_cache = module.kernel("rotate_and_cache")
         self.add3 = module.kernel("add3")
 
 
 @functools.cache
-def _compiled(num_heads: int, page_size: int, device: torch.device) -> _Kernels:
+def _compiled(num_heads: int, page_size: int, kv_bytes: int, device: torch.device) -> _Kernels:
     with torch.cuda.device(device):
-        return _Kernels(num_heads, page_size)
+        return _Kernels(num_heads, page_size, kv_bytes)
 
 
-def _launch(kernel: Kernel, threads: int, operands: tuple[torch.Tensor | int, ...]) -> None:
+def _launch(kernel: Kernel, threads: int, operands: tuple[torch.Tensor | int | None, ...]) -> None:
     grid = (-(-threads // _THREADS), 1, 1)
     kernel.launch(grid, _THREADS, operands, overlap=True)

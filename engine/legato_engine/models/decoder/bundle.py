@@ -57,15 +57,20 @@ class DecoderBundle:
         dtype: torch.dtype,
         *,
         vision_fp8: bool = False,
+        kv_dtype: str = "auto",
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> DecoderModel:
         """The model on a device; raises `InvalidField` when the weights do not fit it or `memory`.
 
-        So does `vision_fp8`: there is no vision tower.
+        So do `vision_fp8`, as there is no vision tower, and a `kv_dtype` of fp8, as there are no
+        scales for it.
         """
         if vision_fp8:
             raise InvalidField(f"{self.name} has no vision tower", field="vision_dtype")
+        if kv_dtype == "fp8":
+            problem = f"{self.name} has no scales for keys and values in fp8: use auto or model"
+            raise InvalidField(problem, field="kv_dtype")
         with torch.device("meta"):
             network = self.network(self.config).to(dtype)
         if self.weights is None:

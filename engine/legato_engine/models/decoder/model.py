@@ -40,6 +40,7 @@ class DecoderModel:
         self.width = config.dim
         self.max_context = config.max_context
         self.dtype = network.embed_tokens.weight.dtype
+        self.kv_scale_L2: torch.Tensor | None = None
         self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
         self.bos_token = 0  # of no use: the prefix is empty
         self._network = network

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from legato_engine.kernels import ops
+from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.gated_mlp import GatedMLP
 from legato_engine.layers.grouped_attention import Attend, GroupedAttention
 from legato_engine.layers.linear import Linear
@@ -39,12 +40,11 @@ class GatedBlock(nn.Module):
         self,
         x: torch.Tensor,
         where: ops.Places | ops.Span,
-        k_NHSE: torch.Tensor,
-        v_NHSE: torch.Tensor,
+        cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
         """[tokens, D] to [tokens, D]; writes the tokens' keys and values first."""
-        x = x + self.self_attn(self.input_layernorm(x), where, k_NHSE, v_NHSE, attend)
+        x = x + self.self_attn(self.input_layernorm(x), where, cache, attend)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -103,5 +103,5 @@ class DecoderNetwork(nn.Module):
         self, x: torch.Tensor, where: ops.Places | ops.Span, kv: KVCache, attend: Attend
     ) -> torch.Tensor:
         for layer, block in enumerate(self.layers):
-            x = block(x, where, kv.k_LNHSE[layer], kv.v_LNHSE[layer], attend)
+            x = block(x, where, kv.layer(layer), attend)
         return x

@@ -75,7 +75,7 @@ class DraftProposer:
         """`layer` is the one of `text` whose keys and values in `kv` are read."""
         self._draft = draft
         self._text = text
-        self._k_NHSE, self._v_NHSE = kv.k_LNHSE[layer], kv.v_LNHSE[layer]
+        self._cache = kv.layer(layer)
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
         """See `proposer.Proposer`; the likeliest token each time."""
@@ -88,8 +88,9 @@ class DraftProposer:
             joined_RD = draft.joined(state_RD, text.wte[token_R])
             angles = text.rope.at((newest_R + step).clamp(max=last))
             q_RHE = reference.rotate(draft.queries(joined_RD), *angles)
+            k_NHSE, v_NHSE, scale_2 = self._cache
             seen_RHE = ops.decode_attention(
-                q_RHE, self._k_NHSE, self._v_NHSE, written_R, history.page_table_RM
+                q_RHE, k_NHSE, v_NHSE, written_R, history.page_table_RM, scale_2
             )
             state_RD = draft.next_state(state_RD, joined_RD, seen_RHE)
             token_R = self._likeliest(state_RD)

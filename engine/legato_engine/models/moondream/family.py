@@ -54,6 +54,7 @@ class MoondreamBundle:
         dtype: torch.dtype,
         *,
         vision_fp8: bool = False,
+        kv_dtype: str = "auto",
         memory: int | None = None,
         progress: Progress = lambda fraction: None,
     ) -> MoondreamModel:
@@ -62,12 +63,21 @@ class MoondreamBundle:
         from legato_engine.models.moondream.model import MoondreamModel
 
         if self.weights is None:
+            if kv_dtype == "fp8":
+                problem = "random weights have no scales for keys and values in fp8: use auto"
+                raise InvalidField(problem, field="kv_dtype")
             network = weights.random_weights(
                 self.config, _SEED, device, dtype, memory=memory, progress=progress
             )
         else:
             network = weights.load_weights(
-                self.config, self.weights, device, dtype, memory=memory, progress=progress
+                self.config,
+                self.weights,
+                device,
+                dtype,
+                kv_dtype=kv_dtype,
+                memory=memory,
+                progress=progress,
             )
         if vision_fp8:
             network.vision.use_fp8()

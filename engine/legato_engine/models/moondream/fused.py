@@ -187,6 +187,6 @@ def _layers(
         return decoder, lambda x_BD, *rest: decoder.layers(x_BD, plain, *rest)
     expert_dtype = torch.float8_e4m3fn if text.has_fp8_experts else text.wte.dtype
     routed_sizes = gained_sizes(config, sizes, expert_dtype)
-    routed = GainedDecoder(routed_sizes, len(blocks), device, stages)
+    routed = GainedDecoder(routed_sizes, len(blocks), device, stages, kv.scale_L2)
     layers = [gained_layer(block, sizes) for block in blocks]
     return routed, lambda x_BD, *rest: routed.layers(x_BD, layers, *rest)

@@ -23,24 +23,27 @@ def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
         vocab_size=text.vocab_size,
         page_size=kv.page_size,
         max_pages=-(-text.max_context // kv.page_size),
+        kv_bytes=kv.k_LNHSE.element_size(),
     )
 
 
-def can_fuse(config: MoondreamConfig, kv: KVCache) -> bool:
-    """Whether the kernels run this model on the device of its KV cache.
+def can_fuse(config: MoondreamConfig, kv: KVCache, dtype: torch.dtype) -> bool:
+    """Whether the kernels run this model of that dtype on the device of its KV cache.
 
-    They know gains and experts together or neither.
+    They know gains and experts together or neither, and keys of e4m3 only beside them.
     """
     text, region = config.text, config.region
     if (text.tau is None) != (text.moe is None):
         return False
-    if text.moe is not None and not gained_stages.supported(expert_sizes(config, kv.k_LNHSE.dtype)):
+    if kv.scale_L2 is not None and text.tau is None:
+        return False
+    if text.moe is not None and not gained_stages.supported(expert_sizes(config, dtype)):
         return False
     if region.inner_dim is not None and region.inner_dim % 64:
         return False
     fits = region.coord_bins % 64 == 0 and region.size_bins % 64 == 0
     fits = fits and region.coord_features % 4 == 0 and region.size_features % 4 == 0
-    return fits and supported(decoder_sizes(config, kv), kv.k_LNHSE.device, kv.k_LNHSE.dtype)
+    return fits and supported(decoder_sizes(config, kv), kv.k_LNHSE.device, dtype)
 
 
 def region_sizes(config: MoondreamConfig) -> RegionSizes:

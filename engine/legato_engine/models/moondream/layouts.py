@@ -51,20 +51,21 @@ _TABLES = {
     "region_model.coordinate_features.weight": "region.coord_features",
     "region_model.size_features.weight": "region.size_features",
 }
-_UNUSED = re.compile(_LAYER + r"kv_quantizer\.[kv]_scale")
+_KV_SCALE = re.compile(_LAYER + r"kv_quantizer\.([kv]_scale)")
 _TAU_HALF = re.compile(r"(text\.blocks\.\d+\.attn\.tau\.)w([qv])")
 
 
-def rename(num_heads: int) -> Rename:
+def rename(num_heads: int, *, kv_scales: bool = False) -> Rename:
     """Where a stored tensor goes in a network with so many heads.
 
-    The scales of fp8 keys and values are known, and not used: the KV cache has the model's dtype.
+    The scales of fp8 keys and values are known, but without `kv_scales` not used.
     """
 
     def place(stored: str) -> str | Place | None:
         name = _plain(stored)
-        if _UNUSED.fullmatch(name):
-            return None
+        if scale := _KV_SCALE.fullmatch(name):
+            ours = f"text.blocks.{scale[1]}.attn.{scale[2]}"
+            return Place(ours, flat=True) if kv_scales else None
         if name in _TABLES:
             return Place(_TABLES[name], transposed=True)
         name = _by_rule(name)
@@ -78,6 +79,17 @@ def rename(num_heads: int) -> Rename:
 def has_fp8_experts(headers: Iterable[Header]) -> bool:
     """Whether a checkpoint holds its experts in e4m3; only they have three dimensions."""
     return any(header.dtype is torch.float8_e4m3fn and len(header.shape) == 3 for header in headers)
+
+
+def missing_kv_scales(headers: Iterable[Header], num_layers: int) -> list[str]:
+    """The scales of fp8 keys and values that a checkpoint of so many layers lacks, in order."""
+    found = {name for header in headers if _KV_SCALE.fullmatch(name := _plain(header.name))}
+    names = (
+        f"text_model.transformer.h.{layer}.kv_quantizer.{kind}_scale"
+        for layer in range(num_layers)
+        for kind in ("k", "v")
+    )
+    return [name for name in names if name not in found]
 
 
 def _plain(stored: str) -> str:

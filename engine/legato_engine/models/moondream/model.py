@@ -58,6 +58,7 @@ class MoondreamModel:
         self.width = text.dim
         self.max_context = text.max_context
         self.dtype = network.text.wte.dtype
+        self.kv_scale_L2 = network.text.kv_scales()
         self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
         self.bos_token = config.tokens.bos
         self._config = config
@@ -147,7 +148,7 @@ class MoondreamModel:
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """The kernels over this cache, None where only torch's own operations run."""
-        if not can_fuse(self._config, kv):
+        if not can_fuse(self._config, kv, self.dtype):
             return None
         text, region = self._network.text, self._network.region
         return FusedMoondream(self._config, text, region, kv, adapters)

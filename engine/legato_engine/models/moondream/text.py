@@ -12,6 +12,7 @@ from torch import nn
 
 from legato_engine.kernels import ops
 from legato_engine.kernels.cuda import norm
+from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.attention import Attention, Heads
 from legato_engine.layers.grouped_attention import Attend
 from legato_engine.layers.linear import Linear
@@ -51,27 +52,25 @@ class TextBlock(nn.Module):
         terms: Terms,
         where: ops.Places | ops.Span,
         positions_T: torch.Tensor,
-        k_NHSE: torch.Tensor,
-        v_NHSE: torch.Tensor,
+        cache: LayerCache,
         attend: Attend,
         adapters: BlockAdapters | None,
     ) -> Terms:
         """[T, D] each; writes the tokens' keys and values first."""
         x, normed = self._norm(terms)
-        heads = self._write(normed, where, positions_T, k_NHSE, v_NHSE)
+        heads = self._write(normed, where, positions_T, cache)
         mlp = self._feed_forward(normed, adapters, capturable=isinstance(where, ops.Places))
-        return x, self.attn.join(attend(*heads, k_NHSE, v_NHSE)), mlp
+        return x, self.attn.join(attend(*heads, cache)), mlp
 
     def cache(
         self,
         terms: Terms,
         where: ops.Places | ops.Span,
         positions_T: torch.Tensor,
-        k_NHSE: torch.Tensor,
-        v_NHSE: torch.Tensor,
+        cache: LayerCache,
     ) -> None:
         """Write the tokens' keys and values, and no more."""
-        self._write(self._norm(terms)[1], where, positions_T, k_NHSE, v_NHSE)
+        self._write(self._norm(terms)[1], where, positions_T, cache)
 
     def _norm(self, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream, and its norm."""
@@ -84,15 +83,14 @@ class TextBlock(nn.Module):
         normed: torch.Tensor,
         where: ops.Places | ops.Span,
         positions_T: torch.Tensor,
-        k_NHSE: torch.Tensor,
-        v_NHSE: torch.Tensor,
+        cache: LayerCache,
     ) -> Heads:
         """Queries, keys and values, of which the latter two are written."""
         qkv: torch.Tensor = self.attn.qkv(normed)
-        qkv_T3HE = qkv.view(normed.shape[0], 3, k_NHSE.shape[1], -1)
+        qkv_T3HE = qkv.view(normed.shape[0], 3, cache.k_NHSE.shape[1], -1)
         if self.attn.tau is not None:
             qkv_T3HE = self.attn.tau(qkv_T3HE, positions_T)
-        return ops.rotate_and_cache(qkv_T3HE.flatten(1, 2), where, k_NHSE, v_NHSE)
+        return ops.rotate_and_cache(qkv_T3HE.flatten(1, 2), where, *cache)
 
     def _feed_forward(
         self, normed: torch.Tensor, adapters: BlockAdapters | None, *, capturable: bool
@@ -131,6 +129,17 @@ class Text(nn.Module):
             if isinstance(module, MoE):
                 module.use_fp8()
 
+    def use_fp8_kv(self) -> None:
+        """Have scales for keys and values in e4m3, to be loaded."""
+        for block in self._attentions():
+            block.use_fp8_kv()
+
+    def kv_scales(self) -> torch.Tensor | None:
+        """[L, 2] float32: of each layer's keys and values; None where they are not stored so."""
+        scales = [attention.kv_scale_2 for attention in self._attentions()]
+        known = [scale_2 for scale_2 in scales if scale_2 is not None]
+        return torch.stack(known) if known else None
+
     @property
     def has_fp8_experts(self) -> bool:
         """Whether it holds any expert in e4m3."""
@@ -144,10 +153,10 @@ class Text(nn.Module):
         """Write keys and values as `prefill` does; the last block does nothing else."""
         last = len(self.blocks) - 1
         terms = self._span(x_TD, span, kv, last)
-        where, kv_NHSE = span_places(span, self.rope), (kv.k_LNHSE[last], kv.v_LNHSE[last])
+        where = span_places(span, self.rope)
         block = self.blocks[last]
         assert isinstance(block, TextBlock), "a decoder has one kind of block"
-        block.cache(terms, where, _positions(span, x_TD), *kv_NHSE)
+        block.cache(terms, where, _positions(span, x_TD), kv.layer(last))
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
@@ -160,6 +169,9 @@ class Text(nn.Module):
         """[B, V] float32 of the residual stream."""
         logits_BV: torch.Tensor = self.lm_head(self.post_ln(hidden_BD))
         return logits_BV.float()
+
+    def _attentions(self) -> list[Attention]:
+        return [module for module in self.modules() if isinstance(module, Attention)]
 
     def _span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache, count: int) -> Terms:
         where, attend = span_places(span, self.rope), span_attention(span, x_TD.shape[0])
@@ -179,8 +191,7 @@ class Text(nn.Module):
         terms: Terms = (x,)
         for layer, block in enumerate(itertools.islice(self.blocks, count)):
             own = adapters.layer(layer) if adapters is not None else None
-            kv_NHSE = kv.k_LNHSE[layer], kv.v_LNHSE[layer]
-            terms = block(terms, where, positions_T, *kv_NHSE, attend, own)
+            terms = block(terms, where, positions_T, kv.layer(layer), attend, own)
         return terms
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from legato_engine.errors import InvalidField
 from legato_engine.models import checkpoint
-from legato_engine.models.checkpoint_files import headers
+from legato_engine.models.checkpoint_files import Header, headers
 from legato_engine.models.moondream import layouts
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import Network
@@ -23,20 +25,27 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     *,
+    kv_dtype: str = "auto",
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> Network:
     """Read a file or folder that `checkpoint_files.headers` understands.
 
     In either of the published layouts; names may start with `model.` and contain `._orig_mod`.
-    Experts stay in e4m3 if the file has them so. Raises `InvalidField` as `checkpoint.load` does.
+    Experts stay in e4m3 if the file has them so; `kv_dtype` as in `models.bundle`. Raises
+    `InvalidField` as `checkpoint.load` does, and for scales of keys and values that are missing or
+    no scales.
     """
     network = _empty(config, dtype)
     stored = headers(path)
     if layouts.has_fp8_experts(stored):
         network.text.use_fp8_experts()
-    rename = layouts.rename(config.text.num_heads)
+    kv_scales = _uses_kv_scales(stored, config.text.num_layers, kv_dtype)
+    if kv_scales:
+        network.text.use_fp8_kv()
+    rename = layouts.rename(config.text.num_heads, kv_scales=kv_scales)
     checkpoint.load(network, stored, rename, device, memory=memory, progress=progress)
+    _check_kv_scales(network)
     return network.eval()
 
 
@@ -53,6 +62,38 @@ def random_weights(
     network = _empty(config, dtype)
     checkpoint.randomise(network, seed, device, _scale, _GAINS, memory=memory, progress=progress)
     return network.eval()
+
+
+def _uses_kv_scales(stored: Sequence[Header], num_layers: int, kv_dtype: str) -> bool:
+    """Whether keys and values are stored by the checkpoint's scales."""
+    if kv_dtype == "model":
+        return False
+    missing = layouts.missing_kv_scales(stored, num_layers)
+    if not missing:
+        return True
+    if len(missing) == 2 * num_layers:
+        if kv_dtype == "auto":
+            return False
+        problem = "kv_dtype fp8 needs scales of keys and values, and the checkpoint has none"
+    else:
+        problem = f"the checkpoint has only some of the {2 * num_layers} scales of keys and values"
+    raise InvalidField(
+        f"{problem}: {missing[0]} is missing; kv_dtype model does without", field="kv_dtype"
+    )
+
+
+def _check_kv_scales(network: Network) -> None:
+    """Units are positive numbers."""
+    scale_L2 = network.text.kv_scales()
+    if scale_L2 is None:
+        return
+    for layer, scales in enumerate(scale_L2.tolist()):
+        for kind, scale in zip("kv", scales, strict=True):
+            if not (math.isfinite(scale) and scale > 0):
+                raise InvalidField(
+                    f"text.blocks.{layer}.attn.{kind}_scale: {scale} is no scale of fp8 values",
+                    field="weights",
+                )
 
 
 def _scale(name: str, shape: torch.Size) -> float:

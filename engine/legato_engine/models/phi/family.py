@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from legato_engine.kernels import ops
+from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.grouped_attention import Attend, GroupedAttention
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.bundle import ModelBundle, ModelSource
@@ -34,13 +35,12 @@ class PhiBlock(nn.Module):
         self,
         x: torch.Tensor,
         where: ops.Places | ops.Span,
-        k_NHSE: torch.Tensor,
-        v_NHSE: torch.Tensor,
+        cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
         """[tokens, D] to [tokens, D]; writes the tokens' keys and values first."""
         normed: torch.Tensor = self.input_layernorm(x)
-        heads: torch.Tensor = self.self_attn(normed, where, k_NHSE, v_NHSE, attend)
+        heads: torch.Tensor = self.self_attn(normed, where, cache, attend)
         mlp: torch.Tensor = self.mlp(normed)
         return ops.add3(x, heads, mlp)
 

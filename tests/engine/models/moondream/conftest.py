@@ -69,9 +69,21 @@ def tiny3_model(tiny3_config, make_model):
     return make_model(tiny3_config)[0]
 
 
-@pytest.fixture(scope="session", params=["tiny_model", "tiny3_model"])
+@pytest.fixture(scope="session")
+def narrow3_model(tiny3_config):
+    """The model of `tiny3_config` with keys and values in e4m3, some of them saturated."""
+    network = random_weights(tiny3_config, 0, CPU, torch.float32)
+    network.text.use_fp8_kv()
+    state = network.state_dict()
+    for layer in range(tiny3_config.text.num_layers):
+        state[f"text.blocks.{layer}.attn.k_scale"].fill_(0.002 + 0.001 * layer)
+        state[f"text.blocks.{layer}.attn.v_scale"].fill_(0.004 - 0.001 * layer)
+    return MoondreamModel(tiny3_config, network)
+
+
+@pytest.fixture(scope="session", params=["tiny_model", "tiny3_model", "narrow3_model"])
 def either_model(request):
-    """Each of both kinds."""
+    """Each of both kinds, and one with keys and values in e4m3."""
     return request.getfixturevalue(request.param)
 
 

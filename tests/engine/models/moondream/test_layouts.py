@@ -82,11 +82,87 @@ def test_what_is_written_is_what_is_loaded(tiny3_config, state, tmp_path, layout
     assert same(load(tiny3_config, path), expected)
 
 
-@pytest.mark.parametrize("options", [{"fused_tau": False}, {"kv_scales": True}])
-def test_variants_of_layout_b(tiny3_config, state, tmp_path, options):
-    """Tau's weights may be apart, and scales of fp8 keys and values are passed over."""
-    path = write_single(layout_b(state, tiny3_config, **options), tmp_path)
+def test_tau_apart_in_layout_b(tiny3_config, state, tmp_path):
+    """Tau's weights may be two tensors."""
+    path = write_single(layout_b(state, tiny3_config, fused_tau=False), tmp_path)
     assert same(load(tiny3_config, path), state)
+
+
+KV_SCALE = f"{LAYER}.{{}}.kv_quantizer.{{}}_scale"
+
+
+def with_kv_scales(state, config):
+    """A network's tensors with those that layout B has in `published`."""
+    names = [f"text.blocks.{layer}.attn" for layer in range(config.text.num_layers)]
+    scales = {f"{name}.k_scale": torch.tensor([0.5]) for name in names}
+    return state | scales | {f"{name}.v_scale": torch.tensor([0.25]) for name in names}
+
+
+@pytest.mark.parametrize("write", [write_single, write_shards, write_pickled])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "model"])
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_scales_of_keys_and_values(tiny3_config, state, tmp_path, e4m3, kv_dtype, write):
+    """Of either shape they are loaded beside experts of either kind, unless they are not wanted."""
+    expected = quantised(state) if e4m3 else state
+    path = write(layout_b(expected, tiny3_config, kv_scales=True), tmp_path)
+    network = load_weights(tiny3_config, path, CPU, torch.bfloat16, kv_dtype=kv_dtype)
+    model = MoondreamModel(tiny3_config, network)
+    if kv_dtype == "model":
+        assert network.state_dict().keys() == expected.keys()
+        assert model.kv_scale_L2 is None
+    else:
+        assert network.state_dict().keys() == with_kv_scales(expected, tiny3_config).keys()
+        assert model.kv_scale_L2 is not None
+        assert model.kv_scale_L2.dtype is torch.float32
+        assert model.kv_scale_L2.tolist() == [[0.5, 0.25]] * tiny3_config.text.num_layers
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("lacking", [[(1, "v")], [(2, "v"), (1, "k"), (2, "k")], [(0, "k")]])
+def test_some_scales_of_keys_and_values_are_an_error(
+    tiny3_config, state, tmp_path, lacking, kv_dtype
+):
+    """The first that is missing is named, and the setting that does without; which then loads."""
+    tensors = layout_b(state, tiny3_config, kv_scales=True)
+    for layer, kind in lacking:
+        del tensors[KV_SCALE.format(layer, kind)]
+    path = write_single(tensors, tmp_path)
+    with pytest.raises(InvalidField) as caught:
+        load_weights(tiny3_config, path, CPU, torch.float32, kv_dtype=kv_dtype)
+    assert caught.value.metadata["field"] == "kv_dtype"
+    assert f"{KV_SCALE.format(*min(lacking))} is missing" in caught.value.message
+    assert "kv_dtype model" in caught.value.message
+    plain = load_weights(tiny3_config, path, CPU, torch.float32, kv_dtype="model")
+    assert same(plain.state_dict(), state)
+
+
+@pytest.mark.parametrize("layout", ["a", "b"])
+def test_fp8_without_scales_is_an_error(tiny3_config, state, tmp_path, layout):
+    """Asked for, it names the setting and a tensor; by itself the model's dtype is taken."""
+    path = write_single(stored_as(layout, state, tiny3_config), tmp_path)
+    with pytest.raises(InvalidField, match="kv_dtype fp8 needs scales") as caught:
+        load_weights(tiny3_config, path, CPU, torch.float32, kv_dtype="fp8")
+    assert caught.value.metadata["field"] == "kv_dtype"
+    assert f"{KV_SCALE.format(0, 'k')} is missing" in caught.value.message
+    assert same(load(tiny3_config, path), state)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf")])
+def test_a_scale_is_a_positive_number(tiny3_config, state, tmp_path, scale):
+    """What nothing can be divided by is refused."""
+    tensors = layout_b(state, tiny3_config, kv_scales=True)
+    tensors[KV_SCALE.format(1, "v")] = torch.tensor([scale])
+    with pytest.raises(InvalidField, match=r"text\.blocks\.1\.attn\.v_scale"):
+        load(tiny3_config, write_single(tensors, tmp_path))
+
+
+def test_a_scale_is_one_number(tiny3_config, state, tmp_path):
+    """One for each head is another kind of checkpoint."""
+    tensors = layout_b(state, tiny3_config, kv_scales=True)
+    tensors[KV_SCALE.format(1, "k")] = torch.full((3,), 0.5)
+    (problem,) = problems(tiny3_config, tensors, tmp_path)
+    assert KV_SCALE.format(1, "k") in problem
+    assert "shape [3], expected [1]" in problem
 
 
 @pytest.mark.parametrize("layout", ["a", "b"])
@@ -276,6 +352,9 @@ def test_moondream3_in_layout_b_by_its_published_shapes(e4m3):
         assert shapes[f"{LAYER}.4.moe_quant.up_scale"] == (64, 2048)
         assert sum(header.num_bytes for header in stored) == pytest.approx(10.5e9, rel=0.01)
     assert plan(network, stored, layouts.rename(config.text.num_heads))
+    network.text.use_fp8_kv()
+    assert layouts.missing_kv_scales(stored, config.text.num_layers) == []
+    assert plan(network, stored, layouts.rename(config.text.num_heads, kv_scales=True))
 
 
 def test_moondream2_in_layout_b_by_its_published_shapes():

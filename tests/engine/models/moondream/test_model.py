@@ -254,14 +254,15 @@ def test_decode_writes_where_the_position_says(either_model):
     """A decode step touches one slot of one page of its row and nothing else."""
     session = PagedSession(either_model)
     session.prefill(1, None, tuple(PromptToken(token) for token in (1, 30, 3)))
-    before = session.kv.k_LNHSE.clone()
+    before = session.kv.k_LNHSE.clone().float()
     position = int(session.positions_R[1])
     pages_M = session.page_table_RM[1]
     batch = DecodeBatch(session.positions_R[1:2], session.page_table_RM[1:2])
     either_model.decode(
         either_model.embed(torch.tensor([40]), torch.zeros(1, 2)), batch, session.kv
     )
-    changed = (before != session.kv.k_LNHSE) & ~(before.isnan() & session.kv.k_LNHSE.isnan())
+    after = session.kv.k_LNHSE.float()
+    changed = (before != after) & ~(before.isnan() & after.isnan())
     touched = changed.any(-1).any(2)[0].nonzero().tolist()
     assert touched == [[pages_M[position // 16].item(), position % 16]]
 
@@ -290,6 +291,6 @@ def test_caching_writes_what_a_prefill_writes(either_model):
         either_model.cache_span(x_TD[start:stop], span, cached.kv)
         either_model.prefill(x_TD[start:stop], span, prefilled.kv)
     for name in ("k_LNHSE", "v_LNHSE"):
-        ours, theirs = getattr(cached.kv, name), getattr(prefilled.kv, name)
+        ours, theirs = (getattr(each.kv, name).float() for each in (cached, prefilled))
         assert torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
         assert not torch.equal(ours[-1, 1].nan_to_num(), torch.zeros_like(ours[-1, 1]))

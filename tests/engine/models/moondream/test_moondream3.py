@@ -19,6 +19,7 @@ from legato_engine.models.moondream.presets import moondream2_config, moondream3
 from tests.engine.models.paged_session import PAGE_SIZE, PagedSession
 
 COORD, SIZE = 5, 6
+DTYPE = torch.bfloat16
 
 
 def first_values(weights, x_TD, start, heads):
@@ -134,7 +135,7 @@ def test_kernels_refuse_what_they_do_not_know(monkeypatch):
     empty = torch.empty(1, 1, 1, PAGE_SIZE, 1)
     kv = KVCache(empty, empty)
     for known in (two, three, replace(two, region=three.region), replace(three, region=two.region)):
-        assert fused_sizes.can_fuse(known, kv)
+        assert fused_sizes.can_fuse(known, kv, DTYPE)
     for text in (
         replace(two.text, tau=three.text.tau),
         replace(two.text, moe=moe),
@@ -142,10 +143,10 @@ def test_kernels_refuse_what_they_do_not_know(monkeypatch):
         replace(three.text, moe=replace(moe, num_active=16)),
         replace(three.text, moe=replace(moe, inner_dim=1000)),
     ):
-        assert not fused_sizes.can_fuse(replace(three, text=text), kv)
+        assert not fused_sizes.can_fuse(replace(three, text=text), kv, DTYPE)
     for inner_dim in (48, 100):
         region = replace(two.region, inner_dim=inner_dim)
-        assert not fused_sizes.can_fuse(replace(two, region=region), kv)
+        assert not fused_sizes.can_fuse(replace(two, region=region), kv, DTYPE)
 
 
 def test_bfloat16_is_near_float32(tiny3_config, make_model):

@@ -6,6 +6,7 @@ The weights travel as a published checkpoint does: a file in layout A, read by t
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ from tests.reference.moondream3 import config as sizes
 from tests.reference.moondream3 import (
     encode_image,
     prompts,
+    quantise_cache,
     quantise_experts,
     random_weights,
     skills,
@@ -111,9 +113,16 @@ class Both:
 
 
 def stored(weights):
-    """A checkpoint in layout A; experts that are codes are e4m3."""
+    """A checkpoint in layout A; experts that are codes are e4m3.
+
+    Scales of keys and values have names in layout B alone.
+    """
     tensors = {}
     for name, array in weights.items():
+        if scale := re.fullmatch(r"text\.blocks\.(\d+)\.attn\.([kv]_scale)", name):
+            layer = f"text_model.transformer.h.{scale[1]}"
+            tensors[f"{layer}.kv_quantizer.{scale[2]}"] = torch.from_numpy(array)
+            continue
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         is_code = tensor.dtype == torch.uint8
         tensors[f"model.{name}"] = tensor.view(torch.float8_e4m3fn) if is_code else tensor
@@ -199,14 +208,14 @@ def value_of(token):
             return 6, (width, height)
 
 
-def check_steps(both, image, prompt, steps, session=None):
+def check_steps(both, image, prompt, steps, tolerance=1e-4, session=None):
     """The engine's states, logits, choices and values at each of the reference's choices."""
     model, session = both.model, session or PagedSession(both.model)
     hidden_1D = session.prefill(2, image, prompt)
     for step in steps:
-        assert relative_error(hidden_1D[0], torch.from_numpy(step.hidden_D)) < 1e-4
+        assert relative_error(hidden_1D[0], torch.from_numpy(step.hidden_D)) < tolerance
         logits_V = model.logits(hidden_1D)[0]
-        assert relative_error(logits_V, torch.from_numpy(step.logits_V)) < 1e-4
+        assert relative_error(logits_V, torch.from_numpy(step.logits_V)) < tolerance
         assert int(logits_V.argmax()) == int(step.logits_V.argmax())
         token_id, value = value_of(step.token)
         payload_2 = model.payload(hidden_1D, torch.tensor([step.token_id]))[0]
@@ -273,7 +282,47 @@ def test_an_adapter_changes_what_it_changes_in_the_reference(
     steps = run(embeddings_PD, both.described, {**both.weights, **adapter}).steps
     plain = run(embeddings_PD, both.described, both.weights).steps
     assert np.abs(steps[0].logits_V - plain[0].logits_V).max() > 0.1, "it changes nothing"
-    check_steps(both, image, prompt, steps, AdaptedSession(both.model, bank, [0, 0, 1, 0]))
+    session = AdaptedSession(both.model, bank, [0, 0, 1, 0])
+    check_steps(both, image, prompt, steps, session=session)
+
+
+FLIPS = 2e-3
+"""Relative error of states where keys and values are e4m3: a few lie so near the middle of two
+codes that float32 rounds them to the other one than float64 does, a sixteenth away."""
+
+
+def both_changes(config, weights):
+    """Experts, keys and values in e4m3, as published."""
+    return quantise_cache(config, quantise_experts(config, weights))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4])
+@pytest.mark.parametrize("change", [quantise_cache, both_changes])
+@pytest.mark.parametrize("skill", ["query", "detect", "query without a picture"])
+def test_keys_and_values_in_e4m3_are_those_of_the_reference(
+    make_both, prepare, picture, skill, seed, change
+):
+    """With scales in the file every reader sees what was stored, in a prefill and in a step."""
+    both = make_both(seed, change)
+    assert both.model.kv_scale_L2 is not None
+    prompt, run = SKILLS[skill]
+    image = prepare(MoondreamFrontend(both.config, TOKENIZER), 150, 150)
+    embeddings_PD = encode_image(np.asarray(picture(150, 150)), both.described, both.weights)
+    steps = run(embeddings_PD, both.described, both.weights).steps
+    if skill == "query without a picture":
+        image = None
+    check_steps(both, image, prompt(Prompts(both.config, TOKENIZER)), steps, FLIPS)
+
+
+def test_e4m3_leaves_its_mark(make_both, prepare, picture):
+    """The scales change states by more than the comparison lets pass."""
+    states = []
+    for change in (lambda _config, weights: weights, quantise_cache):
+        both = make_both(0, change)
+        image = prepare(MoondreamFrontend(both.config, TOKENIZER), 150, 150)
+        prompt = Prompts(both.config, TOKENIZER).query("why?", (), reasoning=False)
+        states.append(PagedSession(both.model).prefill(2, image, prompt)[0])
+    assert relative_error(states[1], states[0]) > 5 * FLIPS
 
 
 def solved(model, task, image):

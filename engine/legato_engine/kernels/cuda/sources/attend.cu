@@ -1,7 +1,8 @@
 // Attention of a step's tokens to paged keys and values; tokens of one row share one reading of them.
 //
 // Constants: HEADS heads of 64, PAGE positions per page (a multiple of 16), PAGES pages of a row's table,
-// DIM = HEADS * 64, MIXED the stride of the output, SPLITS thread blocks (a cluster) per head of a group.
+// DIM = HEADS * 64, MIXED the stride of the output, SPLITS thread blocks (a cluster) per head of a group, KV_BYTES
+// of a key's or value's element.
 //
 // A group is up to 8 successive tokens of the batch that name the same row. Tensor cores take 16 positions at
 // once: S^T = K Q^T with positions as rows, then O^T += V^T P^T with dimensions as rows; tokens are the
@@ -12,6 +13,7 @@
 // their order: the same bits however tracks are dealt to warps. A warp has two tracks of a line, and a thread
 // block all lines; with SPLITS it has half as many warps, and with four of them a warp has one track.
 // Each warp keeps a ring of its own full; old positions are copied while the kernel in front still runs.
+// A warp knows the pages of 32 of its line's steps at a time, and asks for the next of them ahead.
 // A thread block that has heads to itself fills its rings across them; one of a cluster has little to read, and
 // keeps what it computed in its rings.
 #include "attend.cuh"
@@ -22,7 +24,8 @@ constexpr int MOST = 8;   // tokens of a group
 constexpr int WARPS = SPLITS == 1 ? 16 : LINES;
 constexpr int OWN = SPLITS == 4 ? 1 : 2;  // tracks of a warp
 static_assert(PAGE % STEP == 0 && HEADS * HEAD == DIM, "unsupported sizes");
-static_assert(PAGES * PAGE <= STEP * LINES * 32, "a lane knows the page of one step");
+constexpr int KNOWN = 32;  // steps of a line whose pages a warp knows, one a lane
+constexpr bool LONG = PAGES * PAGE > STEP * LINES * KNOWN;
 
 // Successive tokens of one row: they end at positions `least` to `last`; from `old` on the step itself writes.
 struct Group {
@@ -31,9 +34,9 @@ struct Group {
   __device__ int count(int line) const { return last / STEP < line ? 0 : (last / STEP - line) / LINES + 1; }
 };
 
-// One head of one group, as a warp sees it: `count` steps of its line, lane i knows the page of the i-th.
+// One head of one group, as a warp sees it: `count` steps of its line. Lane i knows the page of step `known` + i.
 struct Pair {
-  int index, head, last, old, count, page;
+  int index, head, last, old, count, row, known, page;
 };
 
 // The tokens of the batch, one per lane; padding has no group.
@@ -68,7 +71,7 @@ struct Batch {
     return g;
   }
   __device__ Pair pair(int index, const i64* table) const {
-    const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % LINES;
+    const int line = threadIdx.x / 32 % LINES;
     const Group g = group(min(index, pairs - 1) / HEADS);
     Pair p;
     p.index = index;
@@ -76,10 +79,15 @@ struct Batch {
     p.last = g.last;
     p.old = g.old;
     p.count = g.count(line);
-    const i64 r = __shfl_sync(~0u, row, g.first);
-    const int at = (line + lane * LINES) * STEP;
-    p.page = index < pairs && at <= g.last ? (int)table[r * PAGES + at / PAGE] : 0;
+    p.row = __shfl_sync(~0u, row, g.first);
+    p.known = 0;
+    p.page = page(p, 0, table);
     return p;
+  }
+  // The lane's page of a pair's steps from `first` on, of the warp's line.
+  __device__ int page(const Pair& p, int first, const i64* table) const {
+    const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % LINES, at = (line + (first + lane) * LINES) * STEP;
+    return p.index < pairs && at <= p.last ? (int)table[(i64)p.row * PAGES + at / PAGE] : 0;
   }
 };
 
@@ -93,12 +101,13 @@ __device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// q [B, DIM]; keys and values [pages, HEADS, PAGE, 64]; row, position [B]; table [rows, PAGES]; out [B, MIXED].
+// q [B, DIM]; keys and values [pages, HEADS, PAGE, 64], of e4m3 in units of `scales`[0] and [1], which others have
+// none of; row, position [B]; table [rows, PAGES]; out [B, MIXED].
 // `fresh` [B]: from this position on, keys and values are written by the step itself; behind the token's own it
 // marks padding, whose output is zeros. At most 32 tokens.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(
-    const bf16* q, const bf16* keys, const bf16* values, const i64* rows, const i64* position, const i64* fresh,
-    const i64* table, bf16* out, int tokens, int stages) {
+    const bf16* q, const unsigned char* keys, const unsigned char* values, const float* scales, const i64* rows,
+    const i64* position, const i64* fresh, const i64* table, bf16* out, int tokens, int stages) {
   extern __shared__ __align__(128) unsigned char shared[];
   const int warp = threadIdx.x / 32, line = warp % LINES, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = SPLITS > 1 ? cluster_rank() : 0, most = min(tokens, MOST);
@@ -123,11 +132,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(
   const int begin = blockIdx.x / SPLITS, step = gridDim.x / SPLITS;
   const Batch batch(rows, position, fresh, tokens);
   const u64 policy = stream_policy();
+  const float unit = NARROW ? SCALE * scales[0] : SCALE, value_unit = NARROW ? scales[1] : 1.f;
 
   // The producer's place: step `ahead_step` of this warp in turn `ahead_turn` of a pair.
   Pair ahead = batch.pair(begin, table), following;
   if (SPLITS == 1) following = batch.pair(begin + step, table);
   int ahead_turn = turn_begin, ahead_step = turn_begin, put = 0;
+  // Where there are more steps than a warp knows the pages of: those of steps from `next_known` on, for it to know next.
+  int next_known = KNOWN, next_page = LONG ? batch.page(ahead, KNOWN, table) : 0;
   // Copies the next step into the slot that is free, unless none is left or it may not be read yet.
   auto produce = [&](bool waited) {
     while (ahead_step >= ahead.count) {
@@ -140,20 +152,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(
         ahead = following;
         following = batch.pair(ahead.index + step, table);
         ahead_turn = turn_begin;
+        if (LONG) next_known = KNOWN, next_page = batch.page(ahead, KNOWN, table);
       }
       ahead_step = ahead_turn;
     }
     if (ahead.index >= batch.pairs) return false;
     const int at = (line + ahead_step * LINES) * STEP;
     if (!waited && at + STEP > ahead.old) return false;
-    const int page = __shfl_sync(~0u, ahead.page, ahead_step);
-    const i64 from = (((i64)page * HEADS + ahead.head) * PAGE + at % PAGE) * HEAD + lane * 8;
+    if (LONG && ahead_step / KNOWN * KNOWN != ahead.known) {
+      const int known = ahead_step / KNOWN * KNOWN;
+      ahead.page = known == next_known ? next_page : batch.page(ahead, known, table);
+      ahead.known = known;
+      next_known = known + KNOWN < ahead.count ? known + KNOWN : 0;
+      next_page = batch.page(ahead, next_known, table);
+    }
+    const int page = __shfl_sync(~0u, ahead.page, ahead_step % KNOWN);
+    const i64 from = (((i64)page * HEADS + ahead.head) * PAGE + at % PAGE) * CACHED + lane * 16;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int here = i * 4 + lane / 8, to = here * HEAD + ((lane ^ here) & 7) * 8;
+    for (int i = 0; i < STEP * RUNS / 32; i++) {
+      const int here = (i * 32 + lane) / RUNS, to = run_at(here, lane % RUNS);
       const int bytes = at + here <= ahead.last ? 16 : 0;
-      copy_run(ring[put].keys + to, keys + from + i * 256, bytes, policy);
-      copy_run(ring[put].values + to, values + from + i * 256, bytes, policy);
+      copy_run(ring[put].keys + to, keys + from + i * 512, bytes, policy);
+      copy_run(ring[put].values + to, values + from + i * 512, bytes, policy);
     }
     barrier_arrive_copied(full + put);
     if (++put == stages) put = 0;
@@ -176,8 +196,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(
     Query query = {};
     if (index < batch.pairs && g < group.size) {
       const bf16* from = q + (i64)(group.first + g) * DIM + index % HEADS * HEAD + t * 16;
-      query.low = load_fresh(from);
-      query.high = load_fresh(from + 8);
+      query.low = as_cached(load_fresh(from));
+      query.high = as_cached(load_fresh(from + 8));
     }
     return query;
   };
@@ -198,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(
         barrier_wait(full + take, phase);
         // What only some tokens see may be anything; what none sees is zero.
         if (group.least < group.last && first + STEP > group.least + 1) clean(ring[take].values);
-        attend_step(track, ring[take], query, left - first, right - first);
+        attend_step(track, ring[take], query, unit, left - first, right - first);
         __syncwarp();
         produce(true);
         if (++take == stages) take = 0, phase ^= 1;
@@ -249,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(
         value.y = __fmaf_rn(weight, lines[i].out.y, value.y);
       }
       bf16* target = out + (i64)(group.first + token) * MIXED + index % HEADS * HEAD + lane * 2;
-      *reinterpret_cast<u32*>(target) = pack(value.x / total, value.y / total);
+      *reinterpret_cast<u32*>(target) = pack(value.x / total * value_unit, value.y / total * value_unit);
     }
     group = later;
     if (SPLITS == 1) {
@@ -259,6 +279,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(
       if (index + step < batch.pairs) {
         ahead = batch.pair(index + step, table);
         ahead_turn = ahead_step = turn_begin;
+        if (LONG) next_known = KNOWN, next_page = batch.page(ahead, KNOWN, table);
         for (filled = 0; filled < stages && produce(true);) filled++;
       }
     }

@@ -1,20 +1,11 @@
-// Sixteen positions' keys and values against up to eight queries, in the layouts of tensor cores; and what
-// softmaxes over some positions leave, added up.
+// Sixteen positions' keys and values against up to eight queries; and what softmaxes over some positions leave,
+// added up.
 //
 // In a warp lane = 4g + t. Columns of all products are tokens; unused ones hold zeros, or see nothing.
 #pragma once
-#include "common.cuh"
+#include "cached.cuh"
 
-constexpr int HEAD = 64;
-constexpr int STEP = 16;
-constexpr u32 ONES = 0x3f803f80;                       // two bf16
 constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powers of two
-
-// Keys and values of a step. Of a position's eight runs of 16 bytes run c lies at c ^ (position % 8), so that
-// neither eight positions' same run nor one position's runs meet in a bank.
-struct Stage {
-  bf16 keys[STEP * HEAD], values[STEP * HEAD];
-};
 
 // What the softmax of one token over some positions leaves: `out` is still to be divided by `sum`.
 struct Part {
@@ -24,7 +15,7 @@ struct Part {
 };
 
 // Parts of 8 tokens as a warp holds them: tokens 2t (.x, .z) and 2t + 1 (.y, .w), dimensions
-// 16i + g (.x, .y) and 16i + 8 + g (.z, .w) of out[i].
+// 16i + `value_dim`(g, 0) (.x, .y) and 16i + `value_dim`(g, 1) (.z, .w) of out[i].
 struct Parts {
   float4 out[HEAD / 16] = {};
   float2 top = {-INFINITY, -INFINITY}, sum = {0.f, 0.f};
@@ -37,8 +28,13 @@ struct Parts {
       Part& part = parts[2 * t + column];
 #pragma unroll
       for (int i = 0; i < HEAD / 16; i++) {
-        part.out[16 * i + g] = (&out[i].x)[column];
-        part.out[16 * i + 8 + g] = (&out[i].x)[2 + column];
+        const float low = (&out[i].x)[column], high = (&out[i].x)[2 + column];
+        if (NARROW) {
+          *reinterpret_cast<float2*>(part.out + 16 * i + value_dim(g, 0)) = float2{low, high};
+        } else {
+          part.out[16 * i + value_dim(g, 0)] = low;
+          part.out[16 * i + value_dim(g, 1)] = high;
+        }
       }
       if (g == 0) part.top = (&top.x)[column], part.sum = (&sum.x)[column];
     }
@@ -88,68 +84,10 @@ __device__ __forceinline__ Slice merged(const Slice& a, const Slice& b) {
                {weights.top, weights.add(a.end.y, b.end.y)}};
 }
 
-// Four 8 x 8 matrices, transposed; a lane names 16 bytes of one row.
-__device__ __forceinline__ uint4 load_transposed(const bf16* row) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(row)) : "memory");
-  return v;
-}
 __device__ __forceinline__ u32 transposed(u32 pair) {
   u32 v;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
   return v;
-}
-
-// A token's query as a lane holds it: 16 dimensions from 16t on of token g. The order of summation over
-// dimensions is free: product s takes dimensions 4s..4s+3 of the lane's.
-struct Query {
-  uint4 low, high;
-};
-
-// 16 positions' keys, as a lane holds them: the dimensions of its query, of positions g and g + 8.
-struct Keys {
-  uint4 of[2][2];
-  __device__ __forceinline__ explicit Keys(const bf16* keys) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int run = 0; run < 2; run++)
-        of[half][run] = *reinterpret_cast<const uint4*>(keys + (half * 8 + g) * HEAD + ((2 * t + run) ^ g) * 8);
-  }
-  __device__ __forceinline__ float4 scores(const Query& q) const {
-    float4 a = {0.f, 0.f, 0.f, 0.f}, b = {0.f, 0.f, 0.f, 0.f};
-    mma(a, of[0][0].x, of[1][0].x, of[0][0].y, of[1][0].y, q.low.x, q.low.y);
-    mma(b, of[0][1].x, of[1][1].x, of[0][1].y, of[1][1].y, q.high.x, q.high.y);
-    mma(a, of[0][0].z, of[1][0].z, of[0][0].w, of[1][0].w, q.low.z, q.low.w);
-    mma(b, of[0][1].z, of[1][1].z, of[0][1].w, of[1][1].w, q.high.z, q.high.w);
-    return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-  }
-};
-
-// 16 positions' values of dimensions 16i to 16i + 15: positions 2t, 2t + 1 (.x, .y) and 2t + 8, 2t + 9 (.z, .w)
-// of dimensions 16i + g (.x, .z) and 16i + 8 + g.
-__device__ __forceinline__ uint4 load_values(const bf16* values, int i) {
-  const int lane = threadIdx.x % 32, position = lane / 16 * 8 + lane % 8, odd = lane / 8 % 2;
-  return load_transposed(values + position * HEAD + ((2 * i + odd) ^ (lane % 8)) * 8);
-}
-
-// The finite ones of a pair of bf16.
-__device__ __forceinline__ u32 finite(u32 pair) {
-  const u32 exponents = ~pair & 0x7f807f80u;
-  return pair & ((exponents & 0xffffu ? 0xffffu : 0u) | (exponents >> 16 ? 0xffff0000u : 0u));
-}
-
-// Zeros for values that are no numbers: 0 times those is none either.
-__device__ __forceinline__ void clean(bf16* values) {
-  uint4* at = reinterpret_cast<uint4*>(values) + threadIdx.x % 32;
-#pragma unroll 1
-  for (int i = 0; i < STEP * HEAD / 8; i += 32) {
-    const uint4 v = at[i];
-    at[i] = uint4{finite(v.x), finite(v.y), finite(v.z), finite(v.w)};
-  }
-  __syncwarp();
 }
 
 // The most over a column's rows: the lanes with the same t.
@@ -159,32 +97,37 @@ __device__ __forceinline__ float column_max(float x) {
   return x;
 }
 
-// Adds a step to a track; tokens 2t and 2t + 1 see its first `left` and `right` positions.
+// Adds a step to a track; tokens 2t and 2t + 1 see its first `left` and `right` positions. `unit` makes of products
+// exponents of two.
 __device__ __forceinline__ void attend_step(
-    Parts& track, const Stage& stage, const Query& query, int left, int right) {
+    Parts& track, const Stage& stage, const Query& query, float unit, int left, int right) {
   const int g = threadIdx.x % 32 / 4;
   float4 score = Keys(stage.keys).scores(query);
-  score.x = g < left ? score.x * SCALE : -INFINITY;
-  score.y = g < right ? score.y * SCALE : -INFINITY;
-  score.z = g + 8 < left ? score.z * SCALE : -INFINITY;
-  score.w = g + 8 < right ? score.w * SCALE : -INFINITY;
+  score.x = g < left ? score.x * unit : -INFINITY;
+  score.y = g < right ? score.y * unit : -INFINITY;
+  score.z = g + 8 < left ? score.z * unit : -INFINITY;
+  score.w = g + 8 < right ? score.w * unit : -INFINITY;
   const float2 top = {fmaxf(track.top.x, column_max(fmaxf(score.x, score.z))),
                       fmaxf(track.top.y, column_max(fmaxf(score.y, score.w)))};
   const float2 base = {top.x == -INFINITY ? 0.f : top.x, top.y == -INFINITY ? 0.f : top.y};
   const float2 scale = {power_of_two(track.top.x - base.x), power_of_two(track.top.y - base.y)};
   track.top = top;
-  const u32 low = pack(power_of_two(score.x - base.x), power_of_two(score.y - base.y));
-  const u32 high = pack(power_of_two(score.z - base.x), power_of_two(score.w - base.y));
+  const u32 low = pack_cached(power_of_two(score.x - base.x), power_of_two(score.y - base.y));
+  const u32 high = pack_cached(power_of_two(score.z - base.x), power_of_two(score.w - base.y));
   const u32 early = transposed(low), late = transposed(high);
   // The sum of the probabilities is one more dimension, whose values are all 1.
   float4 sum = {track.sum.x * scale.x, track.sum.y * scale.y, 0.f, 0.f};
-  mma(sum, ONES, ONES, ONES, ONES, early, late);
+  multiply_cached(sum, ONES, ONES, ONES, ONES, early, late);
   track.sum = float2{sum.x, sum.y};
 #pragma unroll
-  for (int i = 0; i < HEAD / 16; i++) {
-    uint4 v = load_values(stage.values, i);
-    float4& out = track.out[i];
-    out.x *= scale.x, out.y *= scale.y, out.z *= scale.x, out.w *= scale.y;
-    mma(out, v.x, v.y, v.z, v.w, early, late);
+  for (int i = 0; i < HEAD / 16; i += 2) {
+    const Values values(stage.values, i);
+#pragma unroll
+    for (int run = 0; run < 2; run++) {
+      const uint4 v = values.of[run];
+      float4& out = track.out[i + run];
+      out.x *= scale.x, out.y *= scale.y, out.z *= scale.x, out.w *= scale.y;
+      multiply_cached(out, v.x, v.y, v.z, v.w, early, late);
+    }
   }
 }

@@ -3,10 +3,11 @@
 // Constants: DIM width, FF inner width of an MLP, HEADS heads of 64, ROTARY rotated dimensions of a head (32),
 // PAGE positions per page, PAGES pages of a row's table, TILES groups of 8 tokens, EXACT whether the gains'
 // gelu is; EXPERTS how many stand in place of this layer's MLP, 0 if it has one, EXPERT_BYTES of their
-// weights. B tokens, `batch` of them real.
+// weights; KV_BYTES of a key's or value's element. B tokens, `batch` of them real.
 //
 // Memory: x [B, DIM] residual stream; qkv and features [B, 3 DIM]: queries, keys and values as the map makes
 // them, and their gelu; the rest as in decode.cu.
+#include "element.cuh"
 #include "normed.cuh"
 #include "unpacked.cuh"
 
@@ -85,13 +86,14 @@ constexpr int VECTORS = ceil_div(QKV / 8, WORKERS);
 
 // q [B, DIM], and the tokens' places in keys and values: queries and values times tanh(w . features) + the
 // position's part, queries and keys rotated. `weights` [2 HEADS, 3 DIM]: the queries' rows, then the values';
-// `placed` [positions, HEADS]. A block is a head of 8 tokens.
+// `placed` [positions, HEADS]; `scales`: the units of keys and of values, of those that have any. A block is a head of
+// 8 tokens.
 // `behind`: the kernel in front has let this one begin only after `gained_in` had ended, and wrote nothing that
 // is read here; what follows may then begin when that kernel, too, has ended.
 extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(
     const bf16* qkv, const bf16* features, const bf16* weights, const float* placed, const float* cos_table,
-    const float* sin_table, const i64* row, const i64* position, const i64* table, bf16* q, bf16* keys, bf16* values,
-    int batch, int behind) {
+    const float* sin_table, const i64* row, const i64* position, const i64* table, bf16* q, Element* keys,
+    Element* values, const float* scales, int batch, int behind) {
   __shared__ float2 sums[GROUP_TOKENS][WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x, first = blockIdx.y * GROUP_TOKENS;
   uint4 query_weights[VECTORS], value_weights[VECTORS];
@@ -146,10 +148,11 @@ extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(
     q[token * DIM + head * HEAD + low] = to_bf16(a * c - b * s);
     q[token * DIM + head * HEAD + high] = to_bf16(a * s + b * c);
     const float k = to_float(from[DIM + low]), l = to_float(from[DIM + high]);
-    keys[slot + low] = to_bf16(k * c - l * s);
-    keys[slot + high] = to_bf16(k * s + l * c);
-    values[slot + low] = to_bf16(to_float(from[2 * DIM + low]) * value_gain);
-    values[slot + high] = to_bf16(to_float(from[2 * DIM + high]) * value_gain);
+    const float key_unit = KV_BYTES == 1 ? scales[0] : 1.f, value_unit = KV_BYTES == 1 ? scales[1] : 1.f;
+    keys[slot + low] = to_element(k * c - l * s, key_unit);
+    keys[slot + high] = to_element(k * s + l * c, key_unit);
+    values[slot + low] = to_element(to_float(from[2 * DIM + low]) * value_gain, value_unit);
+    values[slot + high] = to_element(to_float(from[2 * DIM + high]) * value_gain, value_unit);
   }
   if (behind) {
     wait_previous();

@@ -1,9 +1,9 @@
 // Many tokens of one sequence at once: what torch would do in many passes over the same memory.
 //
-// Constants: HEADS heads of 64, PAGE positions per page. T tokens, P positions.
+// Constants: HEADS heads of 64, PAGE positions per page, KV_BYTES of a key's or value's element. T tokens, P positions.
 //
 // Memory: qkv [T, 3, HEADS, 64]; keys and values [pages, HEADS, PAGE, 64]; angles [P, 16] float32.
-#include "common.cuh"
+#include "element.cuh"
 
 constexpr int HEAD = 64, HALF = 16;  // dimensions of a head, and pairs of them that turn
 constexpr int WIDTH = 8;             // values of a 16-byte access
@@ -52,12 +52,31 @@ __device__ __forceinline__ uint4 turned(const uint4& own, const Angles& angles) 
   return out;
 }
 
+#if KV_BYTES == 1
+typedef uint2 Kept;  // eight elements
+
+// Eight values as they are kept, which become what is read back.
+__device__ __forceinline__ Kept kept(uint4& v, float scale) {
+  Kept out = {0, 0};
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const Element low = to_element(low_float((&v.x)[j]), scale), high = to_element(high_float((&v.x)[j]), scale);
+    (&out.x)[j / 2] |= ((u32)low | (u32)high << 8) << j % 2 * 16;
+    (&v.x)[j] = pack(from_element(low, scale), from_element(high, scale));
+  }
+  return out;
+}
+#else
+typedef uint4 Kept;
+__device__ __forceinline__ Kept kept(uint4& v, float) { return v; }
+#endif
+
 // Queries and keys turn in place, and keys and values go to their slots of `pages`: token t stands at position
-// start + t. A thread has 16 bytes of a head's query, key and value; at four blocks per processor there are registers
+// start + t. Those of e4m3 go in units of `scales`, and what qkv holds then is what is read back. A thread has 16 bytes of a head's query, key and value; at four blocks per processor there are registers
 // for all of them to be on their way at once.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    rotate_and_cache(bf16* qkv, const float* cosines, const float* sines, const i64* pages, bf16* keys, bf16* values,
-                     int start, int count) {
+    rotate_and_cache(bf16* qkv, const float* cosines, const float* sines, const i64* pages, Kept* keys, Kept* values,
+                     const float* scales, int start, int count) {
   const int index = blockIdx.x * THREADS + threadIdx.x;
   const int lane = index % LANES, head = index / LANES % HEADS, token = index / (LANES * HEADS);
   const int position = start + token;
@@ -76,14 +95,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     page = load_fresh_i64(pages + position / PAGE);
   }
   const uint4 turned_q = turned(q, angles), turned_k = turned(k, angles);
+  constexpr bool narrow = KV_BYTES == 1;
   if (turns) {
     *query = turned_q;
-    *key = k = turned_k;
+    k = turned_k;
   }
   if (real) {
     const i64 at = ((page * HEADS + head) * PAGE + position % PAGE) * LANES + lane;
-    reinterpret_cast<uint4*>(keys)[at] = k;
-    reinterpret_cast<uint4*>(values)[at] = v;
+    keys[at] = kept(k, narrow ? scales[0] : 1.f);
+    values[at] = kept(v, narrow ? scales[1] : 1.f);
+    if (turns || narrow) *key = k;
+    if (narrow) key[HEADS * LANES] = v;
   }
 }
 

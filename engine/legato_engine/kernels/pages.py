@@ -1,0 +1,83 @@
+"""Keys and values in pages, in plain torch: written, and read back.
+
+They are stored as they are, or as e4m3 in units of a scale; what is read then is of the dtype of
+what is computed, rounded once, whoever reads it.
+
+Shape legend: N pages, S positions per page, H heads, E head dim, T tokens, L positions of a
+sequence, B rows, M pages per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from legato_engine.kernels.layer_cache import LayerCache
+
+E4M3 = torch.float8_e4m3fn
+_E4M3_MAX = 448.0
+
+
+def quantise(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """In e4m3 units of `scale`: the nearest, the largest for all beyond it; NaN stays."""
+    if scale is None:
+        return x
+    return (x.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(E4M3)
+
+
+def dequantise(
+    stored: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """What is read back."""
+    return stored if scale is None else (stored.float() * scale).to(dtype)
+
+
+def units(scale_2: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """Those of keys and of values, None where they have none."""
+    return (None, None) if scale_2 is None else scale_2.unbind()
+
+
+def write_kv(
+    cache_NHSE: torch.Tensor, new_THE: torch.Tensor, page_T: torch.Tensor, slot_T: torch.Tensor
+) -> None:
+    """See `ops.write_kv`."""
+    indexable(cache_NHSE)[page_T, :, slot_T] = indexable(new_THE)
+
+
+def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
+    """See `ops.gather_pages`."""
+    num_pages = -(-length // cache_NHSE.shape[2])
+    pages_MHSE = taken(cache_NHSE, pages_M[:num_pages])
+    return pages_MHSE.transpose(1, 2).flatten(0, 1)[:length]
+
+
+def gather_cached(
+    cache: LayerCache, pages_M: torch.Tensor, length: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.gather_cached`."""
+    k_scale, v_scale = units(cache.scale_2)
+    k_LHE = gather_pages(cache.k_NHSE, pages_M, length)
+    v_LHE = gather_pages(cache.v_NHSE, pages_M, length)
+    return dequantise(k_LHE, k_scale, dtype), dequantise(v_LHE, v_scale, dtype)
+
+
+def taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`index_select` along the first dimension, of any dtype."""
+    return indexable(x).index_select(0, index).view(x.dtype)
+
+
+def all_pages(
+    cache_NHSE: torch.Tensor,
+    page_table_BM: torch.Tensor,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[B, M * S, H, E]: what each row's pages hold."""
+    stored = indexable(cache_NHSE)[page_table_BM].view(cache_NHSE.dtype)
+    return dequantise(stored.transpose(2, 3).flatten(1, 2), scale, dtype)
+
+
+def indexable(x: torch.Tensor) -> torch.Tensor:
+    """The same memory: e4m3 tensors are not indexed on every device, their bits are."""
+    return x.view(torch.uint8) if x.dtype is E4M3 else x
