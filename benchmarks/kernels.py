@@ -1,7 +1,8 @@
 """The decode step's kernels: checked against torch in float32, and timed as graphs by their parts.
 
 A shape of a step is written as its rows' tokens: `32x1` is a token each of 32 rows, `1x8` the
-verification of eight tokens of one, `1x19` a prompt.
+verification of eight tokens of one, `1x19` a prompt; `4x1@16384` stands at another position than
+the other shapes. Names of models that end in kv8 have keys and values in e4m3.
 
 Shape legend: B tokens, D text width, V vocabulary, R rows of the token state and the page table, M
 pages per row.
@@ -18,10 +19,9 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import msgspec
 import torch
 from legato_engine.device.cuda import CudaDevice
-from legato_engine.kernels import ops
+from legato_engine.kernels import ops, pages
 from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, Stages
 from legato_engine.kernels.cuda.streams import tiles_for
@@ -38,29 +38,26 @@ from legato_engine.models.moondream.presets import (
     moondream3_config,
 )
 from legato_engine.models.moondream.weights import random_weights
+from legato_engine.runtime.kv_pool import kv_dtype
 
 from benchmarks import record
 
 SHAPES = "1x1,8x1,16x1,32x1,1x2,1x4,1x8,2x4,8x4,1x19"
-
-
-def _moondream3() -> MoondreamConfig:
-    """In a context that the kernels of attention have."""
-    config = moondream3_config()
-    text = msgspec.structs.replace(config.text, max_context=2048)
-    return msgspec.structs.replace(config, text=text)
-
+LONG_SHAPES = "1x1@5000,8x1@5000,1x1@16384,4x1@16384,1x1@32767,4x1@32767"
+"""Of models whose contexts are as long."""
 
 MODELS = {
     "moondream2": moondream2_config,
-    "moondream3": _moondream3,
-    "moondream3-e4m3": _moondream3,
+    "moondream3": moondream3_config,
+    "moondream3-e4m3": moondream3_config,
+    "moondream3-e4m3-kv8": moondream3_config,
     "legato-tiny": legato_tiny_config,
 }
 BANDWIDTH = 4.68e12  # bytes a second that one H200 reads at most
 BATCHES = (1, 2, 4, 8, 16, 24, 32)  # that the service has
 PAGE = 16
 CONTEXT = 850
+KV_SCALE = 0.02
 ROWS = 34
 DEVICE = torch.device("cuda")
 E4M3, E4M3_MOST = torch.float8_e4m3fn, 448
@@ -82,23 +79,46 @@ class Bench:
     kernels: FusedMoondream
     kv: KVCache
     table_RM: torch.Tensor
+    position: int  # the last of the first row
+    rows: int  # that have pages; the last of them is the padding's
 
     @classmethod
     def make(cls, name: str) -> Bench:
         """Everything on the GPU; pages are dealt in random order."""
         config = MODELS[name]()
         network = random_weights(config, 0, DEVICE, torch.bfloat16)
-        if name.endswith("e4m3"):
+        if "e4m3" in name:
             _quantise_experts(network)
-        model = MoondreamModel(config, network)
-        text = config.text
-        pages = -(-text.max_context // PAGE)
-        shape = (text.num_layers, ROWS * pages + 1, text.num_heads, PAGE, text.head_dim)
-        kv = KVCache(*(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)))
+        if name.endswith("kv8"):
+            network.text.use_fp8_kv()
+            for tensor_name, tensor in network.text.state_dict().items():
+                if tensor_name.endswith(("k_scale", "v_scale")):
+                    tensor.fill_(KV_SCALE)
+        position = min(CONTEXT, config.text.max_context - 1)
+        return cls._over(config, network, position, ROWS)
+
+    @classmethod
+    def _over(cls, config: MoondreamConfig, network: Network, position: int, rows: int) -> Bench:
+        """With pages for so many rows up to a position."""
+        model, text = MoondreamModel(config, network), config.text
+        num_pages, scales = position // PAGE + 1, model.kv_scale_L2
+        shape = (text.num_layers, rows * num_pages + 1, text.num_heads, PAGE, text.head_dim)
+        keys, values = (torch.empty(shape, dtype=kv_dtype(model), device=DEVICE) for _ in range(2))
+        for layer in (*keys, *values):
+            random = torch.randn(layer.shape, dtype=torch.bfloat16, device=DEVICE)
+            layer.copy_(pages.quantise(random, None if scales is None else scales[0, 0]))
+        kv = KVCache(keys, values, model.kv_scale_L2)
         assert can_fuse(config, kv, torch.bfloat16), "this GPU or model has no kernels"
         kernels = FusedMoondream(config, network.text, network.region, kv)
-        table_RM = (torch.randperm(ROWS * pages, device=DEVICE) + 1).view(ROWS, pages)
-        return cls(config, network, model, kernels, kv, table_RM)
+        most_pages = -(-text.max_context // PAGE)
+        table_RM = torch.zeros(ROWS, most_pages, dtype=torch.int64, device=DEVICE)
+        dealt = torch.randperm(rows * num_pages, device=DEVICE) + 1
+        table_RM[:rows, :num_pages] = dealt.view(rows, num_pages)
+        return cls(config, network, model, kernels, kv, table_RM, position, rows)
+
+    def at(self, position: int, rows: int) -> Bench:
+        """The same model with so many rows at another position."""
+        return self._over(self.config, self.network, position, rows)
 
     def with_stages(self, stages: Stages) -> Bench:
         """The same with rings of other depths."""
@@ -124,9 +144,9 @@ class Bench:
         batch = next(batch for batch in BATCHES if batch >= count)
         at_B = torch.arange(batch, device=DEVICE)
         is_real_B, index_B = at_B < count, at_B // tokens
-        row_B = torch.randperm(ROWS - 1, device=DEVICE)[index_B % (ROWS - 1)]
-        row_B = row_B.masked_fill(~is_real_B, ROWS - 1)
-        fresh_B = context(self.config) - tokens + 1 - index_B
+        row_B = torch.randperm(self.rows - 1, device=DEVICE)[index_B % (self.rows - 1)]
+        row_B = row_B.masked_fill(~is_real_B, self.rows - 1)
+        fresh_B = self.position - tokens + 1 - index_B
         return StepInputs(
             source_B=row_B,
             row_B=row_B,
@@ -166,9 +186,10 @@ def check(bench: Bench, exact: MoondreamModel, batch: int) -> dict[str, float]:
     hidden_BD, logits_BV = bench.empty(batch)
     bench.kernels.forward(inputs, hidden_BD, logits_BV)
     ours = _written(bench.kv, inputs)
-    where = DecodeBatch(inputs.position_B, inputs.page_table_RM[inputs.row_B])
+    table_RM = inputs.page_table_RM[:, : bench.position // PAGE + 1]
+    where = DecodeBatch(inputs.position_B, table_RM[inputs.row_B])
     x_BD = bench.model.embed(inputs.token_R[inputs.source_B], inputs.payload_R2[inputs.source_B])
-    wide = KVCache(bench.kv.k_LNHSE.float(), bench.kv.v_LNHSE.float())
+    wide = KVCache(*(_numbers_of(bench.kv, cache) for cache in _caches(bench.kv)))
     with _same_experts(bench):
         exact_BD = exact.decode(x_BD.float(), where, wide)
         plain_BD = bench.model.decode(x_BD, where, bench.kv)
@@ -242,7 +263,19 @@ def _written(kv: KVCache, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tenso
     """Keys and values at the tokens' own positions, all layers."""
     page_B = inputs.page_table_RM[inputs.row_B, inputs.position_B // PAGE]
     at = (slice(None), page_B, slice(None), inputs.position_B % PAGE)
-    return kv.k_LNHSE[at], kv.v_LNHSE[at]
+    keys, values = (
+        _numbers_of(kv, pages.indexable(cache)[at].view(cache.dtype)) for cache in _caches(kv)
+    )
+    return keys, values
+
+
+def _caches(kv: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    return kv.k_LNHSE, kv.v_LNHSE
+
+
+def _numbers_of(kv: KVCache, cache: torch.Tensor) -> torch.Tensor:
+    """Float32 of what is stored, all in one unit."""
+    return cache.float() if kv.scale_L2 is None else cache.float() * KV_SCALE
 
 
 def _error(ours: torch.Tensor, truth: torch.Tensor) -> float:
@@ -264,21 +297,16 @@ def timed(device: CudaDevice, work: Callable[[], object], repeats: int = 200) ->
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
 
-def context(config: MoondreamConfig) -> int:
-    """The last position of the first row."""
-    return min(CONTEXT, config.text.max_context - 1)
-
-
-def context_bytes(config: MoondreamConfig, rows: int) -> int:
-    """The keys and values that a step must read, all layers."""
+def context_bytes(config: MoondreamConfig, rows: int, position: int, kv_bytes: int = 2) -> int:
+    """The keys and values that a step must read, all layers; elements have `kv_bytes`."""
     text = config.text
-    return text.num_layers * 2 * text.dim * context(config) * rows * 2
+    return text.num_layers * 2 * text.dim * position * rows * kv_bytes
 
 
 def floor_ms(
-    config: MoondreamConfig, rows: int, touched: Sequence[int], expert_bytes: int
+    config: MoondreamConfig, cached: int, touched: Sequence[int], expert_bytes: int
 ) -> float:
-    """The bytes that a step must read over the bandwidth.
+    """The bytes that a step must read over the bandwidth, `cached` ones of keys and values.
 
     `touched` experts, by layer, whose weights have `expert_bytes`.
     """
@@ -294,7 +322,7 @@ def floor_ms(
             experts = touched[layer] * 3 * text.dim * text.moe.inner_dim
             values += experts * expert_bytes // 2
     weights = (values + text.vocab_size * text.dim) * 2
-    return (weights + context_bytes(config, rows)) / BANDWIDTH * 1e3
+    return (weights + cached) / BANDWIDTH * 1e3
 
 
 def _touched(bench: Bench, batch: int) -> list[int]:
@@ -327,8 +355,10 @@ def steps(
     figures = {name: timed(device, work, repeats) for name, work in works.items()}
     if any(touched):
         figures["experts_touched"] = sum(touched) / sum(map(bool, touched))
-    figures["attend_bytes_per_s"] = context_bytes(bench.config, shape[0]) / figures["attend"] * 1e3
-    floor = floor_ms(bench.config, shape[0], touched, bench.expert_bytes)
+    kv_bytes = bench.kv.k_LNHSE.element_size()
+    cached = context_bytes(bench.config, shape[0], bench.position, kv_bytes)
+    figures["attend_bytes_per_s"] = cached / figures["attend"] * 1e3
+    floor = floor_ms(bench.config, cached, touched, bench.expert_bytes)
     return {"floor": floor, **figures}
 
 
@@ -364,11 +394,23 @@ def measure(name: str, arguments: argparse.Namespace, device: CudaDevice) -> dic
             print("CHECK FAILED")
     if arguments.tune:
         tune(bench, device)
-    for shape in arguments.shapes.split(","):
-        rows, tokens = map(int, shape.split("x"))
-        figures[f"{name} {shape}"] = times = steps(bench, device, (rows, tokens))
+    for shape in _shapes(bench.config, arguments):
+        step, _, position = shape.partition("@")
+        rows, tokens = map(int, step.split("x"))
+        where = bench.at(int(position), rows + 1) if position else bench
+        figures[f"{name} {shape}"] = times = steps(where, device, (rows, tokens))
         print(name, shape, _rounded(times))
     return figures
+
+
+def _shapes(config: MoondreamConfig, arguments: argparse.Namespace) -> list[str]:
+    """Those that are asked for, the long ones as far as the model's context reaches."""
+    further = [
+        shape
+        for shape in arguments.long_shapes.split(",")
+        if shape and int(shape.partition("@")[2]) < config.text.max_context
+    ]
+    return [*arguments.shapes.split(","), *further]
 
 
 def _rounded(times: Mapping[str, float]) -> dict[str, float]:
@@ -384,7 +426,9 @@ def _table(figures: Mapping[str, Mapping[str, float]]) -> str:
     for key, times in figures.items():
         if "step" not in times:
             continue
-        one = figures.get(f"{key.split()[0]} 1x1", times)["step"]
+        model, shape = key.split()
+        at = "".join(shape.partition("@")[1:])
+        one = figures.get(f"{model} 1x1{at}", times)["step"]
         rows.append(
             (
                 key,
@@ -407,6 +451,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--name", default="kernels", help="of the record")
     parser.add_argument("--models", default="moondream2,legato-tiny")
     parser.add_argument("--shapes", default=SHAPES, help="rows x tokens of each")
+    parser.add_argument("--long-shapes", default=LONG_SHAPES, help="those at other positions")
     parser.add_argument("--checks", default="1,5,8,13,32")
     parser.add_argument("--tune", action="store_true", help="try other depths of the rings")
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""How large steps are: the batch sizes that exist."""
+"""How large steps are: the batch sizes that exist. How large the pool is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import types
 
 import pytest
 import torch
-from legato_engine.runtime.kv_pool import decode_buckets
+from legato_engine.errors import InvalidField
+from legato_engine.runtime.kv_pool import decode_buckets, num_pages_for
 
 
 def device(kind):
@@ -26,3 +27,32 @@ def device(kind):
 def test_batches_double_up_to_the_most(kind, most, sizes):
     """A GPU has all that a prompt may need, and one for a question between the last two."""
     assert decode_buckets(device(kind), most) == sizes
+
+
+def moondream3(scale_L2=None):
+    """As much of a model as matters here: 192 KiB a position in bfloat16."""
+    return types.SimpleNamespace(
+        num_layers=24,
+        num_kv_heads=32,
+        head_dim=64,
+        max_context=32768,
+        dtype=torch.bfloat16,
+        kv_scale_L2=scale_L2,
+    )
+
+
+def test_e4m3_has_twice_the_pages():
+    """Of a GPU's free memory a page of 16 positions takes 3 MiB, or half of that."""
+    gpu = types.SimpleNamespace(name="gpu", free_memory=lambda: 40 * 2**30)
+    assert num_pages_for(moondream3(), gpu, 16, 4, 0.5) == 20 * 2**30 // (3 * 2**20)
+    assert num_pages_for(moondream3(torch.ones(24, 2)), gpu, 16, 4, 0.5) == 20 * 2**30 * 2 // (
+        3 * 2**20
+    )
+
+
+def test_a_context_that_only_e4m3_has_room_for():
+    """Where one in the model's dtype does not fit, the start fails; with scales it goes on."""
+    gpu = types.SimpleNamespace(name="gpu", free_memory=lambda: 4 * 2**30)
+    with pytest.raises(InvalidField, match="one full context needs 2049"):
+        num_pages_for(moondream3(), gpu, 16, 1, 1.0)
+    assert num_pages_for(moondream3(torch.ones(24, 2)), gpu, 16, 1, 1.0) > 2048

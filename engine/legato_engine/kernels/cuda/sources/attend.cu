@@ -105,7 +105,7 @@ __device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
 // none of; row, position [B]; table [rows, PAGES]; out [B, MIXED].
 // `fresh` [B]: from this position on, keys and values are written by the step itself; behind the token's own it
 // marks padding, whose output is zeros. At most 32 tokens.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend(
+extern "C" __global__ void __launch_bounds__(WARPS * 32, SPLITS == 1 ? 1 : 2) attend(
     const bf16* q, const unsigned char* keys, const unsigned char* values, const float* scales, const i64* rows,
     const i64* position, const i64* fresh, const i64* table, bf16* out, int tokens, int stages) {
   extern __shared__ __align__(128) unsigned char shared[];
