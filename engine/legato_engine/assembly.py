@@ -45,6 +45,7 @@ from legato_engine.megakernel.costs import CostTable
 from legato_engine.messages import ModelInfo, RequestReport
 from legato_engine.models import registry
 from legato_engine.models.bundle import ModelBundle
+from legato_engine.models.checkpoint_plan import dtype_name
 from legato_engine.models.model import KVCache, MaskRefiner, Model, ModelFrontend, PreparedImage
 from legato_engine.pixel_memory import PixelMemory, Pixels, host_slab
 from legato_engine.preprocess import Preprocessor
@@ -52,7 +53,7 @@ from legato_engine.quota import image_quota
 from legato_engine.refinements import Refinements
 from legato_engine.report_sink import ReportSink
 from legato_engine.runtime.draft_model import DraftModel
-from legato_engine.runtime.kv_pool import allocate, decode_buckets, num_pages_for
+from legato_engine.runtime.kv_pool import allocate, decode_buckets, num_pages_for, token_bytes
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.scheduler.clock import SystemClock
 from legato_engine.scheduler.launch import ALONE
@@ -104,8 +105,10 @@ class Assembly:
             max_running=self.config.max_running,
             max_waiting=self.config.max_waiting,
             num_parameters=self.model.num_parameters,
-            dtype=str(self.model.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.model.dtype),
             adapters=self.bank is not None,
+            kv_dtype=dtype_name(self.kv.k_LNHSE.dtype),
+            kv_token_bytes=token_bytes(self.model),
         )
 
     def scheduler(

@@ -94,6 +94,8 @@ class ModelInfo(Value, frozen=True):
     num_parameters: int
     dtype: str
     adapters: bool = False  # whether requests may name some
+    kv_dtype: str = ""  # of keys and values, empty without a KV cache
+    kv_token_bytes: int = 0  # of KV cache that a position takes
 
 
 class Loading(Value, frozen=True):

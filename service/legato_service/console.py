@@ -57,6 +57,9 @@ class TerminalAnnouncer:
         table.add_row("listening", Text(address, style="bold"))
         size = f"{model.num_parameters / 1e6:,.1f} M parameters"
         table.add_row("model", f"{model.name} · {size} · {model.dtype}")
+        if model.kv_token_bytes:
+            cached = f"{model.kv_token_bytes / 1024:,.0f} KiB a token"
+            table.add_row("kv cache", f"{cached} · {model.kv_dtype}")
         table.add_row("device", model.device)
         table.add_row("tasks", " ".join(model.tasks))
         self._console.print(Panel(table, title="legato", expand=False))
@@ -83,7 +86,8 @@ class LogAnnouncer:
 
     def ready(self, address: str, model: ModelInfo) -> None:
         """Log where and what is served."""
-        self._log.info("ready", address=address, model=model.name, device=model.device)
+        cache = {"kv_dtype": model.kv_dtype, "kv_token_bytes": model.kv_token_bytes}
+        self._log.info("ready", address=address, model=model.name, device=model.device, **cache)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -59,6 +59,9 @@ def test_scales_in_the_file_quarter_a_pool_of_float32(config, assembly):
     assert plain.kv.k_LNHSE.nbytes == 4 * assembly.kv.k_LNHSE.nbytes
     assert plain.kv.scale_L2 is None
     assert assembly.kv.scale_L2 is assembly.model.kv_scale_L2
+    assert assembly.info.kv_dtype == "float8_e4m3fn"
+    assert 4 * assembly.info.kv_token_bytes == plain.info.kv_token_bytes
+    assert plain.kv.k_LNHSE.nbytes * 2 == plain.num_pages * 4 * plain.info.kv_token_bytes
 
 
 @pytest.mark.parametrize(("kv_dtype", "model"), [("e4m3", "random-tiny"), ("fp8", "random-tiny3")])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from legato_engine.device.base import Device
@@ -32,7 +30,7 @@ def num_pages_for(
     free = device.free_memory()
     if free is None:
         return default
-    page_bytes = math.prod(_page_shape(model, page_size)) * 2 * kv_dtype(model).itemsize
+    page_bytes = page_size * token_bytes(model)
     context = -(-model.max_context // page_size)
     pages = int(free * fraction) // page_bytes
     if pages <= context:
@@ -50,8 +48,9 @@ def kv_dtype(model: Model) -> torch.dtype:
     return model.dtype if model.kv_scale_L2 is None else torch.float8_e4m3fn
 
 
-def _page_shape(model: Model, page_size: int) -> tuple[int, int, int, int]:
-    return model.num_layers, model.num_kv_heads, page_size, model.head_dim
+def token_bytes(model: Model) -> int:
+    """Keys and values of a position, in all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_dtype(model).itemsize
 
 
 def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KVCache:

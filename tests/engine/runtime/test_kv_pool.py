@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from legato_engine.errors import InvalidField
-from legato_engine.runtime.kv_pool import decode_buckets, num_pages_for
+from legato_engine.runtime.kv_pool import decode_buckets, num_pages_for, token_bytes
 
 
 def device(kind):
@@ -39,6 +39,12 @@ def moondream3(scale_L2=None):
         dtype=torch.bfloat16,
         kv_scale_L2=scale_L2,
     )
+
+
+def test_a_token_takes_its_layers_keys_and_values():
+    """Of Moondream 3, in either dtype."""
+    assert token_bytes(moondream3()) == 192 * 1024
+    assert token_bytes(moondream3(torch.ones(24, 2))) == 96 * 1024
 
 
 def test_e4m3_has_twice_the_pages():
