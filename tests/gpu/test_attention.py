@@ -270,3 +270,21 @@ def test_what_lies_behind_a_position_never_reaches_it(world, groups, poison):
             caches.append(poisoned_NHSE.view(cache_NHSE.dtype))
         out_BD = replace(world, k_NHSE=caches[0], v_NHSE=caches[1]).attend(q_BD, places)
         assert torch.equal(out_BD[kept], expected_BD[kept]), kept
+
+
+@pytest.mark.parametrize("which", ["keys", "values"])
+@pytest.mark.parametrize("groups", LAYOUTS)
+def test_what_is_seen_and_no_number_is_told(world, groups, which):
+    """A token that sees one has none in that head, and keeps its bits in the others."""
+    row_B, position_B = torch.tensor([[5], [850]], device=DEVICE)
+    places, q_BD = Places(row_B, position_B, position_B, world.table_RM, groups), queries(1, 2)
+    expected_HE = world.attend(q_BD, places).view(HEADS, HEAD_DIM)
+    caches = [world.k_NHSE.clone(), world.v_NHSE.clone()]
+    broken, size = caches[which == "values"], world.k_NHSE.shape[2]
+    nan = pages.indexable(torch.full((1,), torch.nan, device=DEVICE).to(broken.dtype))
+    pages.indexable(broken)[world.table_RM[5, 600 // size], 3, 600 % size] = nan
+    k_NHSE, v_NHSE = caches
+    out_HE = replace(world, k_NHSE=k_NHSE, v_NHSE=v_NHSE).attend(q_BD, places).view(HEADS, HEAD_DIM)
+    assert out_HE[3].isnan().all()
+    others = [head for head in range(HEADS) if head != 3]
+    assert torch.equal(out_HE[others], expected_HE[others])

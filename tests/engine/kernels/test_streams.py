@@ -105,32 +105,26 @@ def test_the_experts_launches_fit_the_gpu(batch, dtype):
         assert num_bytes + EXPERT_STATIC + GAINS_STATIC + 2 * 1024 <= PROCESSOR, kernel
 
 
-@pytest.mark.parametrize("kv_bytes", [1, 2])
 @pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
-def test_the_rings_of_attention_fit_the_gpu(batch, kv_bytes):
+def test_the_rings_of_attention_fit_the_gpu(batch):
     """The rings of all warps, and what they compute, leave room for one thread block alone."""
-    stages = attention.ring_stages(DEFAULT_STAGES.attend, kv_bytes)
-    assert MOST // 2 < attention.shared_bytes(1, stages, batch, kv_bytes) <= MOST
+    assert MOST // 2 < attention.shared_bytes(1, DEFAULT_STAGES.attend, batch) <= MOST
 
 
-@pytest.mark.parametrize("kv_bytes", [1, 2])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_attention_that_is_split_fits_beside_other_kernels(batch, kv_bytes):
+def test_attention_that_is_split_fits_beside_other_kernels(batch):
     """Where a cluster shares a head, a step of one group keeps two kernels on a processor."""
-    stages = attention.ring_stages(DEFAULT_STAGES.attend_split, kv_bytes)
-    mine = attention.shared_bytes(4, stages, batch, kv_bytes)
+    mine = attention.shared_bytes(4, DEFAULT_STAGES.attend_split, batch)
     for name in ("layer_in", "layer_out"):
         others = dynamic_shared("moondream2", batch)[name] + STATIC
         assert mine + others + 2 * RESERVED <= PROCESSOR, name
 
 
-@pytest.mark.parametrize("kv_bytes", [1, 2])
-def test_a_warp_has_room_for_what_it_computes(kv_bytes):
+def test_a_warp_has_room_for_what_it_computes():
     """With splits a ring also holds its warp's parts, and those of the lines that it adds up."""
-    stages = attention.ring_stages(DEFAULT_STAGES.attend_split, kv_bytes)
     for splits in attention.SPLITS[1:]:
         parts = attention.GROUP + attention.GROUP // splits
-        assert parts * PART <= stages * STAGE * kv_bytes // 2
+        assert parts * PART <= DEFAULT_STAGES.attend_split * STAGE
 
 
 @pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
@@ -206,9 +200,8 @@ def test_attention_has_the_same_numbers():
     """Sizes are those of `attend.cu`, whose stages are keys and values of a step and a barrier."""
     source = constants("cached.cuh") | constants("attend.cu")
     assert source["HEAD"] == attention.HEAD_DIM
-    assert source["STEP"] == attention.STEP
+    assert source["TILE"] == attention.TILE
     assert source["MOST"] == attention.GROUP
-    assert 2 * source["STEP"] * source["HEAD"] * 2 == STAGE
+    assert 2 * source["TILE"] * source["HEAD"] * 2 == STAGE
     assert attention.shared_bytes(4, 1, 1) == source["LINES"] * (STAGE + 8)
-    assert attention.shared_bytes(4, 2, 1, kv_bytes=1) == source["LINES"] * 2 * (STAGE // 2 + 8)
     assert attention.shared_bytes(1, 0, 3) == 2 * 2 * source["LINES"] * 3 * PART

@@ -21,8 +21,8 @@ from legato_engine.kernels.cuda.module import Kernel, Module
 HEAD_DIM = 64
 GROUP = 8
 """The most tokens of a group."""
-STEP = 16
-"""Positions that are taken at once; a page holds a multiple."""
+TILE = 16
+"""Positions of a product; a page holds a multiple."""
 MAX_CONTEXT = 32768
 """Positions at most, of those that were tried."""
 SPLITS = (1, 2, 4)
@@ -30,7 +30,9 @@ SPLITS = (1, 2, 4)
 
 _WARPS = {1: 16, 2: 8, 4: 8}
 """Warps of a thread block, by splits."""
-_BARRIER = 8  # bytes, of each stage
+_STAGE = 2 * TILE * HEAD_DIM * 2 + 8
+"""Keys and values of a step, which are a tile of bf16 or two of e4m3, and a barrier."""
+
 _PART = (HEAD_DIM + 4) * 4  # what a token's softmax over some positions leaves
 
 
@@ -68,12 +70,9 @@ class Attention:
     """The kernel, for each number of thread blocks that may share a head of a group."""
 
     def __init__(self, sizes: AttentionSizes, stages: int, split_stages: int) -> None:
-        """Rings of so many steps of bf16 per warp, `split_stages` where a cluster shares a head."""
+        """Rings of so many steps per warp, `split_stages` where a cluster shares a head."""
         self._sizes = sizes
-        self._stages = {
-            splits: ring_stages(stages if splits == 1 else split_stages, sizes.kv_bytes)
-            for splits in SPLITS
-        }
+        self._stages = {splits: stages if splits == 1 else split_stages for splits in SPLITS}
         self._kernels = {splits: self._kernel(splits) for splits in SPLITS}
 
     def launch(
@@ -104,15 +103,14 @@ class Attention:
                 *(places.row_B, places.position_B, places.fresh_B, places.table_RM),
                 *(out_BF, batch, stages),
             ),
-            shared=shared_bytes(splits, stages, batch, self._sizes.kv_bytes),
+            shared=shared_bytes(splits, stages, batch),
             cluster=splits,
             overlap=True,
         )
 
     def _kernel(self, splits: int) -> Kernel:
         module = Module("attend.cu", attend_defines(self._sizes, splits))
-        shared = shared_bytes(splits, self._stages[splits], GROUP, self._sizes.kv_bytes)
-        return module.kernel("attend", shared=shared)
+        return module.kernel("attend", shared=shared_bytes(splits, self._stages[splits], GROUP))
 
 
 def splits_for(pairs: int) -> int:
@@ -120,19 +118,13 @@ def splits_for(pairs: int) -> int:
     return next((s for s in SPLITS[:0:-1] if pairs * s <= streams.num_processors()), 1)
 
 
-def ring_stages(stages: int, kv_bytes: int) -> int:
-    """Steps that take the memory of so many of bf16."""
-    return stages * 2 // kv_bytes
-
-
-def shared_bytes(splits: int, stages: int, batch: int, kv_bytes: int = 2) -> int:
+def shared_bytes(splits: int, stages: int, batch: int) -> int:
     """Dynamic shared memory of a launch with rings of `stages` steps per warp.
 
     What the warps compute lies beside the rings, twice; with splits it lies in them.
     """
     parts = 2 * min(batch, GROUP) * _PART if splits == 1 else 0
-    stage = 2 * STEP * HEAD_DIM * kv_bytes + _BARRIER  # keys and values of a step
-    return _WARPS[splits] * (stages * stage + parts)
+    return _WARPS[splits] * (stages * _STAGE + parts)
 
 
 def attend_defines(sizes: AttentionSizes, splits: int) -> dict[str, int]:

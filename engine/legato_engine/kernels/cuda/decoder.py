@@ -21,7 +21,7 @@ from legato_engine.kernels.cuda.adapters import StepAdapters
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
     MAX_CONTEXT,
-    STEP,
+    TILE,
     Attention,
     AttentionSizes,
     Places,
@@ -132,7 +132,7 @@ def supported(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> 
         and sizes.dim % streams.GROUP == 0
         and sizes.ff_dim % streams.GROUP == 0
         and sizes.vocab_size % 16 == 0
-        and sizes.page_size % STEP == 0
+        and sizes.page_size % TILE == 0
         and sizes.page_size * sizes.max_pages <= MAX_CONTEXT
     )
 

@@ -4,16 +4,16 @@
 // DIM = HEADS * 64, MIXED the stride of the output, SPLITS thread blocks (a cluster) per head of a group, KV_BYTES
 // of a key's or value's element.
 //
-// A group is up to 8 successive tokens of the batch that name the same row. Tensor cores take 16 positions at
-// once: S^T = K Q^T with positions as rows, then O^T += V^T P^T with dimensions as rows; tokens are the
+// A group is up to 8 successive tokens of the batch that name the same row. Tensor cores take tiles of 16 positions:
+// S^T = K Q^T with positions as rows, then O^T += V^T P^T with dimensions as rows; tokens are the
 // columns, which never mix. So a token has the same bits alone and in any group.
 //
-// Positions are taken in steps of 16. Step i goes to track i % 32, track v to line v % 8, of whose four tracks it
+// Positions are taken in steps of a tile, or of two where they are e4m3. Step i goes to track i % 32, track v to line v % 8, of whose four tracks it
 // is number v / 8. A line is (first + second) + (third + fourth), and a head's result the sum of its lines in
 // their order: the same bits however tracks are dealt to warps. A warp has two tracks of a line, and a thread
 // block all lines; with SPLITS it has half as many warps, and with four of them a warp has one track.
 // Each warp keeps a ring of its own full; old positions are copied while the kernel in front still runs.
-// A warp knows the pages of 32 of its line's steps at a time, and asks for the next of them ahead.
+// A warp knows the pages of 32 of its line's tiles at a time, and asks for the next of them ahead.
 // A thread block that has heads to itself fills its rings across them; one of a cluster has little to read, and
 // keeps what it computed in its rings.
 #include "attend.cuh"
@@ -23,8 +23,8 @@ constexpr int TURNS = 4;  // tracks of a line
 constexpr int MOST = 8;   // tokens of a group
 constexpr int WARPS = SPLITS == 1 ? 16 : LINES;
 constexpr int OWN = SPLITS == 4 ? 1 : 2;  // tracks of a warp
-static_assert(PAGE % STEP == 0 && HEADS * HEAD == DIM, "unsupported sizes");
-constexpr int KNOWN = 32;  // steps of a line whose pages a warp knows, one a lane
+static_assert(PAGE % TILE == 0 && HEADS * HEAD == DIM, "unsupported sizes");
+constexpr int KNOWN = 32 / STEP_TILES;  // steps of a line whose pages a warp knows, one of a tile a lane
 constexpr bool LONG = PAGES * PAGE > STEP * LINES * KNOWN;
 
 // Successive tokens of one row: they end at positions `least` to `last`; from `old` on the step itself writes.
@@ -34,7 +34,8 @@ struct Group {
   __device__ int count(int line) const { return last / STEP < line ? 0 : (last / STEP - line) / LINES + 1; }
 };
 
-// One head of one group, as a warp sees it: `count` steps of its line. Lane i knows the page of step `known` + i.
+// One head of one group, as a warp sees it: `count` steps of its line. Lane i knows the page of tile i from that of
+// step `known` on.
 struct Pair {
   int index, head, last, old, count, row, known, page;
 };
@@ -86,7 +87,8 @@ struct Batch {
   }
   // The lane's page of a pair's steps from `first` on, of the warp's line.
   __device__ int page(const Pair& p, int first, const i64* table) const {
-    const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % LINES, at = (line + (first + lane) * LINES) * STEP;
+    const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % LINES;
+    const int at = (line + (first + lane / STEP_TILES) * LINES) * STEP + lane % STEP_TILES * TILE;
     return p.index < pairs && at <= p.last ? (int)table[(i64)p.row * PAGES + at / PAGE] : 0;
   }
 };
@@ -166,14 +168,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, SPLITS == 1 ? 1 : 2) at
       next_known = known + KNOWN < ahead.count ? known + KNOWN : 0;
       next_page = batch.page(ahead, next_known, table);
     }
-    const int page = __shfl_sync(~0u, ahead.page, ahead_step % KNOWN);
-    const i64 from = (((i64)page * HEADS + ahead.head) * PAGE + at % PAGE) * CACHED + lane * 16;
 #pragma unroll
-    for (int i = 0; i < STEP * RUNS / 32; i++) {
-      const int here = (i * 32 + lane) / RUNS, to = run_at(here, lane % RUNS);
-      const int bytes = at + here <= ahead.last ? 16 : 0;
-      copy_run(ring[put].keys + to, keys + from + i * 512, bytes, policy);
-      copy_run(ring[put].values + to, values + from + i * 512, bytes, policy);
+    for (int tile = 0; tile < STEP_TILES; tile++) {
+      const int page = __shfl_sync(~0u, ahead.page, ahead_step % KNOWN * STEP_TILES + tile);
+      const int slot = (at + tile * TILE) % PAGE;
+      const i64 from = (((i64)page * HEADS + ahead.head) * PAGE + slot) * CACHED + lane * 16;
+#pragma unroll
+      for (int i = 0; i < TILE * RUNS / 32; i++) {
+        const int here = tile * TILE + (i * 32 + lane) / RUNS, to = run_at(here, lane % RUNS);
+        const int bytes = at + here <= ahead.last ? 16 : 0;
+        copy_run(ring[put].keys + to, keys + from + i * 512, bytes, policy);
+        copy_run(ring[put].values + to, values + from + i * 512, bytes, policy);
+      }
     }
     barrier_arrive_copied(full + put);
     if (++put == stages) put = 0;

@@ -1,4 +1,4 @@
-// Sixteen positions' keys and values against up to eight queries; and what softmaxes over some positions leave,
+// A step's keys and values against up to eight queries; and what softmaxes over some positions leave,
 // added up.
 //
 // In a warp lane = 4g + t. Columns of all products are tokens; unused ones hold zeros, or see nothing.
@@ -102,32 +102,48 @@ __device__ __forceinline__ float column_max(float x) {
 __device__ __forceinline__ void attend_step(
     Parts& track, const Stage& stage, const Query& query, float unit, int left, int right) {
   const int g = threadIdx.x % 32 / 4;
-  float4 score = Keys(stage.keys).scores(query);
-  score.x = g < left ? score.x * unit : -INFINITY;
-  score.y = g < right ? score.y * unit : -INFINITY;
-  score.z = g + 8 < left ? score.z * unit : -INFINITY;
-  score.w = g + 8 < right ? score.w * unit : -INFINITY;
-  const float2 top = {fmaxf(track.top.x, column_max(fmaxf(score.x, score.z))),
-                      fmaxf(track.top.y, column_max(fmaxf(score.y, score.w)))};
+  float4 scores[STEP_TILES];
+  float2 most = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int tile = 0; tile < STEP_TILES; tile++) {
+    float4& score = scores[tile];
+    score = Keys(stage.keys + tile * TILE * CACHED).scores(query);
+    const int low = tile * TILE + g, high = low + 8;
+    score.x = low < left ? score.x * unit : -INFINITY;
+    score.y = low < right ? score.y * unit : -INFINITY;
+    score.z = high < left ? score.z * unit : -INFINITY;
+    score.w = high < right ? score.w * unit : -INFINITY;
+    most = float2{fmaxf(most.x, fmaxf(score.x, score.z)), fmaxf(most.y, fmaxf(score.y, score.w))};
+  }
+  const float2 top = {fmaxf(track.top.x, column_max(most.x)), fmaxf(track.top.y, column_max(most.y))};
   const float2 base = {top.x == -INFINITY ? 0.f : top.x, top.y == -INFINITY ? 0.f : top.y};
   const float2 scale = {power_of_two(track.top.x - base.x), power_of_two(track.top.y - base.y)};
   track.top = top;
-  const u32 low = pack_cached(power_of_two(score.x - base.x), power_of_two(score.y - base.y));
-  const u32 high = pack_cached(power_of_two(score.z - base.x), power_of_two(score.w - base.y));
-  const u32 early = transposed(low), late = transposed(high);
   // The sum of the probabilities is one more dimension, whose values are all 1.
   float4 sum = {track.sum.x * scale.x, track.sum.y * scale.y, 0.f, 0.f};
-  multiply_cached(sum, ONES, ONES, ONES, ONES, early, late);
+  u32 early[STEP_TILES], late[STEP_TILES];
+#pragma unroll
+  for (int tile = 0; tile < STEP_TILES; tile++) {
+    const float4 score = scores[tile];
+    early[tile] = transposed(pack_cached(power_of_two(score.x - base.x), power_of_two(score.y - base.y)));
+    late[tile] = transposed(pack_cached(power_of_two(score.z - base.x), power_of_two(score.w - base.y)));
+    multiply_cached(sum, ONES, ONES, ONES, ONES, early[tile], late[tile]);
+  }
   track.sum = float2{sum.x, sum.y};
 #pragma unroll
-  for (int i = 0; i < HEAD / 16; i += 2) {
-    const Values values(stage.values, i);
-#pragma unroll
-    for (int run = 0; run < 2; run++) {
-      const uint4 v = values.of[run];
-      float4& out = track.out[i + run];
-      out.x *= scale.x, out.y *= scale.y, out.z *= scale.x, out.w *= scale.y;
-      multiply_cached(out, v.x, v.y, v.z, v.w, early, late);
-    }
+  for (int i = 0; i < HEAD / 16; i++) {
+    float4& out = track.out[i];
+    out.x *= scale.x, out.y *= scale.y, out.z *= scale.x, out.w *= scale.y;
   }
+#pragma unroll
+  for (int tile = 0; tile < STEP_TILES; tile++)
+#pragma unroll
+    for (int i = 0; i < HEAD / 16; i += 2) {
+      const Values values(stage.values + tile * TILE * CACHED, i);
+#pragma unroll
+      for (int run = 0; run < 2; run++) {
+        const uint4 v = values.of[run];
+        multiply_cached(track.out[i + run], v.x, v.y, v.z, v.w, early[tile], late[tile]);
+      }
+    }
 }

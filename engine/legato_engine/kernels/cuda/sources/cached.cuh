@@ -1,13 +1,15 @@
-// Keys and values as they lie in pages, and sixteen positions' of them in shared memory, in the layouts of tensor
-// cores: bf16, or e4m3 in units of a layer's scale, which meet the tensor cores as fp16.
+// Keys and values as they lie in pages, and a step's of them in shared memory, in the layouts of tensor cores: bf16,
+// or e4m3 in units of a layer's scale, which meet the tensor cores as fp16.
 //
 // Constant: KV_BYTES of an element, 2 or 1. In a warp lane = 4g + t.
 #pragma once
 #include "common.cuh"
 
 constexpr int HEAD = 64;
-constexpr int STEP = 16;
+constexpr int TILE = 16;  // positions of a product
 constexpr bool NARROW = KV_BYTES == 1;
+constexpr int STEP_TILES = NARROW ? 2 : 1;  // a step has as many bytes of either kind
+constexpr int STEP = STEP_TILES * TILE;
 static_assert(KV_BYTES == 1 || KV_BYTES == 2, "bf16 or e4m3");
 
 constexpr int CACHED = HEAD * KV_BYTES;  // bytes of a position
@@ -76,7 +78,7 @@ struct Query {
   uint4 low, high;
 };
 
-// 16 positions' keys, as a lane holds them: the dimensions of its query, of positions g and g + 8.
+// A tile's keys, as a lane holds them: the dimensions of its query, of positions g and g + 8.
 struct Keys {
   uint4 of[2][NARROW ? 1 : 2];
   __device__ __forceinline__ explicit Keys(const unsigned char* keys) {
@@ -103,7 +105,7 @@ struct Keys {
   }
 };
 
-// 16 positions' values of two runs of 16 dimensions, from 16i and from 16i + 16 on: of each, positions 2t, 2t + 1
+// A tile's values of two runs of 16 dimensions, from 16i and from 16i + 16 on: of each, positions 2t, 2t + 1
 // (.x, .y) and 2t + 8, 2t + 9 (.z, .w) of the run's dimensions `value_dim`(g, 0) (.x, .z) and `value_dim`(g, 1) (.y, .w).
 __device__ __forceinline__ int value_dim(int g, int which) { return NARROW ? 2 * g + which : g + 8 * which; }
 
