@@ -86,8 +86,7 @@ constexpr int VECTORS = ceil_div(QKV / 8, WORKERS);
 
 // q [B, DIM], and the tokens' places in keys and values: queries and values times tanh(w . features) + the
 // position's part, queries and keys rotated. `weights` [2 HEADS, 3 DIM]: the queries' rows, then the values';
-// `placed` [positions, HEADS]; `scales`: the units of keys and of values, of those that have any. A block is a head of
-// 8 tokens.
+// `placed` [positions, HEADS]; `scales`: the units of keys and of values of e4m3. A block is a head of 8 tokens.
 // `behind`: the kernel in front has let this one begin only after `gained_in` had ended, and wrote nothing that
 // is read here; what follows may then begin when that kernel, too, has ended.
 extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(

@@ -72,8 +72,9 @@ __device__ __forceinline__ Kept kept(uint4& v, float) { return v; }
 #endif
 
 // Queries and keys turn in place, and keys and values go to their slots of `pages`: token t stands at position
-// start + t. Those of e4m3 go in units of `scales`, and what qkv holds then is what is read back. A thread has 16 bytes of a head's query, key and value; at four blocks per processor there are registers
-// for all of them to be on their way at once.
+// start + t. Those of e4m3 go in units of `scales`, and qkv then holds what is read back. A thread has 16 bytes of a
+// head's query, key and value; at four blocks per processor there are registers for all of them to be on their way at
+// once.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     rotate_and_cache(bf16* qkv, const float* cosines, const float* sines, const i64* pages, Kept* keys, Kept* values,
                      const float* scales, int start, int count) {
