@@ -8,10 +8,10 @@
 // S^T = K Q^T with positions as rows, then O^T += V^T P^T with dimensions as rows; tokens are the
 // columns, which never mix. So a token has the same bits alone and in any group.
 //
-// Positions are taken in steps of a tile, or of two where they are e4m3. Step i goes to track i % 32, track v to line
-// v % 8, of whose four tracks it is number v / 8. A line is (first + second) + (third + fourth), and a head's result the
-// sum of its lines in their order: the same bits however tracks are dealt to warps. A warp has two tracks of a line, and
-// a thread block all lines; with SPLITS it has half as many warps, and with four of them a warp has one track.
+// Positions are taken in steps of a tile, or of two where they are e4m3. Step i goes to track i % 32, track v to
+// line v % 8, of whose four tracks it is number v / 8. A line is (first + second) + (third + fourth), and a head's
+// result the sum of its lines in their order: the same bits however tracks are dealt to warps. A warp has two tracks of
+// a line, and a thread block all lines; with SPLITS it has half as many warps, and with four of them one track a warp.
 // Each warp keeps a ring of its own full; old positions are copied while the kernel in front still runs.
 // A warp knows the pages of 32 of its line's tiles at a time, and asks for the next of them ahead.
 // A thread block that has heads to itself fills its rings across them; one of a cluster has little to read, and
