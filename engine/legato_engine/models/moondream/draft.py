@@ -125,7 +125,7 @@ def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> 
     )
     draft = draft.eval().requires_grad_(requires_grad=False)
     sizes = _sizes(config, inner, kv)
-    if supported(sizes, like.device, like.dtype):
+    if supported(sizes, like.device, like.dtype, kv.k_LNHSE.dtype):
         return _by_kernels(sizes, draft, text, kv, int(layer))
     return DraftProposer(draft, text, kv, int(layer))
 
