@@ -1,4 +1,4 @@
-"""A decode step of a decoder with parallel attention and MLP, as three kernels a layer.
+"""A decode step of a decoder with parallel attention and MLP, as three kernels a layer, or two.
 
 The kernels read weights packed for them (`packing`). A token's results have the same bits whatever
 batch it is in: sums run in an order that depends on the sizes alone.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -23,8 +22,15 @@ from legato_engine.kernels.cuda.attention import (
     MAX_CONTEXT,
     TILE,
     Attention,
-    AttentionSizes,
     Places,
+)
+from legato_engine.kernels.cuda.between import Between
+from legato_engine.kernels.cuda.decoder_sizes import (
+    DecoderSizes,
+    Form,
+    LayerWeights,
+    decode_form,
+    layer_defines,
 )
 from legato_engine.kernels.cuda.head import HEAD_STAGES, Head, HeadWeights
 from legato_engine.kernels.cuda.module import Kernel, Module
@@ -34,55 +40,6 @@ MAX_TOKENS = 32
 
 _ROTARY_DIM = 32
 _MIN_CAPABILITY = (9, 0)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecoderSizes:
-    """What the kernels are compiled for.
-
-    `kv_bytes` of a key's or value's element: 2 (bf16), or 1 (e4m3, where others write them).
-    """
-
-    dim: int
-    ff_dim: int
-    num_heads: int
-    rotary_dim: int
-    vocab_size: int
-    page_size: int
-    max_pages: int
-    kv_bytes: int = 2
-
-    @property
-    def mixed_dim(self) -> int:
-        """The inputs of a layer's output map: the heads, then the inner activations."""
-        return self.dim + self.ff_dim
-
-    @property
-    def attention(self) -> AttentionSizes:
-        """What the attention kernel needs of them; it writes the first of those inputs."""
-        return AttentionSizes(
-            num_heads=self.num_heads,
-            page_size=self.page_size,
-            max_pages=self.max_pages,
-            out_stride=self.mixed_dim,
-            kv_bytes=self.kv_bytes,
-        )
-
-    @property
-    def parts(self) -> int:
-        """Parts that the inputs of a layer's output map are cut into."""
-        return streams.num_parts(self.mixed_dim, self.dim)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer; bf16 but `folded_in`. The maps are packed, the norm is folded into the first."""
-
-    weights_in: torch.Tensor
-    folded_in: torch.Tensor
-    weights_out: torch.Tensor
-    proj_bias: torch.Tensor
-    fc2_bias: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,17 +94,6 @@ def supported(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> 
     )
 
 
-class Form(NamedTuple):
-    """What kernels are compiled for beside the sizes.
-
-    The tiles, and how many thread blocks read the inputs of `layer_out` and of `layer_in` once.
-    """
-
-    tiles: int
-    cluster: int
-    x_cluster: int
-
-
 class _Kernels:
     """The kernels of one form."""
 
@@ -169,9 +115,15 @@ class Decoder:
     parts = (Part.LAYER_IN, Part.ATTEND, Part.LAYER_OUT)
 
     def __init__(
-        self, sizes: DecoderSizes, device: torch.device, stages: Stages = DEFAULT_STAGES
+        self,
+        sizes: DecoderSizes,
+        device: torch.device,
+        stages: Stages = DEFAULT_STAGES,
+        between: Between | None = None,
     ) -> None:
+        """`between` runs the layers of batches that it takes."""
         self._sizes = sizes
+        self._between = between
         self._kernels = {form: _Kernels(sizes, form, stages) for form in decode_forms(sizes)}
         self._attention = Attention(sizes.attention, stages.attend, stages.attend_split)
         self._grid_in = streams.even_grid((3 * sizes.dim + sizes.ff_dim) // 16, streams.CLUSTER)
@@ -198,6 +150,12 @@ class Decoder:
         `angles`: cosines and sines [P, 16] float32. At most `MAX_TOKENS` tokens. Fewer `parts` are
         for measuring: what they compute means nothing.
         """
+        between, whole = self._between, adapters is None and set(self.parts) <= set(parts)
+        if between is not None and whole and between.takes(x_BD.shape[0]):
+            cache = k_LNHSE, v_LNHSE
+            scratch = self.q_BD, self.mixed_BF
+            between.run(x_BD, layers, places, *cache, angles, self._attention, *scratch)
+            return
         for layer, weights in enumerate(layers):
             keys, values = k_LNHSE[layer], v_LNHSE[layer]
             inner_BF = outer_BD = None
@@ -271,12 +229,6 @@ class Decoder:
         )
 
 
-def decode_form(sizes: DecoderSizes, batch: int) -> Form:
-    """The kernels that serve a batch."""
-    shared = streams.cluster(batch)
-    return Form(streams.tiles_for(batch), shared if sizes.parts > 1 else 1, shared)
-
-
 def decode_forms(sizes: DecoderSizes) -> list[Form]:
     """All that there are."""
     return sorted({decode_form(sizes, batch) for batch in range(1, MAX_TOKENS + 1)})
@@ -285,15 +237,8 @@ def decode_forms(sizes: DecoderSizes) -> list[Form]:
 def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:
     """Constants of `decode.cu`."""
     return {
-        "DIM": sizes.dim,
-        "FF": sizes.ff_dim,
-        "HEADS": sizes.num_heads,
-        "ROTARY": sizes.rotary_dim,
-        "PAGE": sizes.page_size,
-        "PAGES": sizes.max_pages,
-        "PARTS": sizes.parts,
+        **layer_defines(sizes, form.tiles),
         "CLUSTER": form.cluster,
         "X_CLUSTER": form.x_cluster,
         "INPUT_STAGES": streams.INPUT_STAGES[form.tiles],
-        "TILES": form.tiles,
     }

@@ -23,10 +23,10 @@ from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
     MAX_TOKENS,
     Decoder,
-    LayerWeights,
     Part,
     Stages,
 )
+from legato_engine.kernels.cuda.decoder_sizes import LayerWeights
 from legato_engine.kernels.cuda.expert_adapters import LayerChanges, RoutedAdapters
 from legato_engine.kernels.cuda.gained_stages import (
     BUDGET,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from legato_engine.kernels.cuda import streams
-from legato_engine.kernels.cuda.decoder import DecoderSizes
+from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 
 MAX_EXPERTS = 64
 MAX_ACTIVE = 8

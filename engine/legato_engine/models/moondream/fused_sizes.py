@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from legato_engine.kernels.cuda import gained_stages
-from legato_engine.kernels.cuda.decoder import DecoderSizes, supported
+from legato_engine.kernels.cuda.decoder import supported
+from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.gained_stages import ExpertSizes, GainedSizes
 from legato_engine.kernels.cuda.regions import RegionSizes
 from legato_engine.models.model import KVCache

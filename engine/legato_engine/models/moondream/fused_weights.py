@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from legato_engine.kernels.cuda.adapters import LayerAdapters, Map
-from legato_engine.kernels.cuda.decoder import DecoderSizes, LayerWeights
+from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes, LayerWeights
 from legato_engine.kernels.cuda.expert_adapters import ExpertSlots
 from legato_engine.kernels.cuda.gained import ExpertLayer, GainedLayer, Gains
 from legato_engine.kernels.cuda.head import HeadWeights

@@ -48,6 +48,11 @@ __device__ __forceinline__ i64 load_fresh_i64(const i64* address) {
   asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
   return v;
 }
+__device__ __forceinline__ bf16 load_fresh_bf16(const bf16* address) {
+  bf16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ float load_fresh_f32(const float* address) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(address) : "memory");
@@ -94,6 +99,21 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
                : "memory");
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Numbers in global memory by which thread blocks of running kernels tell each other that something is written.
+constexpr u32 MOST_POLLS = 1 << 22;
+__device__ __forceinline__ void signal(u32* count) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+// What never comes is an error of the launch; nothing here takes seconds.
+__device__ __forceinline__ void wait_for(const u32* count, u32 target) {
+  for (u32 polls = 0;; polls++) {
+    u32 seen;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+    if (seen >= target) return;
+    if (polls == MOST_POLLS) asm volatile("trap;");
+  }
+}
 
 // Barriers in shared memory that count arrivals and copied bytes; a phase ends when both are complete.
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -152,7 +172,12 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+// x / (1 + exp(-2u)) is x (1 + tanh(u)) / 2.
 __device__ __forceinline__ float gelu_tanh(float x) {
-  return 0.5f * x * (1.f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+  const float power = x * (-2.302208198144325f - 0.1029432397f * x * x);  // -2u in powers of two
+  float small, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(small) : "f"(power));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + small));
+  return x * inverse;
 }
 __device__ __forceinline__ float gelu_exact(float x) { return 0.5f * x * (1.f + erff(x * 0.7071067811865476f)); }

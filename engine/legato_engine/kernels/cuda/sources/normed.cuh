@@ -6,31 +6,61 @@
 
 constexpr int IN_CHUNK = chunk_of(DIM), IN_CHUNKS = DIM / IN_CHUNK;
 
-// Mean and inverse deviation of each token's residual stream, a warp a token.
-__device__ __forceinline__ void measure(float2* moments, const Ring& inputs, int batch) {
-  constexpr int STEPS = ceil_div(DIM, 256);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int token = warp; token < batch; token += WARPS) {
-    uint4 v[STEPS];
-    float sum[4] = {}, squares[4] = {};
+constexpr int SLICES = IN_CHUNK / GROUP;       // a warp's inputs of a token are a slice
+constexpr int SLICE = IN_CHUNKS * GROUP;       // values of one
+static_assert(SLICES <= WARPS, "a warp has one slice");
+
+// Of a slice of which lanes t = lane % 4 have 8 values of each 32: their sum, and of the squares of what they are off
+// their mean. All four lanes get both; at(chunk, half) are the lane's values.
+template <class At>
+__device__ __forceinline__ float2 slice_moments(At at) {
+  float sum[4] = {}, squares[4] = {};
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-      const int at = i * 256 + lane * 8;
-      v[i] = at < DIM ? *reinterpret_cast<const uint4*>(inputs.data + token * (DIM + PAD) + at) : uint4{0, 0, 0, 0};
+  for (int i = 0; i < 2 * IN_CHUNKS; i++) {
+    const uint4 v = at(i / 2, i % 2);
 #pragma unroll
-      for (int j = 0; j < 4; j++) sum[j] += low_float((&v[i].x)[j]) + high_float((&v[i].x)[j]);
+    for (int j = 0; j < 4; j++) sum[j] = __fadd_rn(sum[j], __fadd_rn(low_float((&v.x)[j]), high_float((&v.x)[j])));
+  }
+  float total = __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));
+  total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
+  total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+  const float mean = __fmul_rn(total, 1.f / SLICE);
+#pragma unroll
+  for (int i = 0; i < 2 * IN_CHUNKS; i++) {
+    const uint4 v = at(i / 2, i % 2);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float low = __fsub_rn(low_float((&v.x)[j]), mean), high = __fsub_rn(high_float((&v.x)[j]), mean);
+      squares[j] = __fmaf_rn(low, low, __fmaf_rn(high, high, squares[j]));
     }
-    const float mean = warp_sum((sum[0] + sum[1]) + (sum[2] + sum[3])) / DIM;
+  }
+  float off = __fadd_rn(__fadd_rn(squares[0], squares[1]), __fadd_rn(squares[2], squares[3]));
+  off = __fadd_rn(off, __shfl_xor_sync(~0u, off, 1));
+  off = __fadd_rn(off, __shfl_xor_sync(~0u, off, 2));
+  return {total, off};
+}
+
+// Of a slice's squares what they are off the whole token's mean.
+__device__ __forceinline__ float about(float2 slice, float mean) {
+  const float off = __fsub_rn(__fmul_rn(slice.x, 1.f / SLICE), mean);
+  return __fmaf_rn(__fmul_rn(off, off), (float)SLICE, slice.y);
+}
+
+// Mean and inverse deviation of each token's residual stream, a warp a token, four lanes a slice.
+__device__ __forceinline__ void measure(float2* moments, const Ring& inputs, int batch) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slice = lane / 4;
+  for (int token = warp; token < batch; token += WARPS) {
+    const bf16* from = inputs.data + token * (DIM + PAD) + (slice < SLICES ? slice : 0) * GROUP + lane % 4 * 8;
+    const float2 mine = slice_moments(
+        [&](int chunk, int half) { return *reinterpret_cast<const uint4*>(from + chunk * IN_CHUNK + half * 32); });
+    const auto over = [](float x) {
 #pragma unroll
-    for (int i = 0; i < STEPS; i++)
-      if (i * 256 + lane * 8 < DIM) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const float low = low_float((&v[i].x)[j]) - mean, high = high_float((&v[i].x)[j]) - mean;
-          squares[j] += low * low + high * high;
-        }
-      }
-    const float variance = warp_sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / DIM;
+      for (int lanes = 4; lanes < 32; lanes *= 2) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, lanes));
+      return x;
+    };
+    const bool has = slice < SLICES;
+    const float mean = __fmul_rn(over(has ? mine.x : 0.f), 1.f / DIM);
+    const float variance = __fmul_rn(over(has ? about(mine, mean) : 0.f), 1.f / DIM);
     if (lane == 0) moments[token] = float2{mean, rsqrtf(variance + 1e-5f)};
   }
 }

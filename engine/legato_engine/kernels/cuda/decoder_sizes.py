@@ -1,0 +1,94 @@
+"""What a decoder's kernels are compiled for, and a layer's weights as they take them.
+
+Shape legend: D width, F inner width, H heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda.attention import AttentionSizes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """What the kernels are compiled for.
+
+    `kv_bytes` of a key's or value's element: 2 (bf16), or 1 (e4m3, where others write them).
+    """
+
+    dim: int
+    ff_dim: int
+    num_heads: int
+    rotary_dim: int
+    vocab_size: int
+    page_size: int
+    max_pages: int
+    kv_bytes: int = 2
+
+    @property
+    def mixed_dim(self) -> int:
+        """The inputs of a layer's output map: the heads, then the inner activations."""
+        return self.dim + self.ff_dim
+
+    @property
+    def attention(self) -> AttentionSizes:
+        """What the attention kernel needs of them; it writes the first of those inputs."""
+        return AttentionSizes(
+            num_heads=self.num_heads,
+            page_size=self.page_size,
+            max_pages=self.max_pages,
+            out_stride=self.mixed_dim,
+            kv_bytes=self.kv_bytes,
+        )
+
+    @property
+    def parts(self) -> int:
+        """Parts that the inputs of a layer's output map are cut into."""
+        return streams.num_parts(self.mixed_dim, self.dim)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer; bf16 but `folded_in`. The maps are packed, the norm is folded into the first."""
+
+    weights_in: torch.Tensor
+    folded_in: torch.Tensor
+    weights_out: torch.Tensor
+    proj_bias: torch.Tensor
+    fc2_bias: torch.Tensor
+
+
+class Form(NamedTuple):
+    """What kernels are compiled for beside the sizes.
+
+    The tiles, and how many thread blocks read the inputs of `layer_out` and of `layer_in` once.
+    """
+
+    tiles: int
+    cluster: int
+    x_cluster: int
+
+
+def decode_form(sizes: DecoderSizes, batch: int) -> Form:
+    """The kernels that serve a batch."""
+    shared = streams.cluster(batch)
+    return Form(streams.tiles_for(batch), shared if sizes.parts > 1 else 1, shared)
+
+
+def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
+    """Constants of `layer.cuh`, and into how many parts `layer_out` cuts its inputs."""
+    return {
+        "DIM": sizes.dim,
+        "FF": sizes.ff_dim,
+        "HEADS": sizes.num_heads,
+        "ROTARY": sizes.rotary_dim,
+        "PAGE": sizes.page_size,
+        "PAGES": sizes.max_pages,
+        "PARTS": sizes.parts,
+        "TILES": tiles,
+    }
