@@ -18,7 +18,6 @@ import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, pages
-from legato_engine.kernels.cuda.between import Between
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.kernels.experts import Routes
 from legato_engine.layers.moe import ExpertLinear
@@ -383,55 +382,6 @@ def test_a_prompt_in_one_step_is_the_prompt_token_by_token(world, start, count):
         assert torch.equal(ours, torch.cat(theirs))
     for cache, single in zip(indexable(world.kv), indexable(expected), strict=True):
         assert torch.equal(cache, single)
-
-
-@pytest.mark.parametrize(
-    ("rows", "count"), [(1, 3), (1, 4), (1, 7), (1, 8), (2, 3), (2, 4), (8, 1)]
-)
-def test_kernels_between_layers_change_no_bits(world, monkeypatch, rows, count):
-    """Where thread blocks wait for each other inside a kernel, bits are those without, always."""
-    inputs, run, runs = verification(world, rows, count), Between.run, []
-
-    def counted(*arguments):
-        runs.append(arguments)
-        run(*arguments)
-
-    monkeypatch.setattr(Between, "run", counted)
-    before = world.snapshot()
-    with monkeypatch.context() as patch:
-        patch.setattr(Between, "takes", lambda self, batch: False)
-        expected = world.forward(inputs)
-    wanted = world.snapshot()
-    world.restore(before)
-    out = world.empty(rows * count)
-    assert not runs
-    replay = CudaDevice(0).capture(lambda: world.kernels.forward(inputs, *out))
-    assert bool(runs) == (world.config.name == "moondream2")
-    for _ in range(20):
-        for tensor in out:
-            tensor.fill_(torch.nan)
-        replay()
-        torch.cuda.synchronize()
-        for ours, theirs in zip(out, expected, strict=True):
-            assert torch.equal(ours, theirs)
-    for cache, single in zip(indexable(world.kv), indexable(wanted), strict=True):
-        assert torch.equal(cache, single)
-
-
-def verification(world: World, rows: int, count: int) -> StepInputs:
-    """`count` successive tokens of each of `rows`, deep in their contexts."""
-    some = world.inputs().part(slice(0, rows * count))
-    at_B = torch.arange(rows * count, device=DEVICE)
-    row_B = some.row_B[at_B // count].contiguous()
-    fresh_B = 600 + 13 * (at_B // count)
-    return replace(
-        some,
-        source_B=row_B,
-        row_B=row_B,
-        position_B=fresh_B + at_B % count,
-        fresh_B=fresh_B,
-        num_groups=rows,
-    )
 
 
 def test_tokens_are_embedded_with_their_values(world):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from cuda.bindings import runtime
@@ -146,7 +148,8 @@ class CudaDevice:
         # All graphs share the memory of what lives only inside them: they run one after another,
         # and what outlives a graph is copied to tensors of its caller's.
         stream = self.compute.stream
-        with torch.inference_mode(), torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        capturing = torch.cuda.graph(graph, pool=self._pool, stream=stream)
+        with _no_collections(), torch.inference_mode(), capturing:
             work()
         return graph.replay
 
@@ -159,6 +162,18 @@ class CudaDevice:
     def close(self) -> None:
         """Wait for pending work."""
         torch.cuda.synchronize(self.torch_device)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """A collection that frees another engine's graphs would break off a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _timing_event() -> torch.cuda.Event:

@@ -1,4 +1,4 @@
-"""A decode step of a decoder with parallel attention and MLP, as three kernels a layer, or two.
+"""A decode step of a decoder with parallel attention and MLP, as three kernels a layer.
 
 The kernels read weights packed for them (`packing`). A token's results have the same bits whatever
 batch it is in: sums run in an order that depends on the sizes alone.
@@ -24,7 +24,6 @@ from legato_engine.kernels.cuda.attention import (
     Attention,
     Places,
 )
-from legato_engine.kernels.cuda.between import Between
 from legato_engine.kernels.cuda.decoder_sizes import (
     DecoderSizes,
     Form,
@@ -119,11 +118,8 @@ class Decoder:
         sizes: DecoderSizes,
         device: torch.device,
         stages: Stages = DEFAULT_STAGES,
-        between: Between | None = None,
     ) -> None:
-        """`between` runs the layers of batches that it takes."""
         self._sizes = sizes
-        self._between = between
         self._kernels = {form: _Kernels(sizes, form, stages) for form in decode_forms(sizes)}
         self._attention = Attention(sizes.attention, stages.attend, stages.attend_split)
         self._grid_in = streams.even_grid((3 * sizes.dim + sizes.ff_dim) // 16, streams.CLUSTER)
@@ -150,12 +146,6 @@ class Decoder:
         `angles`: cosines and sines [P, 16] float32. At most `MAX_TOKENS` tokens. Fewer `parts` are
         for measuring: what they compute means nothing.
         """
-        between, whole = self._between, adapters is None and set(self.parts) <= set(parts)
-        if between is not None and whole and between.takes(x_BD.shape[0]):
-            cache = k_LNHSE, v_LNHSE
-            scratch = self.q_BD, self.mixed_BF
-            between.run(x_BD, layers, places, *cache, angles, self._attention, *scratch)
-            return
         for layer, weights in enumerate(layers):
             keys, values = k_LNHSE[layer], v_LNHSE[layer]
             inner_BF = outer_BD = None
