@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 _TICK = os.sysconf("SC_CLK_TCK")
+_ENGINE = "legato_engine.process"
 
 
 def seconds(pid: int) -> float:
@@ -18,6 +19,12 @@ def resident(pid: int) -> int:
     """Bytes of memory that a process holds."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def engine(service: int) -> int:
+    """The one engine process that a service process has started."""
+    (found,) = (each for each in children(service) if runs(each, _ENGINE))
+    return found
 
 
 def children(pid: int) -> list[int]:

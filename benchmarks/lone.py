@@ -22,14 +22,13 @@ import signal
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from legato_client import Client, Sampling
 from legato_client.cli.local_server import LocalServer
 from legato_engine.timeline import LANES, timeline_path
 
-from benchmarks import record
+from benchmarks import cpu, record
 from benchmarks.photos import Photographer, stamped
 
 STAGES = ("there", "picture", "launch", "prefill", "decode", "back")
@@ -92,7 +91,7 @@ def ask(target: str, pool: Sequence[bytes], calls: int, tokens: int) -> list[Cal
 
 def timeline(service: int) -> list[dict[str, Any]]:
     """The spans that the engine of the service process `service` remembers."""
-    (engine,) = (pid for pid in _children(service) if b"legato_engine.process" in _command(pid))
+    engine = cpu.engine(service)
     path = timeline_path(engine)
     path.unlink(missing_ok=True)
     os.kill(engine, signal.SIGUSR1)
@@ -132,19 +131,6 @@ def main(argv: Sequence[str]) -> int:
     title = f"A lone new picture, {arguments.tokens} tokens: {' '.join(serve)}"
     record.write(arguments.name, title, figures, [record.table(heads, cells)])
     return 0
-
-
-def _children(pid: int) -> list[int]:
-    """The processes below `pid`."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *_children(child)]
-    return found
-
-
-def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

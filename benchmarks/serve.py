@@ -36,7 +36,6 @@ from benchmarks.rpc import picture
 NULL = ("--model", "null", "--null-objects", "100000", "--max-sessions", "10000")
 START_TIMEOUT = 60.0
 SIZE = (640, 480)
-ENGINE = "legato_engine.process"
 _SERVICE = "/legato.v1.InferenceService/"
 
 
@@ -161,7 +160,7 @@ def null_server(options: Sequence[str] = ()) -> Iterator[Contender]:
     """Our server before an engine without a model."""
     with LocalServer((*NULL, *options)) as server:
         server.wait_until_serving(START_TIMEOUT, lambda _: None)
-        (engine,) = (each for each in cpu.children(server.pid) if cpu.runs(each, ENGINE))
+        engine = cpu.engine(server.pid)
         yield Contender("legato", server.target, server.pid, engine)
 
 

@@ -29,7 +29,6 @@ from legato_engine.kernels.cuda.decoder_sizes import (
     Form,
     LayerWeights,
     decode_form,
-    layer_defines,
 )
 from legato_engine.kernels.cuda.head import HEAD_STAGES, Head, HeadWeights
 from legato_engine.kernels.cuda.module import Kernel, Module
@@ -227,7 +226,14 @@ def decode_forms(sizes: DecoderSizes) -> list[Form]:
 def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:
     """Constants of `decode.cu`."""
     return {
-        **layer_defines(sizes, form.tiles),
+        "DIM": sizes.dim,
+        "FF": sizes.ff_dim,
+        "HEADS": sizes.num_heads,
+        "ROTARY": sizes.rotary_dim,
+        "PAGE": sizes.page_size,
+        "PAGES": sizes.max_pages,
+        "PARTS": sizes.parts,
+        "TILES": form.tiles,
         "CLUSTER": form.cluster,
         "X_CLUSTER": form.x_cluster,
         "INPUT_STAGES": streams.INPUT_STAGES[form.tiles],
