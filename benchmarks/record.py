@@ -31,9 +31,10 @@ def surroundings() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu(),
     }
-    if torch.accelerator.is_available():
+    if torch.cuda.is_available():
+        used = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"  # of several in a machine
         query = "--query-gpu=name,driver_version,clocks.sm,clocks.mem"
-        facts["gpu"] = _output("nvidia-smi", query, "--format=csv,noheader")
+        facts["gpu"] = _output("nvidia-smi", used, query, "--format=csv,noheader")
     return facts
 
 
