@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 
 from legato_client.cli.local_server import LocalServer
 
-from benchmarks import record
+from benchmarks import pictures, record
 from benchmarks.load import Cell, LoadProcesses
-from benchmarks.photos import Photographer
 from benchmarks.workloads import WORKLOADS, Ask
 
 START_TIMEOUT = 300.0
@@ -26,6 +25,7 @@ HEADS = (
     *("workload", "tokens", "callers", "P50 ms", "P95 ms", "P99 ms", "requests/s"),
     *("calls", "failed", "tokens seen", "picture known", "prefix known", "load CPU"),
 )
+_RECORDED = ("pictures", "pool", "seed", "load_processes")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,8 +59,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, serve = _parse(argv)
     end = time.monotonic() + arguments.total_seconds
     size = (arguments.width, arguments.height)
-    photographer = Photographer(arguments.seed, max(size))
-    pool = [photographer.jpeg(index, size) for index in range(arguments.pictures)]
+    pool = pictures.jpegs(arguments.pictures, arguments.pool, size, arguments.seed)
     with LocalServer(serve) as server:
         server.wait_until_serving(START_TIMEOUT, lambda _: None)
         with LoadProcesses(server.target, pool, arguments.load_processes) as load:
@@ -69,12 +68,13 @@ def main(argv: Sequence[str]) -> int:
     figures = {
         "size": size,
         "jpeg_bytes": jpeg_bytes,
-        **{name: getattr(arguments, name) for name in ("pictures", "seed", "load_processes")},
+        **{name: getattr(arguments, name) for name in _RECORDED},
         "serve": serve,
         "rows": [row.figures() for row in rows],
     }
     failed = sum(row.cell.failed for row in rows)
-    title = f"Query through gRPC, {size[0]}x{size[1]} JPEG: {' '.join(serve) or 'defaults'}"
+    shown = f"{size[0]}x{size[1]} {arguments.pictures}s"
+    title = f"Query through gRPC, {shown}: {' '.join(serve) or 'defaults'}"
     notes = (
         f"JPEGs of {jpeg_bytes / 1e3:.0f} kB; {arguments.load_processes} load processes, 'load "
         f"CPU' is the busiest one's share of a core; {failed} calls failed."
@@ -128,7 +128,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--calls-scale", type=float, default=1.0, help="of what 0 gives")
     parser.add_argument("--cell-seconds", type=float, default=45.0, help="limit of one cell")
     parser.add_argument("--total-seconds", type=float, default=1800.0, help="limit of all cells")
-    parser.add_argument("--pictures", type=int, default=64, help="different ones, before stamping")
+    pictures.add_option(parser)
+    parser.add_argument("--pool", type=int, default=64, help="pictures, before stamping")
     parser.add_argument("--seed", type=int, default=0, help="of the pictures")
     cores = len(os.sched_getaffinity(0))
     default = min(4, max(1, cores // 4))

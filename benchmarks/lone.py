@@ -28,8 +28,8 @@ from legato_client import Client, Sampling
 from legato_client.cli.local_server import LocalServer
 from legato_engine.timeline import LANES, timeline_path
 
-from benchmarks import cpu, record
-from benchmarks.photos import Photographer, stamped
+from benchmarks import cpu, pictures, record
+from benchmarks.photos import stamped
 
 STAGES = ("there", "picture", "launch", "prefill", "decode", "back")
 QUESTION = "What is there?"
@@ -106,9 +106,8 @@ def timeline(service: int) -> list[dict[str, Any]]:
 def main(argv: Sequence[str]) -> int:
     """Measure and record."""
     arguments, serve = _parse(argv)
-    photographer = Photographer(0, max(arguments.width, arguments.height))
     size = (arguments.width, arguments.height)
-    pool = [photographer.jpeg(index, size) for index in range(POOL)]
+    pool = pictures.jpegs(arguments.pictures, POOL, size)
     with LocalServer(serve) as server:
         server.wait_until_serving(START_TIMEOUT, lambda _: None)
         calls = ask(server.target, pool, arguments.calls, arguments.tokens)
@@ -119,6 +118,8 @@ def main(argv: Sequence[str]) -> int:
     figures = {
         "serve": serve,
         "size": size,
+        "pictures": arguments.pictures,
+        "jpeg_bytes": statistics.fmean(len(picture) for picture in pool),
         "tokens": arguments.tokens,
         "median_ms": {name: statistics.median(values) for name, values in stages.items()},
         "calls_ms": stages,
@@ -128,8 +129,9 @@ def main(argv: Sequence[str]) -> int:
         [name, *(f"{value:.2f}" for value in (statistics.median(each), min(each), max(each)))]
         for name, each in stages.items()
     ]
-    title = f"A lone new picture, {arguments.tokens} tokens: {' '.join(serve)}"
-    record.write(arguments.name, title, figures, [record.table(heads, cells)])
+    title = f"A lone new {arguments.pictures}, {arguments.tokens} tokens: {' '.join(serve)}"
+    notes = f"{size[0]}x{size[1]}, JPEGs of {figures['jpeg_bytes'] / 1e3:.0f} kB."
+    record.write(arguments.name, title, figures, [record.table(heads, cells), "", notes])
     return 0
 
 
@@ -143,6 +145,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--name", default="lone", help="of the record")
     parser.add_argument("--width", type=int, default=850)
     parser.add_argument("--height", type=int, default=600)
+    pictures.add_option(parser)
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("serve", nargs="*", help=argparse.SUPPRESS)

@@ -1,0 +1,21 @@
+"""The pictures that benchmarks ask about, photographs or charts, as JPEG files."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.charts import ChartMaker
+from benchmarks.photos import Photographer
+
+PHOTO, CHART = "photo", "chart"
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """`--pictures`, which says what they show."""
+    parser.add_argument("--pictures", choices=(PHOTO, CHART), default=PHOTO, help="what they show")
+
+
+def jpegs(kind: str, count: int, size: tuple[int, int], seed: int = 0) -> list[bytes]:
+    """So many different ones of `size` (width, height), reproducible by seed."""
+    maker = ChartMaker(seed) if kind == CHART else Photographer(seed, max(size))
+    return [maker.jpeg(index, size) for index in range(count)]
