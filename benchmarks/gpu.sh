@@ -55,7 +55,7 @@ serve=(--device "$device" --model "$model" --random-weights)
 reference=()
 [[ -n ${MOONDREAM_REFERENCE:-} ]] && reference=(--moondream-reference "$MOONDREAM_REFERENCE")
 # 110 tokens from position 795 on: 850 positions on average.
-decode=(--context 795 --repeats 3) rates=(--context 795 --requests 8 --repeats 1) ticks=5000 scale=1 calls=200 repeats=11
+decode=(--context 795 --repeats 3) rates=(--context 795 --requests 4 --repeats 1) ticks=5000 scale=1 calls=200 repeats=11
 steps=(--steps 60)
 if [[ $device == cpu ]]; then
   decode=(--context 0 --length 30 --repeats 1) rates=(--length 30 --repeats 1) ticks=200 scale=0.1 calls=10 repeats=2

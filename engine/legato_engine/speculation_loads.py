@@ -2,6 +2,13 @@
 
 A profile says how well its requests' tokens are foreseen, how long their answers are, and how much
 of the KV cache there is for them.
+
+What a lone rate is worth can be read only where the sample has that rate. So profiles of 0.4, 0.6
+and 0.8 have five times the requests: among a multiple of five the proposer has exactly so many
+fifths of each place right (`speculative.replay`, which also says why nothing is expected of its
+luck that is not of independent draws). Of 20 requests of 110 tokens the share accepted of the
+tokens tried has a standard deviation of 0.003 to 0.005 with blocks of one to three and of 0.002
+with blocks of seven, so that it lies within 0.01 of the rate.
 """
 
 from __future__ import annotations
@@ -31,7 +38,9 @@ from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.workload import fixed_length
 
 FEWEST = 4
-"""Requests, so that all rates of a profile are met; shares accepted are luck with so few."""
+"""Requests of a profile, so that all its rates are met."""
+
+_MEASURED = 5
 
 REAL = "captions and queries"
 _QUESTIONS = ("What is in the picture?", "How many things are there?")
@@ -46,18 +55,19 @@ class Profile:
 
     Answers are `length` tokens long; 0: as the plan says. With `pressure` the cache has pages for
     a part of what so many requests come to need, twice as many requests wait for it, and all of
-    them begin with the same words.
+    them begin with the same words. There are `times` as many requests as the plan says.
     """
 
     rates: tuple[float, ...]
+    times: int = 1
     length: int = 0
     pressure: bool = False
 
 
 PROFILES = {
-    "0.4": Profile((0.4,)),
-    "0.6": Profile((0.6,)),
-    "0.8": Profile((0.8,)),
+    "0.4": Profile((0.4,), times=_MEASURED),
+    "0.6": Profile((0.6,), times=_MEASURED),
+    "0.8": Profile((0.8,), times=_MEASURED),
     "mixed": Profile((0.95, 0.1, 0.6, 0.8)),
     "structured": Profile((0.9,)),
     "creative": Profile((0.35,)),
@@ -76,11 +86,12 @@ def synthetic_requests(
 ) -> list[EngineSequence]:
     """Questions without a picture, answered with `length` tokens unless the profile knows better.
 
-    As many waves of them as make up `fewest`. No two begin alike, but under pressure. A `context`
-    is the position of the first token of each answer; 0 leaves it to the prompt.
+    As many waves of them as make up `fewest`, times the profile's. No two begin alike, but under
+    pressure. A `context` is the position of the first token of each answer; 0 leaves it to the
+    prompt.
     """
     wave = at_once(assembly, profile)
-    count = wave * -(-fewest // wave)
+    count = wave * -(-fewest * profile.times // wave)
     constraints = range(len(assembly.frontend.constraints))
     sequences = []
     for index in range(count):

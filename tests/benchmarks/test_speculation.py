@@ -10,7 +10,7 @@ MODEL = ("--model", "random-tiny", "--device", "cpu", "--threads", "1", "--repea
 def test_a_record_has_tables_plots_and_series(tmp_path, monkeypatch, capsys):
     """Figures and plots stand beside each other, and the plots are of what the policies chose."""
     monkeypatch.setenv("LEGATO_RESULTS", str(tmp_path))
-    options = ("--streams", "2", "--length", "24", "--settings", "fixed:2,seed")
+    options = ("--streams", "2", "--length", "24", "--settings", "fixed:2,seed", "--requests", "1")
     assert speculation.main([*MODEL, *options, "--workloads", "0.8,under pressure"]) == 0
     names = {path.name for path in tmp_path.iterdir()}
     plots = {f"speculation_{kind}.svg" for kind in ("blocks", "acceptance", "pressure", "latency")}

@@ -70,9 +70,9 @@ def test_speculation(capsys, monkeypatch):
     monkeypatch.setattr(
         speculation_bench,
         "real_requests",
-        lambda assembly, _: synthetic_requests(assembly, profile, length=9),
+        lambda assembly, _: synthetic_requests(assembly, profile, length=9, fewest=1),
     )
-    options = ("--streams", "2", "--workloads", ",".join(WORKLOADS))
+    options = ("--streams", "4", "--requests", "1", "--workloads", ",".join(WORKLOADS))
     rows = figures(capsys, "--speculation", *options)["rows"]
     settings = ("off", *speculation_bench.SETTINGS)
     assert [(row["workload"], row["setting"]) for row in rows] == [
@@ -113,7 +113,16 @@ def test_speculation_under_pressure(capsys):
 
 def test_tables_of_speculation(capsys):
     """Without --json the figures come as a table; what is not there is said by name."""
-    options = (*OPTIONS, "--speculation", "--streams", "1", "--settings", "fixed:2")
+    options = (
+        *OPTIONS,
+        "--speculation",
+        "--streams",
+        "1",
+        "--settings",
+        "fixed:2",
+        "--requests",
+        "1",
+    )
     assert bench.main([*options, "--workloads", "0.6"]) == 0
     assert "same tokens" in capsys.readouterr().out
     with pytest.raises(InvalidField, match=r"no 0\.5"):

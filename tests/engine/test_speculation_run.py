@@ -42,14 +42,21 @@ def test_waves_follow_each_other(assembly):
     """Nobody is submitted before the wave in front has ended, so that all of a wave decode
     together; and what they decode in that time is counted.
     """
-    profile = PROFILES["0.8"]
+    profile = PROFILES["structured"]
     requests = synthetic_requests(assembly, profile, length=12, fewest=5)
     assert len(requests) == 6
     run = Run(assembly, requests, at_once(assembly, profile))
-    figures = run.figures("0.8", 2, "off", run)
+    figures = run.figures("structured", 2, "off", run)
     assert figures.num_steps == 3 * 12  # of a step more than a task expects its end
     assert figures.num_tried == 0
     assert figures.decode_tokens_per_second > figures.tokens_per_second
+
+
+def test_a_lone_rate_has_a_sample_of_it(assembly):
+    """Profiles whose rate is read have five times the requests, so that its fifths come out."""
+    for name, count in {"0.4": 10, "0.6": 10, "0.8": 10, "structured": 2}.items():
+        requests = synthetic_requests(assembly, PROFILES[name], length=12, fewest=2)
+        assert len(requests) == count
 
 
 def test_under_pressure_all_are_there_at_once(assembly):

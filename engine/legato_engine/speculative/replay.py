@@ -1,12 +1,14 @@
 """A proposer of known quality, for tests and benchmarks.
 
-Shape legend: R rows, C positions, K proposed tokens, N known histories.
+Shape legend: R rows, C positions, K proposed tokens, N known histories, G groups of F histories.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from legato_engine.config import LARGEST_BLOCK
@@ -14,6 +16,7 @@ from legato_engine.core import PromptToken
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
 _NOBODY = -2  # in place of every token of a sequence that nobody is like
+_FIFTHS = 5  # rates of 0.2, 0.4, ... are met exactly
 
 
 def known_history(
@@ -28,10 +31,15 @@ class ReplayProposer:
 
     A row is recognised by what it holds so far: it gets the first known sequence that begins like
     it, and no proposal if none does. Whether a token is said right is drawn once for its place, so
-    it does not depend on blocks; a wrong one is the id above. The draws of a sequence do not depend
-    on each other. As a place is tried once at most, of the tokens tried the share accepted is the
-    rate, but for the luck of the draw; and sequences share the luck of a place evenly, so that
-    what many of them accept is nearer to the rate than as many draws on their own would be.
+    it depends neither on blocks nor on who asks; a wrong one is the id above.
+
+    A sequence's draws are independent of each other, and each is right with its rate's probability,
+    so what is expected of a sequence is what theory says: `(1 - a ** (g + 1)) / (1 - a)` tokens a
+    verify of g tokens at a rate of a. But sequences share the luck of a place evenly: of every five
+    each has another fifth of it, and those five are alike in whether a block of one token tries
+    that place or has it for nothing. So the share that many of them accept of the tokens tried is
+    nearer to the rate than as many independent draws would be, above all if they are a multiple of
+    five and rates are fifths.
     """
 
     def __init__(
@@ -63,8 +71,10 @@ class ReplayProposer:
         """
         rows = [[*tokens, *[UNKNOWN] * (self._length - len(tokens))] for tokens in known]
         known_NC = torch.tensor(rows)
-        luck_NC = _luck(known_NC.shape, self._seed)
-        right_NC = luck_NC < torch.tensor(rates)[:, None]
+        rates_N = np.broadcast_to(np.asarray(rates, float), len(known))
+        right_NC = torch.zeros(known_NC.shape, dtype=torch.bool)
+        longest = max(map(len, known))
+        right_NC[:, :longest] = torch.from_numpy(_right(rates_N, longest, self._seed))
         said_NC = torch.where(right_NC, known_NC, (known_NC + 1) % self._vocab_size)
         said_NC.masked_fill_(known_NC == UNKNOWN, UNKNOWN)
         here = (slice(len(known)), slice(self._length))
@@ -94,8 +104,25 @@ class ReplayProposer:
         draft_RK.copy_(self._said_NC[which_R1, next_RK.clamp(max=last)])
 
 
-def _luck(shape: torch.Size, seed: int) -> torch.Tensor:
-    """[N, C] of evenly spread numbers from 0 to 1; each N of a place are in N different parts."""
-    draw = torch.Generator().manual_seed(seed)
-    part_NC = torch.rand(shape, generator=draw).argsort(0)
-    return (part_NC + torch.rand(shape, generator=draw)) / shape[0]
+def _right(rates_N: npt.NDArray[np.float64], num_places: int, seed: int) -> npt.NDArray[np.bool_]:
+    """[N, C]: whose token of which place is said right.
+
+    Whatever came before, each of the luck of a place is anywhere from 0 to 1 with equal chances, as
+    fifths and their parts are dealt at random; so no policy can know it, and none is favoured.
+    """
+    draw = np.random.default_rng(seed)
+    count = len(rates_N)
+    num_groups = -(-count // _FIFTHS)
+    fifths_GF = np.tile(np.arange(_FIFTHS), (num_groups, 1))
+    parts_GF = np.tile(np.arange(num_groups)[:, None], (1, _FIFTHS))
+    right_NC = np.zeros((count, num_places), dtype=bool)
+    tried_N = np.ones(count, dtype=bool)  # by a block of one
+    for place in range(num_places):
+        fifth_GF = draw.permuted(fifths_GF, axis=1)
+        part_GF = np.take_along_axis(draw.permuted(parts_GF, axis=0), fifth_GF, axis=1)
+        within_GF = (part_GF + draw.random(part_GF.shape)) / num_groups
+        luck_GF = (fifth_GF + within_GF) / _FIFTHS
+        alike_N = np.lexsort((draw.random(count), tried_N))
+        right_NC[alike_N, place] = luck_GF.ravel()[:count] < rates_N[alike_N]
+        tried_N = ~(tried_N & right_NC[:, place])
+    return right_NC

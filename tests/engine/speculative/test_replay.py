@@ -1,5 +1,7 @@
 """The proposer of known quality has that quality, and recognises whom it speaks for."""
 
+from statistics import fmean
+
 import pytest
 import torch
 from legato_engine.core import PromptToken
@@ -34,26 +36,68 @@ def test_rows_are_recognised_by_what_they_hold():
     assert draft_RK.tolist() == [[6, 7, UNKNOWN], [9, 10, UNKNOWN], [UNKNOWN] * 3]
 
 
+def verifies(proposer, known, block):
+    """Tokens accepted, tokens tried and verifies, if every verify proposes as many as there are
+    left, up to `block`.
+    """
+    accepted = tried = count = 0
+    for tokens, said in zip(known, proposer.tables[1].tolist(), strict=False):
+        newest = len(PROMPT)
+        while newest + 1 < len(tokens):
+            places = range(newest + 1, min(newest + 1 + block, len(tokens)))
+            stood = (*(said[at] == tokens[at] for at in places), False).index(False)
+            accepted, tried = accepted + stood, tried + stood + (stood < len(places))
+            newest, count = newest + stood + 1, count + 1
+    return accepted, tried, count
+
+
+def answers(count, length):
+    """So many known histories that begin differently."""
+    return [[1000 + nth, *known_history(0, PROMPT, [7] * length)[1:]] for nth in range(count)]
+
+
 @pytest.mark.parametrize("block", [1, 3, 7])
 @pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
 def test_tokens_that_are_tried_are_right_as_often_as_asked(rate, block):
     """Of what a verify compares, up to the first wrong one, the share accepted is the rate: no
     block, and no place behind a wrong token, is luckier than another.
     """
-    answer = [n % 97 for n in range(6000)]
-    known = known_history(0, PROMPT, answer)
-    proposer = ReplayProposer([known], CPU, rates=[rate], vocab_size=100)
-    said = proposer.tables[1][0].tolist()
-    newest, accepted, tried = len(PROMPT), 0, 0
-    while newest + block < len(known):
-        right = [said[at] == known[at] for at in range(newest + 1, newest + 1 + block)]
-        stood = (*right, False).index(False)
-        accepted, tried = accepted + stood, tried + stood + (stood < block)
-        newest += stood + 1
+    known = answers(1, 6000)
+    proposer = ReplayProposer(known, CPU, rates=[rate], vocab_size=2000)
+    accepted, tried, _ = verifies(proposer, known, block)
     low, high = interval(accepted, tried)
     assert tried > 2500
     assert low < rate < high
     assert high - low < 0.05
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7])
+@pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
+def test_twenty_answers_are_a_sample_of_the_rate(rate, block):
+    """The share accepted of the tokens tried in twenty short answers is the rate within 0.01, but
+    for one sample of twenty; on average over samples it is the rate.
+    """
+    known = answers(20, 110)
+    shares = []
+    for seed in range(8):
+        proposer = ReplayProposer(known, CPU, rates=[rate], vocab_size=2000, seed=seed)
+        accepted, tried, _ = verifies(proposer, known, block)
+        shares.append(accepted / tried)
+    assert fmean((share - rate) ** 2 for share in shares) < 0.007**2
+    assert fmean(shares) == pytest.approx(rate, abs=0.005)
+
+
+@pytest.mark.parametrize("block", [1, 3, 7])
+@pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
+def test_a_verify_commits_what_theory_says(rate, block):
+    """Luck that is shared evenly changes nothing of what is expected: with a fixed block of g and
+    a rate of a, `(1 - a ** (g + 1)) / (1 - a)` tokens a verify.
+    """
+    known = answers(20, 2000)
+    proposer = ReplayProposer(known, CPU, rates=[rate], vocab_size=2000)
+    accepted, _, count = verifies(proposer, known, block)
+    theory = (1 - rate ** (block + 1)) / (1 - rate)
+    assert (accepted + count) / count == pytest.approx(theory, rel=0.01)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4, 0.8, 1.0])
@@ -79,10 +123,7 @@ def test_sequences_share_luck_evenly():
     """Of a place, so many of them are right as the rate says, give or take one; and whether a token
     is right says nothing of the next one of its sequence.
     """
-    answers = [known_history(0, PROMPT, [7] * 500) for _ in range(24)]
-    for each, first in zip(answers, range(24), strict=True):
-        each[0] = 10 + first
-    proposer = ReplayProposer(answers, CPU, rates=[0.4], vocab_size=100)
+    proposer = ReplayProposer(answers(24, 500), CPU, rates=[0.4], vocab_size=2000)
     known_NC, said_NC = (table[:-1, :502].clone() for table in proposer.tables)
     right_NC = (known_NC == said_NC)[:, len(PROMPT) :].double()
     counts_C = right_NC.sum(0)
