@@ -13,7 +13,7 @@ from legato_engine.models.moondream.vision import Vision, normalised, patches
 
 DIM = 32
 NUM_MASKS = 4
-_STEPS = 100
+_STEPS = 60
 _BATCH = 8
 _RATE = 5e-3
 DARK, BRIGHT = 40, 220
