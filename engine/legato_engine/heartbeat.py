@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from legato_engine.links import Audience, Woken
+from legato_engine.audience import Audience, Woken
 from legato_engine.messages import Heartbeat, Load
 
 _NOTICE = 0.01  # seconds that a busy main thread has to renew a beat before it leaves

@@ -1,13 +1,12 @@
 """The engine's end of its links: many service processes, one engine.
 
-`Links` belongs to the main thread and `Audience` to the heartbeat's. Both let in whoever knocks at
-the door that this process inherited, at any time of its life.
+Whoever knocks at the door that this process inherited is let in, at any time of its life.
+`Links` belongs to the main thread.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
 import select
 import socket
@@ -24,7 +23,6 @@ from legato_engine.messages import (
     Command,
     DropImage,
     Failed,
-    Heartbeat,
     HoldImage,
     Loading,
     Ready,
@@ -66,7 +64,7 @@ class Links:
     def __init__(
         self, door: int, wake_fd: int, on_gone: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._door = _inherit(door)
+        self._door = inherited(door)
         self._wake_fd = wake_fd
         self._on_gone = on_gone
         self._links: dict[int, _Link] = {}  # by descriptor
@@ -259,55 +257,11 @@ class Links:
             self._poller.modify(link.connection, wanted)
 
 
-class Woken(enum.Enum):
-    """What ended a wait."""
-
-    STOP = enum.auto()
-    NEWCOMER = enum.auto()
-    TIME = enum.auto()
-
-
-class Audience:
-    """Everybody who listens to this engine's heartbeats."""
-
-    def __init__(self, door: int) -> None:
-        self._door = _inherit(door)
-        self._listeners: dict[socket.socket, FrameWriter] = {}
-
-    def send(self, beat: Heartbeat) -> None:
-        """Tell all, newcomers included. Who has not read the beats before misses this one."""
-        for connection in knocking(self._door):
-            self._listeners[connection] = FrameWriter()
-        frame = encode(beat)
-        for connection, unsent in list(self._listeners.items()):
-            try:
-                if unsent.write_to(connection):
-                    unsent.add(frame)
-                    unsent.write_to(connection)
-            except OSError:
-                del self._listeners[connection]
-                connection.close()
-
-    def wait(self, stop_fd: int, seconds: float) -> Woken:
-        """Until `stop_fd` is readable, somebody knocks, or the time is up."""
-        door = self._door.fileno()
-        readable, _, _ = select.select((door, stop_fd), (), (), seconds)
-        if stop_fd in readable:
-            return Woken.STOP
-        return Woken.NEWCOMER if readable else Woken.TIME
-
-    def close(self) -> None:
-        """Hang up on all."""
-        for connection in self._listeners:
-            connection.close()
-        self._door.close()
-
-
 def _hung_up(event: tuple[int, int]) -> bool:
     return bool(event[1] & select.EPOLLHUP)
 
 
-def _inherit(door: int) -> socket.socket:
+def inherited(door: int) -> socket.socket:
     """A listening socket by its descriptor; it stays open for whoever gave it."""
     return socket.socket(fileno=os.dup(door))
 

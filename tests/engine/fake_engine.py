@@ -12,6 +12,7 @@ import threading
 import time
 
 import msgspec
+from legato_engine.audience import Audience
 from legato_engine.blob_reader import BlobReader
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
@@ -25,7 +26,7 @@ from legato_engine.core import (
     Usage,
 )
 from legato_engine.errors import ImageNotFound, ImageUndecodable, to_value
-from legato_engine.links import Audience, Links
+from legato_engine.links import Links
 from legato_engine.messages import (
     Abort,
     Delta,

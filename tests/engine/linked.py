@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import os
 
+from legato_engine.audience import Audience
 from legato_engine.core import CaptionTask, QueryResult, Request, Timings, Usage
 from legato_engine.core import FinishReason as Reason
-from legato_engine.links import Audience, Links
+from legato_engine.links import Links
 from legato_engine.messages import Done, Loading, Submit
 from legato_engine.transport import Doors, EngineLink
 

@@ -11,7 +11,8 @@ import os
 import threading
 
 from legato_engine import core
-from legato_engine.links import Audience, Links
+from legato_engine.audience import Audience
+from legato_engine.links import Links
 from legato_engine.messages import (
     Abort,
     Command,

@@ -11,6 +11,7 @@ from legato_engine.kv_cache.prefix_work import PrefixWork
 from legato_engine.kv_cache.radix_tree import Match, RadixTree
 from legato_engine.kv_cache.sharing import Sharing
 from legato_engine.kv_cache.slot_pool import SlotPool
+from legato_engine.kv_cache.tally import Tally
 from legato_engine.messages import KVReport
 from legato_engine.sequence import Sequence
 
@@ -40,9 +41,7 @@ class KVCacheManager:
         self._adapters = AdapterSlots(num_adapter_slots)
         self._page_size = page_size
         self._held: dict[Sequence, Holding] = {}
-        self._num_found = self._num_computed = self._num_recomputed = 0  # positions
-        self._num_drafted = self._num_discarded = 0  # pages
-        self._num_preemptions = 0
+        self._tally = Tally()
         capacity = self._pool.num_usable * page_size
         self.max_length = capacity if max_context is None else min(capacity, max_context)
 
@@ -85,17 +84,11 @@ class KVCacheManager:
 
     def report(self) -> KVReport:
         """The pool as it is, and its counters since the start."""
-        prompt = self._num_found + self._num_computed
-        drafted = self._num_drafted
-        return KVReport(
+        return self._tally.report(
             free=self._pool.num_free,
             idle=self._tree.idle_pages,
             shared=self._tree.shared_pages,
             draft=sum(len(holding.draft) for holding in self._held.values()),
-            hit_rate=self._num_found / prompt if prompt else 0.0,
-            fragmentation_ratio=self._num_discarded / drafted if drafted else 0.0,
-            preemptions=self._num_preemptions,
-            recomputed_tokens=self._num_recomputed,
         )
 
     # ------------------------------------------------------------ admission
@@ -167,7 +160,7 @@ class KVCacheManager:
         sequence.refused_at = 0
         sequence.page_ids = shared + private
         sequence.capacity = len(sequence.page_ids) * self._page_size
-        self._count_found(sequence, 0 if match is None else match.length)
+        self._tally.admitted(sequence, 0 if match is None else match.length)
         compute: tuple[int, ...] = ()
         if sequence.num_cached == 0:
             unit = holding.node.pages if holding.node is not None else ()
@@ -222,7 +215,7 @@ class KVCacheManager:
         pages = self._take(missing)
         self._held[sequence].draft.extend(pages)
         sequence.page_ids += pages
-        self._num_drafted += missing
+        self._tally.drafted += missing
         return True
 
     def commit_to(self, sequence: Sequence, length: int, *, reserved: int = 0) -> None:
@@ -240,7 +233,7 @@ class KVCacheManager:
             self.grow(sequence)
         held = max(num_committed + kept, self._pages(reserved))
         rejected = sequence.page_ids[held:]
-        self._num_discarded += len(rejected)
+        self._tally.discarded += len(rejected)
         sequence.page_ids = sequence.page_ids[:held]
         self._pool.free(rejected)
         del draft[len(draft) - len(rejected) :]
@@ -277,8 +270,7 @@ class KVCacheManager:
     def preempt(self, sequence: Sequence) -> None:
         """Release a sequence that will be admitted again."""
         self.release(sequence)
-        self._num_preemptions += 1
-        sequence.num_preemptions += 1
+        self._tally.preempted(sequence)
 
     def check(self) -> None:
         """Assert that every page has one owner and every table is made of what is held."""
@@ -319,15 +311,6 @@ class KVCacheManager:
             return first
         unit = sequence.unit_length
         return first - unit // self._page_size + self._pages(unit)
-
-    def _count_found(self, sequence: Sequence, num_found: int) -> None:
-        sequence.num_cached = num_found
-        if sequence.num_preemptions:
-            self._num_recomputed += sequence.length - num_found
-            return
-        sequence.cached_tokens = num_found
-        self._num_found += num_found
-        self._num_computed += sequence.length - num_found
 
     def _pages(self, length: int) -> int:
         return -(-length // self._page_size)
