@@ -10,6 +10,7 @@
 being made. Every failure is a `LegatoError`.
 """
 
+from legato_client import _before_grpc as _before_grpc  # isort: split - before anything imports it
 from legato_client._admin import AbortCount, DecodeSteps, Load, Unfinished
 from legato_client._async_client import AsyncClient
 from legato_client._client import Client

@@ -1,0 +1,85 @@
+"""How gRPC is set up in the process of a caller."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent import futures
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+CALLS = 100
+
+_CALLER = """
+import json, os, re, sys
+from pathlib import Path
+
+EARLY
+
+import legato_client
+import grpc
+
+def wakes():
+    return sum(
+        int(re.findall(r"voluntary_ctxt_switches:\\s+(\\d+)", (task / "status").read_text())[0])
+        for task in Path("/proc/self/task").iterdir()
+        if (task / "comm").read_text().strip() == "event_engine"
+    )
+
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    echo = channel.unary_unary("/echo/Echo")
+    echo(b"first")
+    before = wakes()
+    for _ in range(int(sys.argv[2])):
+        echo(b"again")
+    print(json.dumps({"woken": wakes() - before, "left": os.environ.get("GRPC_EXPERIMENTS")}))
+"""
+
+
+@contextmanager
+def _echo():
+    """A server that answers with what it is sent; its port."""
+    with futures.ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        handler = grpc.unary_unary_rpc_method_handler(lambda request, _: request)
+        handlers = grpc.method_handlers_generic_handler("echo", {"Echo": handler})
+        server.add_generic_rpc_handlers((handlers,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield port
+        finally:
+            server.stop(None).wait()
+
+
+def _call(*, given=None, early=""):
+    """What a program saw that made calls after it imported this package; `early` it ran before."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {"PYTHONPATH": paths} | ({} if given is None else {"GRPC_EXPERIMENTS": given})
+    caller = _CALLER.replace("EARLY", early)
+    with _echo() as port:
+        done = subprocess.run(
+            [sys.executable, "-c", caller, f"127.0.0.1:{port}", str(CALLS)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return json.loads(done.stdout)
+
+
+def test_answers_are_read_by_who_waits_for_them():
+    """No thread of grpc's event engine wakes for each call, and the environment is as it was."""
+    seen = _call()
+    assert seen["woken"] < CALLS / 2
+    assert seen["left"] is None
+
+
+@pytest.mark.parametrize(("given", "early"), [("event_engine_client", ""), (None, "import grpc")])
+def test_a_program_decides_for_itself(given, early):
+    """What its environment says of grpc holds, and so does what grpc read before."""
+    seen = _call(given=given, early=early)
+    assert seen["woken"] > CALLS / 2
+    assert seen["left"] == given
