@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
+import threading
 import time
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from legato_engine.blob_reader import BlobReader
 from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource, RawImage
 from legato_engine.errors import ImageNotFound, InvalidField
+from legato_engine.glimpses import Glimpses
 from legato_engine.image_cache import ImageCache
 from legato_engine.images import content_key, decode_encoded, image_id
 from legato_engine.models.model import ModelFrontend, PreparedImage
@@ -29,17 +31,32 @@ class Picture:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A picture's bytes, and the SHA-256 in hex that they are known by."""
+    """A picture's bytes; whoever asks first for what they are known by hashes them."""
 
-    view: memoryview
-    key: str
+    __slots__ = ("_key", "_lock", "_raw", "view")
+
+    def __init__(self, view: memoryview, raw: RawImage | None) -> None:
+        self.view = view
+        self._raw = raw
+        self._key = ""
+        self._lock = threading.Lock()
+
+    def hash(self) -> str:
+        """Their SHA-256 in hex; who asks while another thread hashes them waits for that."""
+        with self._lock:
+            self._key = self._key or content_key(self.view, self._raw)
+            return self._key
+
+    @property
+    def hashed(self) -> bool:
+        """Whether they have been."""
+        return bool(self._key)
 
     @property
     def name(self) -> str:
         """The picture's id."""
-        return image_id(self.key)
+        return image_id(self.hash())
 
 
 class Preprocessor:
@@ -60,6 +77,7 @@ class Preprocessor:
         self._blobs = blobs
         self._max_pixels = max_pixels
         self._memory = memory
+        self._glimpses = Glimpses()
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "legato-preprocess")
 
     @property
@@ -70,9 +88,9 @@ class Preprocessor:
     def find(self, source: ImageSource, *, look_inside: bool) -> Picture | Loaded | None:
         """The picture when it is known already; else its bytes as far as they were looked at.
 
-        An id is looked up, and with `look_inside` bytes are hashed here unless they are many: both
-        take less time than another thread needs to wake up. Raises `ImageNotFound`, `InvalidField`,
-        `ImageTooLarge` or `InternalError`.
+        An id is looked up, and with `look_inside` bytes are hashed here unless they are many or
+        look new: both take less time than another thread needs to wake up. Raises `ImageNotFound`,
+        `InvalidField`, `ImageTooLarge` or `InternalError`.
         """
         start = time.monotonic()
         if isinstance(source, CachedImage):
@@ -83,7 +101,7 @@ class Preprocessor:
         if not look_inside or source.blob.size > _FEW_BYTES:
             return None
         loaded = self._load(source)
-        image = self._named(loaded.name)
+        image = self._named(loaded.name) if loaded.view in self._glimpses else None
         return loaded if image is None else Picture(image, time.monotonic() - start)
 
     def start(
@@ -91,9 +109,13 @@ class Preprocessor:
     ) -> concurrent.futures.Future[Picture]:
         """Prepare `source`, of which `find` has given `loaded`; `keep` lets it be named by id.
 
-        The future raises `ImageUndecodable`, `ImageTooLarge`, `InvalidField` or `InternalError`.
+        What `find` looked at and did not hash is hashed here, while a thread decodes it. The future
+        raises `ImageUndecodable`, `ImageTooLarge`, `InvalidField` or `InternalError`.
         """
-        return self._pool.submit(self._prepare, source, loaded, keep)
+        future = self._pool.submit(self._prepare, source, loaded, keep)
+        if loaded is not None:
+            loaded.hash()
+        return future
 
     def start_held(
         self, source: EncodedImage | RawImage, sha256: str
@@ -113,15 +135,19 @@ class Preprocessor:
         self, source: EncodedImage | RawImage, loaded: Loaded | None, keep: bool
     ) -> Picture:
         start = time.monotonic()
-        loaded = loaded or self._load(source)
-        image = self._named(loaded.name) or self._make(source, loaded, keep)
+        if loaded is None:
+            loaded = self._load(source)
+            loaded.hash()
+        known = self._named(loaded.name) if loaded.hashed else None  # else it looked new
+        image = known or self._make(source, loaded, keep)
         return Picture(image, time.monotonic() - start)
 
     def _prepare_held(self, source: EncodedImage | RawImage, sha256: str) -> Picture:
         loaded = self._load(source)
+        key = loaded.hash()
         if sha256:
             raw = isinstance(source, RawImage)  # of a file, the hash is what it is known by
-            actual = hashlib.sha256(loaded.view).hexdigest() if raw else loaded.key
+            actual = hashlib.sha256(loaded.view).hexdigest() if raw else key
             if actual != sha256:
                 raise InvalidField("not the hash of the bytes", field="sha256", actual=actual)
         return self._prepare(source, loaded, keep=False)
@@ -139,14 +165,14 @@ class Preprocessor:
         raw = source if isinstance(source, RawImage) else None
         if raw is not None:
             check_raw(raw, max_pixels=self._max_pixels)
-        view = self._blobs.take(source.blob)
-        return Loaded(view, content_key(view, raw))
+        return Loaded(self._blobs.take(source.blob), raw)
 
     def _make(self, source: EncodedImage | RawImage, loaded: Loaded, keep: bool) -> PreparedImage:
         pixels_HWC = self._decode(loaded.view, source)
         height, width = pixels_HWC.shape[:2]
         info = ImageInfo(image_id=loaded.name, width=width, height=height, cache_hit=False)
-        image = self._frontend.prepare_image(pixels_HWC, loaded.key, info)
+        image = self._frontend.prepare_image(pixels_HWC, loaded.hash(), info)
+        self._glimpses.add(loaded.view)
         if keep:
             self._cache.put(loaded.name, image, image.num_bytes)
         return image

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent import futures
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -43,7 +44,7 @@ def _echo():
     """A server that answers with what it is sent; its port."""
     with futures.ThreadPoolExecutor(1) as threads:
         server = grpc.server(threads)
-        handler = grpc.unary_unary_rpc_method_handler(lambda request, _: request)
+        handler: Any = grpc.unary_unary_rpc_method_handler(lambda request, _: request)
         handlers = grpc.method_handlers_generic_handler("echo", {"Echo": handler})
         server.add_generic_rpc_handlers((handlers,))
         port = server.add_insecure_port("127.0.0.1:0")

@@ -1,0 +1,121 @@
+"""Pictures prepared on threads, and what the caller's thread does beside them."""
+
+import io
+import threading
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from legato_engine import preprocess
+from legato_engine.blob_reader import BlobReader
+from legato_engine.blobs import BlobStore, new_namespace
+from legato_engine.core import EncodedImage
+from legato_engine.glimpses import Glimpses
+from legato_engine.image_cache import ImageCache
+from legato_engine.images import content_key, decode_encoded, image_id
+from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.pixel_memory import PixelMemory, host_slab
+from legato_engine.preprocess import Loaded, Picture, Preprocessor
+from PIL import Image
+
+TIMEOUT = 30.0
+
+
+class Frontend:
+    """Keeps the pixels as they are."""
+
+    def prepare_image(self, pixels_HWC, key, info):
+        """As a model's frontend."""
+        return PreparedImage(key=key, pixels=pixels_HWC, info=info, num_bytes=pixels_HWC.nbytes)
+
+
+class World:
+    """A preprocessor with one thread, and a service that hands it pictures."""
+
+    def __init__(self):
+        self.blobs = BlobStore(new_namespace())
+        self.preprocessor = Preprocessor(
+            cast(ModelFrontend, Frontend()),
+            ImageCache[PreparedImage](1 << 20),
+            blobs=BlobReader(self.blobs.namespace),
+            max_pixels=10_000,
+            threads=1,
+            memory=PixelMemory(host_slab(1 << 20)),
+        )
+
+    def find(self, data):
+        """The picture's source, and what the preprocessor says of it with nothing else to do."""
+        source = EncodedImage(blob=self.blobs.put(data), mime_type="image/png")
+        return source, self.preprocessor.find(source, look_inside=True)
+
+    def prepare(self, data: bytes) -> Picture:
+        """A picture that is new, prepared."""
+        source, found = self.find(data)
+        assert isinstance(found, Loaded)
+        return self.preprocessor.start(source, found, keep=True).result(TIMEOUT)
+
+
+@pytest.fixture
+def world():
+    """A world that ends with the test."""
+    made = World()
+    yield made
+    made.preprocessor.close()
+    made.blobs.close()
+
+
+def png(seed=0):
+    """A PNG of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_a_new_picture_is_decoded_while_its_bytes_are_hashed(world, monkeypatch):
+    """Neither waits for the other: the hash of a new picture ends behind the decoding."""
+    decoded = threading.Event()
+
+    def decode(*arguments: Any, **options: Any) -> Any:
+        pixels_HWC = decode_encoded(*arguments, **options)
+        decoded.set()
+        return pixels_HWC
+
+    def hash_behind(*arguments: Any) -> str:
+        assert decoded.wait(TIMEOUT)
+        return content_key(*arguments)
+
+    monkeypatch.setattr(preprocess, "decode_encoded", decode)
+    monkeypatch.setattr(preprocess, "content_key", hash_behind)
+    data = png()
+    assert world.prepare(data).image.info.image_id == image_id(content_key(data))
+
+
+def test_a_picture_that_was_seen_is_found_without_a_thread(world):
+    """The second time its bytes are hashed, known, and not decoded."""
+    first = world.prepare(png())
+    _, found = world.find(png())
+    assert isinstance(found, Picture)
+    assert (first.image.info.cache_hit, found.image.info.cache_hit) == (False, True)
+    assert found.image.pixels is first.image.pixels
+
+
+def test_pictures_that_look_alike_are_told_apart(world):
+    """One that differs only where nobody glanced is another picture."""
+    data = png()
+    at = data.index(b"IDAT") + 40
+    other = data[:at] + bytes((data[at] ^ 1,)) + data[at + 1 :]
+    world.prepare(data)
+    _, found = world.find(other)
+    assert isinstance(found, Loaded)
+    assert found.name == image_id(content_key(other)) != image_id(content_key(data))
+
+
+def test_the_oldest_glimpse_goes_first(monkeypatch):
+    """What was seen last is remembered, within bounds."""
+    monkeypatch.setattr("legato_engine.glimpses._MAX", 2)
+    glimpses = Glimpses()
+    first, second, third = (memoryview(png(seed)) for seed in range(3))
+    for each in (first, second, first, third):
+        glimpses.add(each)
+    assert [each in glimpses for each in (first, second, third)] == [True, False, True]
