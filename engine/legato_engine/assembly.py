@@ -72,6 +72,7 @@ _VISION_DTYPES = ("auto", "fp8")
 _KV_DTYPES = ("auto", "model", "fp8")
 _WARM_UP_TOKENS = 4
 _PIXELS_UNDER_WAY = 64 * 1024 * 1024  # bytes of pictures beside the cache: decoded, held, uncached
+_QUICK_PIXELS = 1024 * 1024  # that are decoded in some six milliseconds
 _WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the start, by its progress
 
 
@@ -165,6 +166,7 @@ class Assembly:
             max_pixels=config.max_image_pixels,
             threads=config.preprocess_threads,
             memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _PIXELS_UNDER_WAY)),
+            quick_pixels=_QUICK_PIXELS if self.runner.encodes_pictures else 0,
         )
         holds = ImageHolds(cache, image_quota(config))
         image_jobs = ImageJobs(preprocessor, holds, send=send, wake=wake)

@@ -211,17 +211,20 @@ class EngineCore:
     def _picture(self, request: Request) -> Picture | concurrent.futures.Future[Picture] | None:
         """The request's picture when it is known, any other is prepared on a thread.
 
-        With nothing to run nobody waits for this thread, and it may hash the bytes itself.
+        With nothing to run nobody waits for this thread, and it may hash the bytes itself; with
+        nobody else's picture under way, it may even decode them.
         """
         source = request.image
         if source is None or not self._frontend.takes_images:
             return None
         self._image_jobs.expire()
-        found = self._preprocessor.find(source, look_inside=self._scheduler.idle)
+        idle = self._scheduler.idle
+        found = self._preprocessor.find(source, look_inside=idle)
         if isinstance(found, Picture):
             return found
         assert not isinstance(source, CachedImage), "a picture that is named is found or missing"
-        return self._preprocessor.start(source, found, keep=request.cache_image)
+        here = idle and not self._jobs
+        return self._preprocessor.start(source, found, keep=request.cache_image, here=here)
 
     def _on_prepared(self, request_id: str, future: Preparation) -> None:
         """Runs on a thread that prepares, or on this one when the job was cancelled."""

@@ -15,7 +15,7 @@ from legato_engine.core import CachedImage, EncodedImage, ImageInfo, ImageSource
 from legato_engine.errors import ImageNotFound, InvalidField
 from legato_engine.glimpses import Glimpses
 from legato_engine.image_cache import ImageCache
-from legato_engine.images import content_key, decode_encoded, image_id
+from legato_engine.images import content_key, decode_encoded, image_id, inspect
 from legato_engine.models.model import ModelFrontend, PreparedImage
 from legato_engine.pixel_memory import PixelMemory, Pixels
 from legato_engine.raw_images import check_raw, decode_raw
@@ -71,12 +71,17 @@ class Preprocessor:
         max_pixels: int,
         threads: int,
         memory: PixelMemory,
+        quick_pixels: int = 0,
     ) -> None:
+        """A JPEG or raw picture of at most `quick_pixels` is prepared in a few milliseconds, so
+        that its caller may do that itself.
+        """
         self._frontend = frontend
         self._cache = cache
         self._blobs = blobs
         self._max_pixels = max_pixels
         self._memory = memory
+        self._quick_pixels = quick_pixels
         self._glimpses = Glimpses()
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "legato-preprocess")
 
@@ -105,16 +110,23 @@ class Preprocessor:
         return loaded if image is None else Picture(image, time.monotonic() - start)
 
     def start(
-        self, source: EncodedImage | RawImage, loaded: Loaded | None, *, keep: bool
-    ) -> concurrent.futures.Future[Picture]:
+        self, source: EncodedImage | RawImage, loaded: Loaded | None, *, keep: bool, here: bool
+    ) -> Picture | concurrent.futures.Future[Picture]:
         """Prepare `source`, of which `find` has given `loaded`; `keep` lets it be named by id.
 
-        What `find` looked at and did not hash is hashed here, while a thread decodes it. The future
-        raises `ImageUndecodable`, `ImageTooLarge`, `InvalidField` or `InternalError`.
+        With `here` a picture that was looked at and is quick is prepared on the calling thread, and
+        hashed on another: to hand it over and back takes longer than to hand over its hash. Else
+        what was looked at is hashed here beside its decoding. Raises `ImageUndecodable`,
+        `ImageTooLarge`, `InvalidField` or `InternalError`, as does the future.
         """
+        if loaded is None:
+            return self._pool.submit(self._prepare, source, None, keep)
+        if here and self._is_quick(source, loaded):
+            if not loaded.hashed:
+                self._pool.submit(loaded.hash)
+            return self._prepare(source, loaded, keep)
         future = self._pool.submit(self._prepare, source, loaded, keep)
-        if loaded is not None:
-            loaded.hash()
+        loaded.hash()
         return future
 
     def start_held(
@@ -151,6 +163,14 @@ class Preprocessor:
             if actual != sha256:
                 raise InvalidField("not the hash of the bytes", field="sha256", actual=actual)
         return self._prepare(source, loaded, keep=False)
+
+    def _is_quick(self, source: EncodedImage | RawImage, loaded: Loaded) -> bool:
+        if isinstance(source, RawImage):
+            return source.width * source.height <= self._quick_pixels
+        if not self._quick_pixels or source.mime_type != "image/jpeg":
+            return False
+        header = inspect(loaded.view, max_pixels=self._max_pixels, max_bytes=source.blob.size)
+        return header.width * header.height <= self._quick_pixels
 
     def _named(self, name: str) -> PreparedImage | None:
         """The picture of this id as a hit."""

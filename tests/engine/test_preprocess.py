@@ -32,7 +32,7 @@ class Frontend:
 class World:
     """A preprocessor with one thread, and a service that hands it pictures."""
 
-    def __init__(self):
+    def __init__(self, quick_pixels=0):
         self.blobs = BlobStore(new_namespace())
         self.preprocessor = Preprocessor(
             cast(ModelFrontend, Frontend()),
@@ -41,18 +41,30 @@ class World:
             max_pixels=10_000,
             threads=1,
             memory=PixelMemory(host_slab(1 << 20)),
+            quick_pixels=quick_pixels,
         )
 
-    def find(self, data):
+    def find(self, data, mime_type="image/png"):
         """The picture's source, and what the preprocessor says of it with nothing else to do."""
-        source = EncodedImage(blob=self.blobs.put(data), mime_type="image/png")
+        source = EncodedImage(blob=self.blobs.put(data), mime_type=mime_type)
         return source, self.preprocessor.find(source, look_inside=True)
 
-    def prepare(self, data: bytes) -> Picture:
-        """A picture that is new, prepared."""
-        source, found = self.find(data)
+    def start(self, data, *, here, mime_type="image/png"):
+        """A picture that is new, prepared or on its way."""
+        source, found = self.find(data, mime_type)
         assert isinstance(found, Loaded)
-        return self.preprocessor.start(source, found, keep=True).result(TIMEOUT)
+        return self.preprocessor.start(source, found, keep=True, here=here)
+
+    def prepare(self, data: bytes) -> Picture:
+        """A picture that is new, prepared on a thread."""
+        future = self.start(data, here=False)
+        assert not isinstance(future, Picture)
+        return cast("Picture", future.result(TIMEOUT))
+
+    def close(self):
+        """Stop the thread."""
+        self.preprocessor.close()
+        self.blobs.close()
 
 
 @pytest.fixture
@@ -60,20 +72,20 @@ def world():
     """A world that ends with the test."""
     made = World()
     yield made
-    made.preprocessor.close()
-    made.blobs.close()
+    made.close()
 
 
-def png(seed=0):
-    """A PNG of noise."""
+def png(seed=0, kind="PNG"):
+    """A picture of noise, 40 by 30."""
     pixels = np.random.default_rng(seed).integers(0, 256, (30, 40, 3), dtype=np.uint8)
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
+    Image.fromarray(pixels).save(buffer, kind)
     return buffer.getvalue()
 
 
-def test_a_new_picture_is_decoded_while_its_bytes_are_hashed(world, monkeypatch):
-    """Neither waits for the other: the hash of a new picture ends behind the decoding."""
+@pytest.fixture
+def hashed_last(monkeypatch):
+    """Whoever hashes waits until the picture is decoded."""
     decoded = threading.Event()
 
     def decode(*arguments: Any, **options: Any) -> Any:
@@ -87,8 +99,34 @@ def test_a_new_picture_is_decoded_while_its_bytes_are_hashed(world, monkeypatch)
 
     monkeypatch.setattr(preprocess, "decode_encoded", decode)
     monkeypatch.setattr(preprocess, "content_key", hash_behind)
+
+
+def test_a_new_picture_is_decoded_while_its_bytes_are_hashed(world, hashed_last):
+    """The decoding of a new picture does not wait for its hash."""
     data = png()
     assert world.prepare(data).image.info.image_id == image_id(content_key(data))
+
+
+def test_a_quick_picture_is_prepared_by_who_asks(hashed_last):
+    """With nothing else to do it needs a thread for its hash only, which nothing waits for."""
+    world, data = World(quick_pixels=40 * 30), png(kind="JPEG")
+    picture = world.start(data, here=True, mime_type="image/jpeg")
+    world.close()
+    assert isinstance(picture, Picture)
+    assert picture.image.info.image_id == image_id(content_key(data))
+
+
+@pytest.mark.parametrize(
+    ("quick_pixels", "here", "kind"),
+    [(1199, True, "JPEG"), (1200, False, "JPEG"), (1200, True, "PNG")],
+)
+def test_others_take_a_thread(quick_pixels, here, kind):
+    """Large ones do, those of slow formats, and all while somebody else waits."""
+    world = World(quick_pixels)
+    future = world.start(png(kind=kind), here=here, mime_type=f"image/{kind.lower()}")
+    assert not isinstance(future, Picture)
+    assert future.result(TIMEOUT).image.info.width == 40
+    world.close()
 
 
 def test_a_picture_that_was_seen_is_found_without_a_thread(world):
