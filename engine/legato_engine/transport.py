@@ -89,12 +89,17 @@ class EngineLink:
             self._loop.add_reader(connection, self._drain, connection)
         self._closed = False
 
-    def send(self, command: Command) -> None:
-        """Enqueue a command; never blocks. Those of one turn of the loop leave together."""
+    def send(self, command: Command, *, at_once: bool = False) -> None:
+        """Enqueue a command; never blocks. Those of one turn of the loop leave together.
+
+        With `at_once` it leaves now, with all before it: for one that no other will follow.
+        """
         if self._closed:
             return
         self._unsent.add(encode(command))
-        if not self._flush_due:
+        if at_once:
+            self._write()
+        elif not self._flush_due:
             self._flush_due = True
             self._loop.call_soon(self._flush)
 
@@ -113,8 +118,11 @@ class EngineLink:
             self._hang_up(connection)
 
     def _flush(self) -> None:
-        """Send what the kernel takes, and the rest when it says that it takes more."""
         self._flush_due = False
+        self._write()
+
+    def _write(self) -> None:
+        """Send what the kernel takes, and the rest when it says that it takes more."""
         if self._requests not in self._incoming:  # hung up on
             return
         try:
@@ -126,7 +134,7 @@ class EngineLink:
             return
         self._is_full = is_full
         if is_full:
-            self._loop.add_writer(self._requests, self._flush)
+            self._loop.add_writer(self._requests, self._write)
         else:
             self._loop.remove_writer(self._requests)
 

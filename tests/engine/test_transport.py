@@ -20,6 +20,19 @@ async def test_commands_from_before_the_engine_came():
         assert await ends.received() == [submit("c")]
 
 
+async def test_a_command_that_leaves_at_once_takes_the_others_along():
+    """It is there before the turn of the loop ends, behind all that came before it."""
+    with linked() as ends:
+        service = ends.knock()
+        service.submit("a")
+        ends.engine.receive()  # lets the service in
+        service.link.send(submit("b"), at_once=True)
+        ends.engine.wait(1000)
+        assert ends.engine.receive() == [submit("a"), submit("b")]
+        service.submit("c")
+        assert await ends.received() == [submit("c")]
+
+
 async def test_a_backlog_of_commands_leaves_when_there_is_room():
     """Commands that the socket did not take follow once the engine reads again."""
     with linked() as ends:
