@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 
-_PART = 512  # bytes, behind the middle and at the end: headers are alike
+_PART = 512  # bytes, at the beginning, behind the middle and at the end
 _MAX = 16_384  # remembered; some 100 bytes each
 
 
@@ -36,4 +36,5 @@ class Glimpses:
 
 def _glimpse(data: memoryview) -> int:
     middle = len(data) // 2
-    return hash((len(data), bytes(data[middle : middle + _PART]), bytes(data[-_PART:])))
+    parts = (data[:_PART], data[middle : middle + _PART], data[-_PART:])
+    return hash((len(data), *map(bytes, parts)))
