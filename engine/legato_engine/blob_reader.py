@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 import weakref
+from typing import Any
 
 import numpy as np
 
@@ -69,12 +70,13 @@ class BlobReader:
 class _Mapped:
     """A segment, until the last view of it and the reader have let it go."""
 
-    __slots__ = ("_header", "_mapping", "_taken")
+    __slots__ = ("_header", "_mapping", "_taken", "_view")
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
         self._header = memoryview(mapping)[:HEADER_SIZE].cast("Q")
         self._taken = 0  # the last generation
+        self._view: weakref.ref[np.ndarray[Any, Any]] | None = None  # of it
 
     @property
     def is_retired(self) -> bool:
@@ -91,11 +93,10 @@ class _Mapped:
         # Every view of an array, and every view of a view, holds the array itself.
         content_N = np.frombuffer(self._mapping, np.uint8, ref.size, HEADER_SIZE)
         content_N.flags.writeable = False
-        weakref.finalize(content_N, self._release, ref.generation).atexit = False
+        # The callback must not know this object, which would then know itself, and stay.
+        header, generation = self._header, ref.generation
+        self._view = weakref.ref(content_N, lambda _: header.__setitem__(RELEASED, generation))
         return content_N.data
-
-    def _release(self, generation: int) -> None:
-        self._header[RELEASED] = generation
 
 
 def _take_file(ref: BlobRef) -> memoryview:

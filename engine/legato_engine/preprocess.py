@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
+import queue
 import threading
 import time
 
@@ -84,6 +85,9 @@ class Preprocessor:
         self._quick_pixels = quick_pixels
         self._glimpses = Glimpses()
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "legato-preprocess")
+        self._unhashed: queue.SimpleQueue[Loaded | None] = queue.SimpleQueue()
+        self._hasher = threading.Thread(target=self._hash_all, name="legato-hash", daemon=True)
+        self._hasher.start()
 
     @property
     def images_cached(self) -> int:
@@ -123,7 +127,7 @@ class Preprocessor:
             return self._pool.submit(self._prepare, source, None, keep)
         if here and self._is_quick(source, loaded):
             if not loaded.hashed:
-                self._pool.submit(loaded.hash)
+                self._unhashed.put(loaded)
             return self._prepare(source, loaded, keep)
         future = self._pool.submit(self._prepare, source, loaded, keep)
         loaded.hash()
@@ -142,6 +146,8 @@ class Preprocessor:
     def close(self) -> None:
         """Drop what has not begun and stop the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._unhashed.put(None)
+        self._hasher.join()
 
     def _prepare(
         self, source: EncodedImage | RawImage, loaded: Loaded | None, keep: bool
@@ -163,6 +169,12 @@ class Preprocessor:
             if actual != sha256:
                 raise InvalidField("not the hash of the bytes", field="sha256", actual=actual)
         return self._prepare(source, loaded, keep=False)
+
+    def _hash_all(self) -> None:
+        """Runs on the hasher's thread, which holds no picture while it waits for the next."""
+        while (loaded := self._unhashed.get()) is not None:
+            loaded.hash()
+            del loaded
 
     def _is_quick(self, source: EncodedImage | RawImage, loaded: Loaded) -> bool:
         if isinstance(source, RawImage):
