@@ -28,6 +28,7 @@ from legato_engine.errors import (
 from legato_engine.image_jobs import ImageJobs
 from legato_engine.messages import DropImage, HoldImage, Load
 from legato_engine.models.model import Adapter, ModelFrontend, PreparedImage
+from legato_engine.once import Once
 from legato_engine.preprocess import Picture, Preprocessor
 from legato_engine.refinements import Refinements
 from legato_engine.report_sink import ReportSink, Ticket
@@ -194,11 +195,12 @@ class EngineCore:
 
     def _prepare(self, request: Request, arrival: float) -> None:
         """Enqueue a request that has all it needs; else as soon as threads have prepared it."""
-        picture = self._picture(request)
         adapters = self._adapters
         adapter = adapters.start(request.adapter) if adapters and request.adapter else None
-        # Made here, beside the threads: what it costs is not waited for behind the picture.
-        job = RequestJob(request, arrival, self._task(request, picture), picture, adapter)
+        # Made beside the picture, wherever that is prepared, so that nobody waits for it later.
+        task = Once(functools.partial(self._frontend.make_task, request))
+        picture = self._picture(request, task)
+        job = RequestJob(request, arrival, _made(task, picture), picture, adapter)
         if not job.futures:
             self._enqueue(job)
             return
@@ -208,7 +210,9 @@ class EngineCore:
             # garbage collection, which a process of long-lived objects hardly ever runs.
             future.add_done_callback(functools.partial(self._on_prepared, request.request_id))
 
-    def _picture(self, request: Request) -> Picture | concurrent.futures.Future[Picture] | None:
+    def _picture(
+        self, request: Request, task: Once[Task]
+    ) -> Picture | concurrent.futures.Future[Picture] | None:
         """The request's picture when it is known, any other is prepared on a thread.
 
         With nothing to run nobody waits for this thread, and it may hash the bytes itself; with
@@ -224,7 +228,9 @@ class EngineCore:
             return found
         assert not isinstance(source, CachedImage), "a picture that is named is found or missing"
         here = idle and not self._jobs
-        return self._preprocessor.start(source, found, keep=request.cache_image, here=here)
+        return self._preprocessor.start(
+            source, found, keep=request.cache_image, here=here, beside=task
+        )
 
     def _on_prepared(self, request_id: str, future: Preparation) -> None:
         """Runs on a thread that prepares, or on this one when the job was cancelled."""
@@ -247,16 +253,6 @@ class EngineCore:
             self._enqueue(job)
         except Exception as error:  # noqa: BLE001 - one request's failure is its own
             self._fail(job.request, error)
-
-    def _task(
-        self, request: Request, picture: Picture | concurrent.futures.Future[Picture] | None
-    ) -> Task:
-        try:
-            return self._frontend.make_task(request)
-        except BaseException:
-            if isinstance(picture, concurrent.futures.Future):
-                picture.cancel()
-            raise
 
     def _enqueue(self, job: RequestJob) -> None:
         picture = job.prepared_picture
@@ -296,6 +292,16 @@ class EngineCore:
         for sequence in waiting:
             position = self._scheduler.position(sequence)
             self._sink.queued(sequence, position, self.estimated_wait())
+
+
+def _made(task: Once[Task], picture: Picture | concurrent.futures.Future[Picture] | None) -> Task:
+    """The task; a picture that was started for one that cannot be made is given up."""
+    try:
+        return task.get()
+    except BaseException:
+        if isinstance(picture, concurrent.futures.Future):
+            picture.cancel()
+        raise
 
 
 def make_sequence(

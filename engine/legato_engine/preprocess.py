@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import queue
 import threading
 import time
+from typing import Any
 
 import msgspec
 
@@ -18,6 +21,7 @@ from legato_engine.glimpses import Glimpses
 from legato_engine.image_cache import ImageCache
 from legato_engine.images import content_key, decode_encoded, image_id, inspect
 from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.once import Once
 from legato_engine.pixel_memory import PixelMemory, Pixels
 from legato_engine.raw_images import check_raw, decode_raw
 
@@ -32,32 +36,17 @@ class Picture:
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """A picture's bytes; whoever asks first for what they are known by hashes them."""
+    """A picture's bytes, and the SHA-256 in hex that they are known by."""
 
-    __slots__ = ("_key", "_lock", "_raw", "view")
-
-    def __init__(self, view: memoryview, raw: RawImage | None) -> None:
-        self.view = view
-        self._raw = raw
-        self._key = ""
-        self._lock = threading.Lock()
-
-    def hash(self) -> str:
-        """Their SHA-256 in hex; who asks while another thread hashes them waits for that."""
-        with self._lock:
-            self._key = self._key or content_key(self.view, self._raw)
-            return self._key
-
-    @property
-    def hashed(self) -> bool:
-        """Whether they have been."""
-        return bool(self._key)
+    view: memoryview
+    key: Once[str]
 
     @property
     def name(self) -> str:
-        """The picture's id."""
-        return image_id(self.hash())
+        """The picture's id; hashes the bytes unless that was done."""
+        return image_id(self.key.get())
 
 
 class Preprocessor:
@@ -85,9 +74,9 @@ class Preprocessor:
         self._quick_pixels = quick_pixels
         self._glimpses = Glimpses()
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "legato-preprocess")
-        self._unhashed: queue.SimpleQueue[Loaded | None] = queue.SimpleQueue()
-        self._hasher = threading.Thread(target=self._hash_all, name="legato-hash", daemon=True)
-        self._hasher.start()
+        self._asked: queue.SimpleQueue[Once[Any] | None] = queue.SimpleQueue()
+        self._beside = threading.Thread(target=self._make_asked, name="legato-beside", daemon=True)
+        self._beside.start()
 
     @property
     def images_cached(self) -> int:
@@ -114,23 +103,31 @@ class Preprocessor:
         return loaded if image is None else Picture(image, time.monotonic() - start)
 
     def start(
-        self, source: EncodedImage | RawImage, loaded: Loaded | None, *, keep: bool, here: bool
+        self,
+        source: EncodedImage | RawImage,
+        loaded: Loaded | None,
+        *,
+        keep: bool,
+        here: bool = False,
+        beside: Once[Any] | None = None,
     ) -> Picture | concurrent.futures.Future[Picture]:
         """Prepare `source`, of which `find` has given `loaded`; `keep` lets it be named by id.
 
-        With `here` a picture that was looked at and is quick is prepared on the calling thread, and
-        hashed on another: to hand it over and back takes longer than to hand over its hash. Else
-        what was looked at is hashed here beside its decoding. Raises `ImageUndecodable`,
-        `ImageTooLarge`, `InvalidField` or `InternalError`, as does the future.
+        With `here` a picture that was looked at and is quick is prepared on the calling thread,
+        while another one hashes it and makes what the caller needs `beside` it: to hand those over
+        takes less time than to hand over the picture and take it back. Else what was looked at is
+        hashed here beside its decoding. Raises `ImageUndecodable`, `ImageTooLarge`, `InvalidField`
+        or `InternalError`, as does the future.
         """
         if loaded is None:
             return self._pool.submit(self._prepare, source, None, keep)
         if here and self._is_quick(source, loaded):
-            if not loaded.hashed:
-                self._unhashed.put(loaded)
+            self._asked.put(loaded.key)
+            if beside is not None:
+                self._asked.put(beside)
             return self._prepare(source, loaded, keep)
         future = self._pool.submit(self._prepare, source, loaded, keep)
-        loaded.hash()
+        loaded.key.get()
         return future
 
     def start_held(
@@ -146,8 +143,8 @@ class Preprocessor:
     def close(self) -> None:
         """Drop what has not begun and stop the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._unhashed.put(None)
-        self._hasher.join()
+        self._asked.put(None)
+        self._beside.join()
 
     def _prepare(
         self, source: EncodedImage | RawImage, loaded: Loaded | None, keep: bool
@@ -155,14 +152,14 @@ class Preprocessor:
         start = time.monotonic()
         if loaded is None:
             loaded = self._load(source)
-            loaded.hash()
-        known = self._named(loaded.name) if loaded.hashed else None  # else it looked new
+            loaded.key.get()
+        known = self._named(loaded.name) if loaded.key.made else None  # else it looked new
         image = known or self._make(source, loaded, keep)
         return Picture(image, time.monotonic() - start)
 
     def _prepare_held(self, source: EncodedImage | RawImage, sha256: str) -> Picture:
         loaded = self._load(source)
-        key = loaded.hash()
+        key = loaded.key.get()
         if sha256:
             raw = isinstance(source, RawImage)  # of a file, the hash is what it is known by
             actual = hashlib.sha256(loaded.view).hexdigest() if raw else key
@@ -170,11 +167,12 @@ class Preprocessor:
                 raise InvalidField("not the hash of the bytes", field="sha256", actual=actual)
         return self._prepare(source, loaded, keep=False)
 
-    def _hash_all(self) -> None:
-        """Runs on the hasher's thread, which holds no picture while it waits for the next."""
-        while (loaded := self._unhashed.get()) is not None:
-            loaded.hash()
-            del loaded
+    def _make_asked(self) -> None:
+        """Runs on the thread beside, which holds nothing while it waits for more."""
+        while (asked := self._asked.get()) is not None:
+            with contextlib.suppress(Exception):  # which the one who needs it meets again
+                asked.get()
+            del asked
 
     def _is_quick(self, source: EncodedImage | RawImage, loaded: Loaded) -> bool:
         if isinstance(source, RawImage):
@@ -197,13 +195,14 @@ class Preprocessor:
         raw = source if isinstance(source, RawImage) else None
         if raw is not None:
             check_raw(raw, max_pixels=self._max_pixels)
-        return Loaded(self._blobs.take(source.blob), raw)
+        view = self._blobs.take(source.blob)
+        return Loaded(view, Once(functools.partial(content_key, view, raw)))
 
     def _make(self, source: EncodedImage | RawImage, loaded: Loaded, keep: bool) -> PreparedImage:
         pixels_HWC = self._decode(loaded.view, source)
         height, width = pixels_HWC.shape[:2]
         info = ImageInfo(image_id=loaded.name, width=width, height=height, cache_hit=False)
-        image = self._frontend.prepare_image(pixels_HWC, loaded.hash(), info)
+        image = self._frontend.prepare_image(pixels_HWC, loaded.key.get(), info)
         self._glimpses.add(loaded.view)
         if keep:
             self._cache.put(loaded.name, image, image.num_bytes)

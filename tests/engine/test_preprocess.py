@@ -14,6 +14,7 @@ from legato_engine.glimpses import Glimpses
 from legato_engine.image_cache import ImageCache
 from legato_engine.images import content_key, decode_encoded, image_id
 from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.once import Once
 from legato_engine.pixel_memory import PixelMemory, host_slab
 from legato_engine.preprocess import Loaded, Picture, Preprocessor
 from PIL import Image
@@ -49,11 +50,11 @@ class World:
         source = EncodedImage(blob=self.blobs.put(data), mime_type=mime_type)
         return source, self.preprocessor.find(source, look_inside=True)
 
-    def start(self, data, *, here, mime_type="image/png"):
+    def start(self, data, *, here, mime_type="image/png", beside=None):
         """A picture that is new, prepared or on its way."""
         source, found = self.find(data, mime_type)
         assert isinstance(found, Loaded)
-        return self.preprocessor.start(source, found, keep=True, here=here)
+        return self.preprocessor.start(source, found, keep=True, here=here, beside=beside)
 
     def prepare(self, data: bytes) -> Picture:
         """A picture that is new, prepared on a thread."""
@@ -110,9 +111,12 @@ def test_a_new_picture_is_decoded_while_its_bytes_are_hashed(world, hashed_last)
 def test_a_quick_picture_is_prepared_by_who_asks(hashed_last):
     """With nothing else to do it needs a thread for its hash only, which nothing waits for."""
     world, data = World(quick_pixels=40 * 30), png(kind="JPEG")
-    picture = world.start(data, here=True, mime_type="image/jpeg")
+    needed = Once(threading.get_ident)
+    picture = world.start(data, here=True, mime_type="image/jpeg", beside=needed)
     world.close()
     assert isinstance(picture, Picture)
+    assert needed.made
+    assert needed.get() != threading.get_ident()
     assert picture.image.info.image_id == image_id(content_key(data))
 
 
