@@ -57,6 +57,9 @@ class InsideEngine:
         """Now: it lives as long as its service."""
         return time.monotonic()
 
+    def expect(self) -> None:
+        """It never sleeps."""
+
     def subscribe(self, callback: Callable[[EngineState], None]) -> None:
         """Its state never changes."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
+import os
 import time
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ from legato_engine.messages import (
     Delta,
     Done,
     DropImage,
+    Expect,
     Failed,
     Heartbeat,
     HoldImage,
@@ -47,6 +49,7 @@ from legato_engine.messages import (
 from legato_engine.stream import RequestStream
 from legato_engine.transport import EngineLink
 
+_SPARE_CORES = 8  # so many, and nobody misses one that is awake for a moment
 _log = structlog.get_logger()
 
 
@@ -76,6 +79,7 @@ class EngineConnection:
         self._subscribers: list[Callable[[EngineState], None]] = []
         self._endpoint = ""
         self._link: EngineLink | None = None
+        self.has_spare_cores = len(os.sched_getaffinity(0)) >= _SPARE_CORES
         self.blobs = BlobStore(namespace)
         self.state = EngineState.STARTING
         self.model: ModelInfo | None = None
@@ -134,6 +138,14 @@ class EngineConnection:
     def num_open(self) -> int:
         """Requests submitted and not ended."""
         return len(self._streams)
+
+    def expect(self) -> None:
+        """A request is about to come: an engine that sleeps wakes up meanwhile, where cores abound.
+
+        Harmless when none comes.
+        """
+        if self.has_spare_cores and not self._streams and self.state is EngineState.READY:
+            self._send(Expect())
 
     def submit(self, request: Request) -> RequestStream:
         """Hand a request to the engine; the stream is registered before anything is awaited.

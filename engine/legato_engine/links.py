@@ -22,6 +22,7 @@ from legato_engine.messages import (
     Abort,
     Command,
     DropImage,
+    Expect,
     Failed,
     HoldImage,
     Loading,
@@ -35,6 +36,7 @@ from legato_engine.messages import (
     encode,
 )
 
+ALERT = 0.002  # seconds without sleep for a request that is expected
 _EVENTS = 64  # seen at once; the others are seen next
 
 
@@ -72,6 +74,7 @@ class Links:
         self._posted: set[_Link] = set()
         self._status: Loading | Ready | None = None
         self._events: list[tuple[int, int]] = []  # that `wait` saw
+        self._alert_until = 0.0  # monotonic seconds
         self._poller = select.epoll()
         self._poller.register(self._door, select.EPOLLIN)
         self._poller.register(wake_fd, select.EPOLLIN)
@@ -83,7 +86,13 @@ class Links:
     # ------------------------------------------------------------ commands
 
     def wait(self, timeout_ms: int | None) -> None:
-        """Block until a command is there, unsent reports can leave, or the time is up."""
+        """Block until a command is there, unsent reports can leave, or the time is up.
+
+        While a request is expected that is no sleep: to wake from one takes a lone request longer
+        than all that is done with it before the device begins.
+        """
+        while not self._events and time.monotonic() < self._alert_until:
+            self._events = self._poller.poll(0, _EVENTS)
         if not self._events:
             seconds = None if timeout_ms is None else timeout_ms / 1000
             self._events = self._poller.poll(seconds, _EVENTS)
@@ -151,6 +160,9 @@ class Links:
                     self._release(request_id, link)
             case StopElsewhere():
                 return self._elsewhere(command, link)
+            case Expect():
+                self._alert_until = time.monotonic() + ALERT
+                return ()
         return (command,)
 
     def _elsewhere(self, command: StopElsewhere, asking: _Link) -> list[Command]:

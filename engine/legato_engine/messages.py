@@ -74,11 +74,15 @@ class StopElsewhere(Value, frozen=True):
     target: str = ""
 
 
+class Expect(Value, frozen=True):
+    """A `Submit` is about to follow: be awake for it. Not answered, and harmless when none does."""
+
+
 class Shutdown(Value, frozen=True):
     """Finish nothing, exit 0."""
 
 
-Command = Submit | Abort | Stop | HoldImage | DropImage | StopElsewhere | Shutdown
+Command = Submit | Abort | Stop | HoldImage | DropImage | StopElsewhere | Expect | Shutdown
 
 
 class ModelInfo(Value, frozen=True):

@@ -28,18 +28,24 @@ from legato_service.rpc_log import RpcLog
 
 log = structlog.get_logger("legato.rpc")
 
+_ASKS = "/legato.v1.InferenceService/"
+
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # here every message is opaque
 
 
 class Boundary(grpc.GenericRpcHandler):
     """Wraps every handler that is added to it; `stall_timeout` seconds is how long a peer may take
-    no message, and `rpc_log` is told how each call ended.
+    no message, `rpc_log` is told how each call ended, and `expect` is called when a question comes
+    whose message is not read yet.
 
     It stands where the server looks for handlers, and not as an interceptor: those cost every call
     a coroutine more.
     """
 
-    def __init__(self, stall_timeout: float, rpc_log: RpcLog) -> None:
+    def __init__(
+        self, stall_timeout: float, rpc_log: RpcLog, expect: Callable[[], None] = lambda: None
+    ) -> None:
+        self._expect = expect
         self._stall_timeout = stall_timeout
         self._rpc_log = rpc_log
         self._added: list[grpc.GenericRpcHandler] = []
@@ -62,6 +68,8 @@ class Boundary(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """The wrapped handler; an unknown method stays grpc's to refuse."""
         method = handler_call_details.method
+        if method.startswith(_ASKS):
+            self._expect()
         wrapped = self._known.get(method)
         if wrapped is None:
             found = (each.service(handler_call_details) for each in self._added)

@@ -75,6 +75,10 @@ class Engine(Protocol):
         """Be told of every change of `state`."""
         ...
 
+    def expect(self) -> None:
+        """A request is about to be submitted, as soon as it is read; or not."""
+        ...
+
     def submit(self, request: core.Request) -> Stream:
         """Start a request, registered before this returns.
 

@@ -113,7 +113,7 @@ class Server:
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
         dispatcher = Dispatcher(self._engine, self.pictures, self._gate)
-        main = Boundary(self._config.stall_timeout, self._rpc_log)
+        main = Boundary(self._config.stall_timeout, self._rpc_log, self._engine.expect)
         inference = InferenceServicer(
             dispatcher,
             self.replies,

@@ -2,11 +2,15 @@
 
 import asyncio
 import os
+import select
+from typing import cast
 
+from legato_engine.connection import EngineConnection, EngineState
 from legato_engine.core import BlobRef, CaptionTask, EncodedImage, Request, caller_id
 from legato_engine.messages import (
     Abort,
     DropImage,
+    Expect,
     Failed,
     ImageDropped,
     Queued,
@@ -18,6 +22,19 @@ from legato_engine.messages import (
 )
 
 from tests.engine.linked import done, linked, loading, submit, until
+
+
+class Poller:
+    """Sees something at the last of `looks`, and remembers how long each might have slept."""
+
+    def __init__(self, looks: int) -> None:
+        self.slept: list[float | None] = []
+        self._looks = looks
+
+    def poll(self, seconds: float | None, _: int) -> list[tuple[int, int]]:
+        """As an epoll's."""
+        self.slept.append(seconds)
+        return [(0, 0)] if len(self.slept) == self._looks else []
 
 
 def queued(name):
@@ -262,3 +279,53 @@ def test_callers_ids():
     """The number of a link, the name of a tenant and the number of a task are not the caller's."""
     ids = ("a", "3@a", "a#0", "12@some/a", "some/a#7", "1@a.b:c-d#3")
     assert [caller_id(each) for each in ids] == ["a"] * 5 + ["a.b:c-d"]
+
+
+async def test_an_engine_that_expects_a_request_does_not_sleep():
+    """It is told, and nothing is to be done for it; then it looks again and again, for a while."""
+    with linked() as ends:
+        service = ends.knock()
+        service.submit("a")
+        await ends.received()
+        service.link.send(Expect(), at_once=True)
+        ends.engine.wait(1000)
+        assert ends.engine.receive() == []
+        real = ends.engine._poller
+        for alert_until, slept in ((float("inf"), [0, 0, 0]), (0.0, [1.0])):
+            poller = Poller(looks=len(slept))
+            ends.engine._poller = cast("select.epoll", poller)
+            assert ends.engine._alert_until > 0.0
+            ends.engine._alert_until = alert_until
+            ends.engine.wait(1000)
+            assert poller.slept == slept
+            ends.engine._events, ends.engine._alert_until = [], 1.0
+        ends.engine._poller = real
+
+
+async def test_only_a_lone_request_is_expected():
+    """The engine is told where cores are spare, it is ready, and nothing else is open."""
+    with linked() as ends:
+        connection = EngineConnection("legato-test")
+        connection.connect(ends.doors.endpoint)
+        connection.has_spare_cores = True
+        connection.expect()
+        connection.state = EngineState.READY
+        connection.expect()
+        connection.submit(submit("a").request)
+        connection.expect()
+        assert await ends.received() == [submit("a")]
+        assert ends.engine._alert_until > 0.0
+        await connection.close()
+
+
+async def test_an_engine_sleeps_where_cores_are_few():
+    """There, one that looks without sleep would be in the way of the request."""
+    with linked() as ends:
+        connection = EngineConnection("legato-test")
+        connection.connect(ends.doors.endpoint)
+        connection.has_spare_cores, connection.state = False, EngineState.READY
+        connection.expect()
+        connection.submit(submit("a").request)
+        assert await ends.received() == [submit("a")]
+        assert ends.engine._alert_until == 0.0
+        await connection.close()

@@ -59,6 +59,7 @@ class FakeEngine:
         self.silent_since: float | None = None
         self.blobs = BlobStore(new_namespace())
         self.requests: list[core.Request] = []
+        self.expected = 0
         self.streams: dict[str, RequestStream] = {}
         self.aborted: list[str] = []  # what the engine process would have been told
         self.stopped: list[str] = []
@@ -92,6 +93,10 @@ class FakeEngine:
     def drain(self) -> None:
         """As the real one: no new requests."""
         self.become(EngineState.DRAINING)
+
+    def expect(self) -> None:
+        """Count those that may come."""
+        self.expected += 1
 
     def submit(self, request: core.Request) -> RequestStream:
         """As the real one: register at once, discard the blob whatever happens."""

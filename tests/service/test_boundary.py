@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import structlog
-from legato.v1 import inference_pb2, task_pb2
+from legato.v1 import inference_pb2, server_pb2, task_pb2
 from legato_service import trace
 from legato_service.arguments import parse
 
@@ -95,6 +95,18 @@ async def test_a_request_without_id_gets_one_everywhere():
         assert info.request_id
         assert dict(await call.trailing_metadata())["x-request-id"] == info.request_id
         assert server.engine.requests[0].request_id == info.request_id
+
+
+async def test_the_engine_hears_of_a_question_before_its_message_is_read():
+    """It is told of every question, also of one that cannot be read, and of nothing else."""
+    async with running() as server:
+        await server.info.ListModels(server_pb2.ListModelsRequest())
+        assert server.engine.expected == 0
+        await server.inference.Query(QUESTION)
+        malformed = server.channel.unary_unary(QUERY)
+        await refusal(malformed(b"\xff"))
+        assert server.engine.expected == 2
+        assert len(server.engine.requests) == 1
 
 
 async def test_a_stream_tells_its_id_before_anything_else():
