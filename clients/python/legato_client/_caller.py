@@ -38,16 +38,21 @@ class Caller:
             return to_image(image)
         return await self._transport.run(functools.partial(to_image, image))
 
-    async def _optional(self, image: ImageInput | None) -> media_pb2.Image | None:
-        return None if image is None else await self.picture(image)
+    async def _shown(self, image: ImageInput | None) -> tuple[media_pb2.Image | None, bytes | None]:
+        """A picture for a request: as its message, or an encoded file's bytes as they are."""
+        if image is None or isinstance(image, bytes):
+            return None, image
+        return await self.picture(image), None
 
     async def _unary(
         self,
         method: _methods.Method[ResponseT, ValueT],
         request: Message,
         timeout: float | None,
+        file: bytes | None = None,
     ) -> ValueT:
-        data = await self._bytes_of(request)
+        """The answer to a request, whose picture is `file` where its message has none."""
+        data = await self._bytes_of(request, file)
         send = functools.partial(self._transport.unary, method, data)
         return await self._answered(method, send, timeout)
 
@@ -69,9 +74,9 @@ class Caller:
             await self._transport.sleep(delay)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _bytes_of(self, request: Message) -> bytes:
+    async def _bytes_of(self, request: Message, file: bytes | None = None) -> bytes:
         """The request's bytes, once they are known to be few enough for the server."""
-        data = _channel.serialize(request, self._settings.max_message_bytes)
+        data = _channel.serialize(request, self._settings.max_message_bytes, file)
         if len(data) > _channel.COMMON_REQUEST_BYTES:
             limits = (await self._known_server()).limits
             if limits.max_request_bytes:

@@ -45,8 +45,9 @@ class Calls(Caller):
     ) -> _types.QueryResult:
         """Answer a question, about the picture when there is one."""
         task = _tasks.QueryTask(question, reasoning, tuple(spatial_refs), sampling)
-        request = _requests.query(await self._optional(image), task, options)
-        return await self._unary(_methods.QUERY, request, timeout)
+        picture, file = await self._shown(image)
+        request = _requests.query(picture, task, options)
+        return await self._unary(_methods.QUERY, request, timeout, file)
 
     async def chat(
         self,
@@ -64,8 +65,9 @@ class Calls(Caller):
         """
         task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
         image = _chat.picture_of(task, None)
-        request = _requests.query(await self._optional(image), task, options)
-        return await self._unary(_methods.QUERY, request, timeout)
+        picture, file = await self._shown(image)
+        request = _requests.query(picture, task, options)
+        return await self._unary(_methods.QUERY, request, timeout, file)
 
     async def caption(
         self,
@@ -78,8 +80,9 @@ class Calls(Caller):
     ) -> _types.CaptionResult:
         """Describe the picture."""
         task = _tasks.CaptionTask(length, sampling)
-        request = _requests.caption(await self.picture(image), task, options)
-        return await self._unary(_methods.CAPTION, request, timeout)
+        picture, file = await self._shown(image)
+        request = _requests.caption(picture, task, options)
+        return await self._unary(_methods.CAPTION, request, timeout, file)
 
     async def detect(
         self,
@@ -93,8 +96,9 @@ class Calls(Caller):
     ) -> _types.DetectResult:
         """Box every instance of `object`."""
         task = _tasks.DetectTask(object, max_objects, sampling)
-        request = _requests.detect(await self.picture(image), task, options)
-        return await self._unary(_methods.DETECT, request, timeout)
+        picture, file = await self._shown(image)
+        request = _requests.detect(picture, task, options)
+        return await self._unary(_methods.DETECT, request, timeout, file)
 
     async def point(
         self,
@@ -109,8 +113,9 @@ class Calls(Caller):
     ) -> _types.PointResult:
         """Point at every instance of `object`."""
         task = _tasks.PointTask(object, max_objects, tuple(spatial_refs), sampling)
-        request = _requests.point(await self.picture(image), task, options)
-        return await self._unary(_methods.POINT, request, timeout)
+        picture, file = await self._shown(image)
+        request = _requests.point(picture, task, options)
+        return await self._unary(_methods.POINT, request, timeout, file)
 
     async def segment(
         self,
@@ -124,8 +129,9 @@ class Calls(Caller):
     ) -> _types.SegmentResult:
         """Outline `object`."""
         task = _tasks.SegmentTask(object, tuple(spatial_refs), sampling)
-        request = _requests.segment(await self.picture(image), task, options)
-        return await self._unary(_methods.SEGMENT, request, timeout)
+        picture, file = await self._shown(image)
+        request = _requests.segment(picture, task, options)
+        return await self._unary(_methods.SEGMENT, request, timeout, file)
 
     async def run_tasks(
         self,
@@ -139,8 +145,9 @@ class Calls(Caller):
 
         A task that failed alone has its `LegatoError` as its outcome; nothing is raised for it.
         """
-        request = _requests.run_tasks(await self._optional(image), tasks, options)
-        return await self._unary(_methods.RUN_TASKS, request, timeout)
+        picture, file = await self._shown(image)
+        request = _requests.run_tasks(picture, tasks, options)
+        return await self._unary(_methods.RUN_TASKS, request, timeout, file)
 
     async def generate(
         self,
@@ -155,9 +162,9 @@ class Calls(Caller):
         Leaving the loop early cancels the work on the server once this iterator is closed: use
         `contextlib.closing`, or `aclosing` with asyncio, where that moment matters.
         """
-        picture = await self._optional(_chat.picture_of(task, image))
+        picture, file = await self._shown(_chat.picture_of(task, image))
         request = _requests.generate(picture, task, options)
-        data = await self._bytes_of(request)
+        data = await self._bytes_of(request, file)
         time_limit = self._settings.stream_timeout if timeout is None else timeout
         reader = _methods.EventReader()
         messages = self._transport.stream(_methods.GENERATE, data, time_limit)

@@ -60,13 +60,13 @@ def call_metadata(
     return own + extra
 
 
-def serialize(request: Message, limit: int) -> bytes:
-    """A request's bytes, made once for all attempts; `request` is used up.
+def serialize(request: Message, limit: int, file: bytes | None = None) -> bytes:
+    """A request's bytes, made once for all attempts; see `to_bytes`.
 
     An oversize one is refused here, where the error can say so. In the transport it would fail as
     RESOURCE_EXHAUSTED without details, which looks like load.
     """
-    data = to_bytes(request)
+    data = to_bytes(request, file)
     check_size(len(data), limit)
     return data
 

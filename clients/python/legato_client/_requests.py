@@ -59,7 +59,7 @@ def query(
 
 
 def caption(
-    image: media_pb2.Image, task: CaptionTask, options: Options
+    image: media_pb2.Image | None, task: CaptionTask, options: Options
 ) -> inference_pb2.CaptionRequest:
     """A Caption request."""
     request = inference_pb2.CaptionRequest(
@@ -72,7 +72,7 @@ def caption(
 
 
 def detect(
-    image: media_pb2.Image, task: DetectTask, options: Options
+    image: media_pb2.Image | None, task: DetectTask, options: Options
 ) -> inference_pb2.DetectRequest:
     """A Detect request."""
     request = inference_pb2.DetectRequest(
@@ -85,7 +85,9 @@ def detect(
     return _showing(request, image)
 
 
-def point(image: media_pb2.Image, task: PointTask, options: Options) -> inference_pb2.PointRequest:
+def point(
+    image: media_pb2.Image | None, task: PointTask, options: Options
+) -> inference_pb2.PointRequest:
     """A Point request."""
     request = inference_pb2.PointRequest(
         object=task.object,
@@ -99,7 +101,7 @@ def point(image: media_pb2.Image, task: PointTask, options: Options) -> inferenc
 
 
 def segment(
-    image: media_pb2.Image, task: SegmentTask, options: Options
+    image: media_pb2.Image | None, task: SegmentTask, options: Options
 ) -> inference_pb2.SegmentRequest:
     """A Segment request."""
     request = inference_pb2.SegmentRequest(

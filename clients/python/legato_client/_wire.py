@@ -12,12 +12,16 @@ _FIELDS = {  # of `Image.source`, those that hold bytes: the number of `data` in
 _LENGTH_DELIMITED = 2
 
 
-def to_bytes(request: Message) -> bytes:
+def to_bytes(request: Message, file: bytes | None = None) -> bytes:
     """The request as protobuf, its picture's bytes copied once; `request` is used up.
 
-    protobuf copies a large field several times while it encodes. Here the picture's bytes stand
-    behind all the rest, as a second `image`: whoever parses the two merges them into one.
+    `file` is its picture where that is an encoded file, and is not in the message. protobuf copies
+    a large field several times while it encodes. Here the picture's bytes stand behind all the
+    rest, as a second `image`: whoever parses the two merges them into one.
     """
+    if file is not None:
+        number = request.DESCRIPTOR.fields_by_name["image"].number
+        return _ending_with(file, (*_FIELDS["encoded"], number), request)
     path, image = _picture_of(request)
     source = image.WhichOneof("source") if image is not None else None
     if image is None or source not in _FIELDS:
@@ -25,8 +29,13 @@ def to_bytes(request: Message) -> bytes:
     holder: media_pb2.EncodedImage | media_pb2.RawImage = getattr(image, source)
     data = holder.data
     holder.ClearField("data")
+    return _ending_with(data, (*_FIELDS[source], *path), request)
+
+
+def _ending_with(data: bytes, path: tuple[int, ...], request: Message) -> bytes:
+    """The request, and behind it `data` in the fields of `path`, the innermost first."""
     tail_size, headers = len(data), b""
-    for number in (*_FIELDS[source], *path):
+    for number in path:
         header = _header(number, tail_size)
         headers = header + headers
         tail_size += len(header)

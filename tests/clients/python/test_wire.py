@@ -30,6 +30,15 @@ def test_bytes_are_the_request(kind, picture):
     assert kind.FromString(to_bytes(request)) == expected
 
 
+@pytest.mark.parametrize("kind", [pb.QueryRequest, pb.RunTasksRequest, pb.GenerateRequest])
+@pytest.mark.parametrize("file", [b"", b"\xff\xd8", bytes(range(256)) * 1000])
+def test_a_file_beside_its_request(kind, file):
+    """A file's bytes that never were in the message give the same request."""
+    options = pb.RequestOptions(request_id="r")
+    expected = kind(image=to_image(file), options=options)
+    assert kind.FromString(to_bytes(kind(options=options), file)) == expected
+
+
 @pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
 def test_a_frame_of_a_session(picture):
     """The same holds for a picture inside a session's message."""
