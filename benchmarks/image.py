@@ -91,7 +91,7 @@ def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> floa
         encoder.take(0, count)
         encoder.encode(count)
         encoder.give(0, count)
-        encoder.finish()
+        encoder.finish(0)
 
     return device_ms(device, embed, repeats)
 

@@ -208,8 +208,11 @@ class FakeRunner:
         assert (plan.refinement is not None) == (plan.kind is LaunchKind.REFINE)
         assert (plan.refinement is None) == bool(plan.rows), "a refinement is no sequence's"
         num_decodes = len(plan.decodes)
-        joining = [row for row in plan.prefills[1:] if row.sequence.unit_length]
-        assert not any(row.prefix.compute_pages for row in joining), "a picture only begins one"
+        rows = plan.prefills
+        computed = [bool(row.prefix.compute_pages and row.sequence.unit_length) for row in rows]
+        assert computed == sorted(computed, reverse=True), "pictures that are computed come first"
+        together = rows[: sum(computed)] if sum(computed) > 1 else ()
+        assert all(row.sequence.num_crops for row in together), "only an encoder takes several"
         for place, row in enumerate(plan.rows):
             decodes = place < num_decodes
             fed = self._decide(row) if decodes else _Fed(row.position, *(row.num_tokens,) * 2)

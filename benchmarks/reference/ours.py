@@ -207,7 +207,7 @@ class Engine:
         encoder.take(0, image.num_crops)
         encoder.encode(image.num_crops)
         encoder.give(0, image.num_crops)
-        return encoder.finish()
+        return encoder.finish(0)
 
 
 def _answer(task: WatchedTask) -> Answer:

@@ -17,6 +17,7 @@ from legato_engine.blob_reader import BlobReader
 from legato_engine.config import (
     HIGHEST_ADAPTER_RANK,
     LOOKUP_DRAFT,
+    MOST_PICTURES,
     MOST_PREFILL_ROWS,
     EngineConfig,
     largest_block,
@@ -314,11 +315,13 @@ def _runner(
 ) -> ModelRunner:
     """A warm runner, that proposes if the configuration has tokens proposed.
 
-    Raises `InvalidField` where more prompts are to share a launch than ever could.
+    Raises `InvalidField` where more prompts or pictures are to share a launch than ever could.
     """
     block = largest_block(config.speculation)
     if not 0 <= config.max_prefill_rows <= MOST_PREFILL_ROWS:
         raise InvalidField(f"0 to {MOST_PREFILL_ROWS}", field="max_prefill_rows")
+    if not 1 <= config.pictures_per_launch <= MOST_PICTURES:
+        raise InvalidField(f"1 to {MOST_PICTURES}", field="pictures_per_launch")
     runner = ModelRunner(
         model,
         device,
@@ -330,6 +333,7 @@ def _runner(
         proposer=proposer if block else None,
         max_block=block,
         max_prompts=config.max_prefill_rows,
+        max_pictures=config.pictures_per_launch,
         refiner=refiner,
     )
     runner.warm_up()

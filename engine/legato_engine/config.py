@@ -8,6 +8,7 @@ from legato_engine.errors import InvalidField
 
 HIGHEST_ADAPTER_RANK = 512
 MOST_PREFILL_ROWS = 32
+MOST_PICTURES = 4
 SPECULATION_OFF = "off"
 LOOKUP_DRAFT = "lookup"
 LARGEST_BLOCK = 16
@@ -23,7 +24,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefixes, on a GPU by `kv_memory_fraction` of the memory that the model leaves free.
     `crops_per_launch` bounds how many crops of a picture are encoded at a time while others stream.
     `max_prefill_rows` prompts share a launch, and with it whoever decodes; 1 shares nothing, 0 is 4
-    on a GPU with kernels for the model and 1 elsewhere.
+    on a GPU with kernels for the model and 1 elsewhere. `pictures_per_launch` may be computed in
+    one while many wait and nobody streams, where a GPU cuts pictures and prompts share launches.
     `max_waiting_per_tenant` bounds one tenant's share of `max_waiting`; those who name none share.
     `priority_seconds` is how long a request waits to make up for one step of priority.
     `image_cache_bytes` is for pictures that requests brought. Those that callers have it hold come
@@ -69,6 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory_fraction: float = 0.6
     crops_per_launch: int = 5  # 0: never split a picture
     max_prefill_rows: int = 0  # at most `MOST_PREFILL_ROWS`
+    pictures_per_launch: int = 3  # at most `MOST_PICTURES`
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     kv_dtype: str = "auto"  # auto (fp8 where the weights have scales for it), model (as dtype), fp8
     max_image_pixels: int = 40_000_000

@@ -152,6 +152,12 @@ def _add_queue(add: _Add, engine: EngineConfig) -> None:
         help="prompts that share a launch, and with it whoever decodes; 1: none, 0: as the device "
         "gains by it",
     )
+    add(
+        "--pictures-per-launch",
+        type=_positive,
+        default=engine.pictures_per_launch,
+        help="pictures computed in one launch while many wait and nobody streams; 1: one by one",
+    )
     add("--max-waiting", type=_positive, default=engine.max_waiting, help="tasks that wait")
     add(
         "--max-waiting-per-tenant",

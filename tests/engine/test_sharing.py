@@ -120,6 +120,14 @@ def test_more_prompts_than_could_share_are_refused(count):
     assert caught.value.metadata["field"] == "max_prefill_rows"
 
 
+@pytest.mark.parametrize("count", [0, 5])
+def test_more_pictures_than_there_is_room_for_are_refused(count):
+    """Each has page-locked memory of its own, so there is a most."""
+    with pytest.raises(InvalidField) as caught:
+        assemble(msgspec.structs.replace(CONFIG, pictures_per_launch=count))
+    assert caught.value.metadata["field"] == "pictures_per_launch"
+
+
 def test_nothing_is_shared_where_nothing_is_gained(assembly):
     """By default prompts that would run one after another have launches of their own."""
     limits = assembly.runner.limits

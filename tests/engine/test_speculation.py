@@ -105,7 +105,9 @@ class Run(SilentSink):
         events = self._events.get(name, [])
         self.answers[name] = Answer(sequence.task.tokens, result, finish_reason, events)
 
-    def submit(self, name, task, picture=None, seed=0, *, adapter=None, logprobs=False):
+    def submit(
+        self, name, task, picture=None, seed=0, *, adapter=None, logprobs=False, deltas=True
+    ):
         """Submit a request; pictures are noise."""
         image = None
         if picture is not None:
@@ -119,6 +121,7 @@ class Run(SilentSink):
             image=None if image is None else CachedImage(image_id=str(picture)),
             sampling=SamplingParams(seed=seed, **self._sampling),
             logprobs=logprobs,
+            deltas=deltas,
         )
         sequence = make_sequence(self.assembly.frontend, request, image, adapter)
         sequence.task = Recorded(sequence.task, logprobs)

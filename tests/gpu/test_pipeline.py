@@ -30,6 +30,8 @@ from legato_engine.core import (
 )
 from legato_engine.engine import make_sequence
 from legato_engine.models.model import PreparedImage
+from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.scheduler.decode import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence
@@ -169,6 +171,48 @@ def test_sharing_changes_no_bit(large: Assembly, temperature: float) -> None:
         assert watch.results == expected.results
         assert watch.shared[0] > 0
         assert watch.shared[1] > 0 or steps > 0
+
+
+def num_pictures(plan: Plan) -> int:
+    """How many pictures the encoder computes for it."""
+    return sum(bool(row.prefix.compute_pages and row.sequence.num_crops) for row in plan.rows)
+
+
+def kept_pictures(assembly: Assembly, watch: Watch) -> dict[str, torch.Tensor]:
+    """[2, L, H, P, E]: every picture's keys and values as the cache has them after a run."""
+    kv, kept = assembly.kv, {}
+    for row in (row for plan in watch.plans for row in plan.prefills):
+        sequence = row.sequence
+        if row.prefix.compute_pages and sequence.num_crops:
+            assert sequence.prefix_key is not None, "pictures are found by their content"
+            pages = list(row.prefix.compute_pages)
+            both = torch.stack([kv.k_LNHSE[:, pages], kv.v_LNHSE[:, pages]])
+            flat = both.transpose(2, 3).flatten(3, 4)
+            kept[sequence.prefix_key] = flat[:, :, :, : sequence.prefix_length]
+    return kept
+
+
+def test_pictures_of_one_launch_change_no_bit(
+    large: Assembly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of them pass the decoder as one, and their questions in the same passes: the same keys
+    and values as one by one, the same tokens, as likely.
+    """
+    expected = run(large, 1, count=12, crops=0, shares=False, logprobs=True)
+    pictures = kept_pictures(large, expected)
+    assert len(pictures) == 3
+    limits = dataclasses.replace(large.runner.limits, crowd=0)
+    monkeypatch.setattr(ModelRunner, "limits", limits)
+    monkeypatch.setattr(DecodePlanner, "streams", False)
+    for depth in (1, 2):
+        watch = run(large, depth, count=12, steps=0, crops=0, logprobs=True)
+        assert watch.tokens == expected.tokens
+        assert watch.results == expected.results
+        assert max(map(num_pictures, watch.plans)) == limits.pictures == 3
+        assert sum(map(num_pictures, watch.plans)) == 3
+        kept = kept_pictures(large, watch)
+        assert kept.keys() == pictures.keys()
+        assert all(torch.equal(kept[key], pictures[key]) for key in kept)
 
 
 def test_a_warm_loop_never_synchronises_nor_allocates(large: Assembly) -> None:

@@ -80,7 +80,7 @@ def case(start: int, count: int, num_heads: int, *, narrow: bool = False) -> Cas
     qkv_T3HE = torch.randn(count, 3, num_heads, 64, device=DEVICE).bfloat16()
     if narrow:
         qkv_T3HE[-1, :, 0, :2] = torch.nan
-    span = ops.Span(start, pages_M, rope.cos_PR, rope.sin_PR)
+    span = ops.Span(start, pages_M[None], rope.cos_PR, rope.sin_PR)
     return Case(qkv_T3HE, span, LayerCache(k_NHSE, v_NHSE, scale_2))
 
 

@@ -2,7 +2,8 @@
 
 Shape legend: N pages, S positions per page, H heads, E head dim, T query tokens of one sequence,
 L its positions, B rows, M pages per row, P positions, R rotated dims of a head; D width, X experts,
-K experts of a token, J = T * K pairs of the two, I and O inputs and outputs of an expert's layer.
+K experts of a token, J = T * K pairs of the two, I and O inputs and outputs of an expert's layer; C
+sequences.
 Caches are one layer's, [N, H, S, E]: of the dtype of what is computed, or of e4m3 in units of
 `scale_2` (float32: the keys', the values'). Then a token's keys and values are what is read back,
 whether they come from its own pass or from the cache. Keys and values may have fewer heads than
@@ -38,24 +39,27 @@ class Places:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """Where tokens stand that follow each other from `start`.
+    """Where the tokens of some sequences stand, which follow each other from `start` in each.
 
-    `pages_M` (int64, without gaps) covers them and all before; the tables, float32 [P, R/2], every
-    position.
+    The sequences have equally many of them and lie one behind another. `pages_CM` (int64, without
+    gaps in a row) covers them and all before; the tables, float32 [P, R/2], every position.
     """
 
     start: int
-    pages_M: torch.Tensor
+    pages_CM: torch.Tensor
     cos_PR: torch.Tensor
     sin_PR: torch.Tensor
 
     def places(self, count: int, page_size: int) -> Places:
-        """The first `count` of them one by one."""
-        positions_T = torch.arange(self.start, self.start + count, device=self.pages_M.device)
+        """The first of them one by one, `count` of all sequences together."""
+        num_sequences = len(self.pages_CM)
+        stop = self.start + count // num_sequences
+        positions_P = torch.arange(self.start, stop, device=self.pages_CM.device)
+        positions_T = positions_P.repeat(num_sequences)
         return Places(
             self.cos_PR[positions_T][:, None],
             self.sin_PR[positions_T][:, None],
-            self.pages_M[positions_T // page_size],
+            self.pages_CM[:, positions_P // page_size].flatten(),
             positions_T % page_size,
         )
 
@@ -116,11 +120,12 @@ def rotate_and_cache(
     q_THE, k_THE, v_THE = torch.split(qkv_TGE, [num_heads, num_kv, num_kv], dim=1)
     if isinstance(where, Span):
         if num_heads == num_kv and prefill.can_rotate(qkv_TGE, where.cos_PR, k_NHSE):
-            qkv_T3HE = qkv_TGE.view(qkv_TGE.shape[0], 3, num_kv, -1)
+            qkv_CP3HE = qkv_TGE.view(len(where.pages_CM), -1, 3, num_kv, qkv_TGE.shape[-1])
             angles = where.cos_PR, where.sin_PR
-            prefill.rotate_and_cache(
-                qkv_T3HE, *angles, where.start, where.pages_M, k_NHSE, v_NHSE, scale_2
-            )
+            for qkv_P3HE, pages_M in zip(qkv_CP3HE, where.pages_CM, strict=True):
+                prefill.rotate_and_cache(
+                    qkv_P3HE, *angles, where.start, pages_M, k_NHSE, v_NHSE, scale_2
+                )
             return q_THE, k_THE, v_THE
         where = where.places(qkv_TGE.shape[0], k_NHSE.shape[2])
     q_THE = reference.rotate(q_THE, where.cos_T1R, where.sin_T1R)

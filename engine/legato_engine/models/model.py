@@ -161,21 +161,26 @@ class StepKernels(Protocol):
 
 
 class PictureEncoder(Protocol):
-    """A picture's embeddings in steps of fixed shape, at fixed addresses; one picture at a time.
+    """Pictures' embeddings in steps of fixed shape, at fixed addresses; one picture at a time.
 
     It takes pictures whose `num_crops` is not 0, and none of them has more than `max_crops`.
     In the order of their calls: `stage` (host), `upload`, `cut`, then for ranges of crops that
-    follow each other `take`, `encode` and `give`, then `finish`. `cut`, `encode` and `finish` can
-    be captured.
+    follow each other `take`, `encode` and `give`, then `finish`. `cut`, `encode`, `finish` and
+    `cache` can be captured.
+
+    A picture has a place, where its pixels are staged and its embeddings stay until the next one
+    of that place.
     """
 
     max_crops: int
+    embeddings_CPD: torch.Tensor
+    """Of the places: BOS and the picture."""
 
-    def stage(self, slot: int, image: PreparedImage) -> None:
-        """See on the host to it that the picture is in pinned memory, until the slot's next one."""
+    def stage(self, place: int, image: PreparedImage) -> None:
+        """See on the host to it that the picture is in pinned memory, until the place's next."""
         ...
 
-    def upload(self, slot: int) -> None:
+    def upload(self, place: int) -> None:
         """Enqueue the copies."""
         ...
 
@@ -195,8 +200,15 @@ class PictureEncoder(Protocol):
         """Enqueue: its output becomes the features of those crops."""
         ...
 
-    def finish(self) -> torch.Tensor:
-        """Enqueue the rest; [P, D] of BOS and the picture, always the same tensor."""
+    def finish(self, place: int) -> torch.Tensor:
+        """Enqueue the rest; [P, D] of BOS and the picture, that place's embeddings."""
+        ...
+
+    def cache(self, first: int, pages_CM: torch.Tensor, kv: KVCache) -> None:
+        """Enqueue the decoder over the embeddings of C places from `first` on, in one pass.
+
+        Their bits may differ from those of `cache_span` over one after another.
+        """
         ...
 
 
@@ -318,7 +330,7 @@ class Model(Protocol):
         ...
 
     def picture_encoder(
-        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_slots: int
+        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_places: int
     ) -> PictureEncoder | None:
         """`prefix_embeddings` for pictures left whole; None where only the host can cut them."""
         ...

@@ -1,9 +1,12 @@
 """How a decoder's tokens lie in pages and see each other, the same for every family.
 
-Shape legend: T tokens of one sequence, B rows of one token each, L positions of a sequence.
+Shape legend: T tokens of one sequence, B rows of one token each, L positions of a sequence, C
+sequences, M pages of one.
 """
 
 from __future__ import annotations
+
+import torch
 
 from legato_engine.kernels import ops
 from legato_engine.kernels.layer_cache import LayerCache
@@ -14,7 +17,7 @@ from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
 
 def span_places(span: PrefillSpan, rope: Rope) -> ops.Span:
     """Where a span's tokens stand."""
-    return ops.Span(span.start, span.pages_M, rope.cos_PR, rope.sin_PR)
+    return ops.Span(span.start, span.pages_M[None], rope.cos_PR, rope.sin_PR)
 
 
 def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
@@ -26,6 +29,22 @@ def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
             return ops.full_attention(q_THE[None], k_THE[None], v_THE[None])[0]
         k_LHE, v_LHE = ops.gather_cached(cache, span.pages_M, end, q_THE.dtype)
         return ops.suffix_attention(q_THE, k_LHE, v_LHE)
+
+    return attend
+
+
+def stacked_places(pages_CM: torch.Tensor, rope: Rope) -> ops.Span:
+    """Where the tokens of several sequences stand that begin with them, equally many in each."""
+    return ops.Span(0, pages_CM, rope.cos_PR, rope.sin_PR)
+
+
+def stacked_attention(num_sequences: int) -> Attend:
+    """Each token sees all of its own sequence; they lie one behind another, equally long."""
+
+    def attend(q_THE: Heads, k_THE: Heads, v_THE: Heads, _cache: LayerCache) -> Heads:
+        shape = num_sequences, -1, *q_THE.shape[1:]
+        q_CPHE, k_CPHE, v_CPHE = (x.view(shape) for x in (q_THE, k_THE, v_THE))
+        return ops.full_attention(q_CPHE, k_CPHE, v_CPHE).flatten(0, 1)
 
     return attend
 

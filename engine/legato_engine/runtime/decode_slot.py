@@ -32,7 +32,8 @@ STEP_FIELDS = ("row", "source", "position", "fresh", "sample_row", "sample_posit
 
 class DecodeSlot:
     """Buffers for one launch of at most `max_rows` tokens, or of at most `max_prompts` prompts that
-    are `max_prompt` tokens together.
+    are `max_prompt` tokens together. With `max_pictures` computed in a launch, each but the first
+    is a prompt more.
 
     `outputs` has a token and a payload for each. What `speculates` has more: of a prefill the row's
     `history`, its ids by position, and the `limit`, the last position that it may feed; and at the
@@ -47,6 +48,7 @@ class DecodeSlot:
         max_pages: int,
         max_prompt: int,
         max_prompts: int = 1,
+        max_pictures: int = 1,
         width: int,
         vocab_size: int,
         dtype: torch.dtype,
@@ -56,12 +58,13 @@ class DecodeSlot:
         rows = ((max_rows,), torch.int64)
         pairs = ((max_rows, 2), torch.float32)
         fields = dict.fromkeys((*STEP_FIELDS, "lane") if speculates else STEP_FIELDS, rows)
-        one, pages = ((max_prompts,), torch.int64), ((max_prompts, max_pages), torch.int64)
-        number = ((max_prompts,), torch.float32)
-        drafting = {"history": ((max_prompts, max_prompt + 1), torch.int64), "limit": one}
+        most = max_prompts + max_pictures - 1
+        one, pages = ((most,), torch.int64), ((most, max_pages), torch.int64)
+        number = ((most,), torch.float32)
+        drafting = {"history": ((most, max_prompt + 1), torch.int64), "limit": one}
         counts = dict.fromkeys(("count", "proposed"), rows)
         self.speculates = speculates
-        self.max_prompts = max_prompts
+        self.max_prompts, self.max_pictures = max_prompts, max_pictures
         self.num_drafts = 0  # the most that a row of the staged decode proposes
         self.staged = StagingBuffer(
             device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PASSES

@@ -22,12 +22,11 @@ from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import (
     KVCache,
     Model,
-    PictureEncoder,
-    PrefillSpan,
     StepInputs,
     StepKernels,
 )
 from legato_engine.runtime.decode_slot import MAX_PASSES, DecodeSlot
+from legato_engine.runtime.graphs import Graphs, Work
 from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.passes import (
     FedPrompt,
@@ -37,6 +36,7 @@ from legato_engine.runtime.passes import (
     num_groups,
     stage_pass,
 )
+from legato_engine.runtime.picture_prefixes import PicturePrefixes
 from legato_engine.runtime.prefill_step import (
     PrefillStep,
     fed_tokens,
@@ -48,7 +48,10 @@ from legato_engine.runtime.sampler import constraint_table
 from legato_engine.scheduler.launch import Row, SharedLimits
 from legato_engine.sequence import NO_PAYLOAD
 
-Work = Callable[[], None]
+_CROWD = 16
+"""How many wait while a launch computes several pictures: three of them spare a twentieth of their
+time, and the first answer comes later by what two of them take.
+"""
 
 _FEW_GROUPS = (1, 2)
 """Numbers of groups of tokens that steps are laid out for, beside as many as there are tokens."""
@@ -71,8 +74,15 @@ class FusedProgram:
     ) -> None:
         self.buckets = buckets
         most = min(buckets[-1], MAX_TOKENS)
-        most_fed = min(MAX_PASSES * most, model.max_context)
-        self.limits = SharedLimits(slots[0].max_prompts, tokens=most_fed, sampled=most)
+        encoder = model.picture_encoder(device.pinned, len(slots) * slots[0].max_pictures)
+        self.encodes_pictures = encoder is not None
+        self.limits = SharedLimits(
+            slots[0].max_prompts,
+            tokens=min(MAX_PASSES * most, model.max_context),
+            sampled=most,
+            pictures=slots[0].max_pictures if self.encodes_pictures else 1,
+            crowd=_CROWD,
+        )
         self._model = model
         self._kernels = kernels
         self._device = device
@@ -80,55 +90,50 @@ class FusedProgram:
         self._state = state
         self._slots = slots
         self._bank = bank
-        self._capture = capture
+        self._graphs = Graphs(capture, device.compute)
+        self._pictures = None
+        if encoder is not None:
+            self._pictures = PicturePrefixes(encoder, model, device, kv, slots, bank, capture)
         self._sampler = Sampler(model.vocab_size)
         self._constraints_CV = constraint_table(model.constraints, model.vocab_size).to(
             device.torch_device
         )
-        self._encoder: PictureEncoder | None = model.picture_encoder(device.pinned, len(slots))
-        self.encodes_pictures = self._encoder is not None
-        self._graphs: dict[tuple[object, ...], Work] = {}
 
     def warm_up(self) -> None:
         """Every bucket of both slots, with and without adapters, payloads and log-probabilities;
-        every number of crops.
+        all that pictures need.
         """
         blocks = () if self._state.drafts is None else self._state.drafts.blocks
         adapters = (False,) if self._bank is None else (False, True)
         for slot in range(len(self._slots)):
-            self._submit("admit", slot)
+            self._graphs.run(self._admit_work, slot)
             self.grow(slot)
             for bucket in self.buckets:
                 for block in blocks:
-                    self._submit("place", slot, bucket, block)
+                    self._graphs.run(self._place_work, slot, bucket, block)
                 for adapted, groups in product(adapters, (*_FEW_GROUPS, bucket)):
                     self._forward(slot, bucket, groups, adapted=adapted)
                 for payload in (False, True):
                     self.sample(slot, bucket, sampled=False, payload=payload)
             for payload in (False, True):
                 self.logprobs(slot, self.buckets[-1], payload=payload)
-        if self._encoder is not None:
-            self._submit("cut")
-            for count in range(1, self._encoder.max_crops + 1):
-                self._submit("crops", count)
-            ranks = (0, *self._bank.ranks) if self._bank is not None else (0,)
-            for slot, rank in product(range(len(self._slots)), ranks):
-                self._submit("prefix", slot, rank)
+        if self._pictures is not None:
+            self._pictures.warm_up()
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
         """See `program.Program`."""
         drafts = self._state.drafts
         if drafts is not None:
-            self._submit("place", slot, bucket, drafts.block(self._slots[slot]))
+            self._graphs.run(self._place_work, slot, bucket, drafts.block(self._slots[slot]))
         self._forward(slot, bucket, num_rows, adapted=rank > 0)
 
     def grow(self, slot: int) -> None:
         """See `program.Program`."""
-        self._submit("grow", slot)
+        self._graphs.run(self._grow_work, slot)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
         """See `program.Program`; every row knows by itself whether it is greedy."""
-        self._submit("sample", slot, bucket, payload)
+        self._graphs.run(self._sample_work, slot, bucket, payload)
 
     def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
         """See `program.Program`; by torch's operations, on the buffers that the kernels fill.
@@ -136,17 +141,17 @@ class FusedProgram:
         Whatever the bucket, all rows of the slot are read: how torch adds up a row's exponentials
         depends on how many rows there are.
         """
-        self._submit("logprobs", slot, payload)
+        self._graphs.run(self._logprobs_work, slot, payload)
 
     def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row], rank: int) -> None:
         """See `program.Program`; passes are the same at every rank."""
         buffers, compute = self._slots[slot], self._device.compute
-        for row in prompts:  # ahead of all else: the host prepares that while a picture is encoded
-            if row.prefix.compute_pages and row.sequence.num_crops:
-                self._encode(slot, row, row.sequence.num_crops)
+        encoded = [row for row in prompts if row.prefix.compute_pages and row.sequence.num_crops]
+        if self._pictures is not None:  # first, as the host prepares the rest meanwhile
+            self._pictures.embed(slot, encoded)
         stage_prompts(buffers, prompts, self._state.scratch_row)
         buffers.prompt.upload(compute)
-        self._submit("admit", slot)
+        self._graphs.run(self._admit_work, slot)
         steps = [
             PrefillStep(self._model, self._kv, buffers, self._bank, row, place=place)
             for place, row in enumerate(prompts)
@@ -154,9 +159,9 @@ class FusedProgram:
         for row, step in zip(prompts, steps, strict=True):
             if row.prefix.write_adapter:
                 compute.submit(step.write_adapter)
-        fed = [
-            self._behind_prefix(slot, row, step) for row, step in zip(prompts, steps, strict=True)
-        ]
+        if self._pictures is not None:
+            self._pictures.cache(slot, encoded)
+        fed = [self._behind_prefix(row, step) for row, step in zip(prompts, steps, strict=True)]
         if sum(len(prompt.tokens) for prompt in fed) + len(decodes) > self.limits.tokens:
             assert len(prompts) + len(decodes) == 1, "a prompt that is too long shares nothing"
             stage_samples(buffers, prompts, self._state.scratch_row)
@@ -167,39 +172,21 @@ class FusedProgram:
 
     def encode(self, slot: int, row: Row) -> None:
         """See `program.Program`."""
-        self._encode(slot, row, row.prefix.stop_crop)
+        assert self._pictures is not None, "a picture is left whole only for an encoder"
+        self._pictures.encode(slot, 0, row, row.prefix.stop_crop)
 
-    def _behind_prefix(self, slot: int, row: Row, step: PrefillStep) -> FedPrompt:
-        """Fill a prefix that is missing; what is fed behind it, BOS included if that is all."""
+    def _behind_prefix(self, row: Row, step: PrefillStep) -> FedPrompt:
+        """Fill a prefix that is missing and that no encoder fills; what is fed behind it, BOS
+        included if that is all.
+        """
         tokens, start = fed_tokens(row), row.position
         if row.prefix.compute_pages and row.sequence.pixels is None:
             tokens, start = [(self._model.bos_token, NO_PAYLOAD), *tokens], 0
-        elif row.prefix.compute_pages:
-            self._prefix(slot, row, step)
+        elif row.prefix.compute_pages and not row.sequence.num_crops:
+            self._device.compute.submit(step.run_prefix)
         if row.prefix.copy_tail is not None:
             self._device.compute.submit(step.copy_tail)
         return FedPrompt(row.sequence.row, start, tokens)
-
-    def _prefix(self, slot: int, row: Row, step: PrefillStep) -> None:
-        """The picture's own positions, of which an encoder has done its part already."""
-        if row.sequence.num_crops == 0:
-            self._device.compute.submit(step.run_prefix)
-            return
-        rank = self._bank.bucket(row.sequence.adapter_rank) if self._bank is not None else 0
-        self._submit("prefix", slot, rank)
-
-    def _encode(self, slot: int, row: Row, stop: int) -> None:
-        encoder, image, first = self._encoder, row.sequence.pixels, row.prefix.first_crop
-        assert encoder is not None, "a picture is left whole only for an encoder"
-        compute = self._device.compute
-        if first == 0:
-            encoder.stage(slot, image)
-            compute.submit(lambda: encoder.upload(slot))
-            self._submit("cut")
-        if first < stop:
-            compute.submit(lambda: encoder.take(first, stop))
-            self._submit("crops", stop - first)
-            compute.submit(lambda: encoder.give(first, stop))
 
     def _run_passes(
         self, slot: int, passes: Sequence[Sequence[FedToken]], sampled: Sequence[Row]
@@ -218,25 +205,7 @@ class FusedProgram:
     def _forward(self, slot: int, bucket: int, num_groups: int, *, adapted: bool) -> None:
         """A step over the staged tokens, by the graph that suits so many groups of them."""
         fits = (few for few in _FEW_GROUPS if num_groups <= few < bucket <= few * GROUP)
-        self._submit("forward", slot, bucket, next(fits, bucket), adapted)
-
-    def _submit(self, kind: str, *shape: int | bool) -> None:
-        """Run a graph, captured at its first use."""
-        key = (kind, *shape)
-        if key not in self._graphs:
-            make: dict[str, Callable[..., Work]] = {
-                "admit": self._admit_work,
-                "grow": self._grow_work,
-                "place": self._place_work,
-                "forward": self._forward_work,
-                "sample": self._sample_work,
-                "logprobs": self._logprobs_work,
-                "cut": self._cut_work,
-                "crops": self._crops_work,
-                "prefix": self._prefix_work,
-            }
-            self._graphs[key] = self._capture(make[kind](*shape))
-        self._device.compute.submit(self._graphs[key])
+        self._graphs.run(self._forward_work, slot, bucket, next(fits, bucket), adapted)
 
     def _admit_work(self, slot: int) -> Work:
         return lambda: self._state.admit(self._slots[slot])
@@ -299,24 +268,3 @@ class FusedProgram:
         rows, table_CV = self.buckets[-1], self._constraints_CV
         step = LogprobStep(self._model, self._slots[slot], table_CV, rows)
         return lambda: step(payload)
-
-    def _cut_work(self) -> Work:
-        assert self._encoder is not None, "a picture needs an encoder"
-        return self._encoder.cut
-
-    def _crops_work(self, count: int) -> Work:
-        assert self._encoder is not None, "crops need an encoder"
-        encoder = self._encoder
-        return lambda: encoder.encode(count)
-
-    def _prefix_work(self, slot: int, rank: int) -> Work:
-        assert self._encoder is not None, "a picture's prefix needs an encoder"
-        encoder, bank, staged = self._encoder, self._bank, self._slots[slot].prompt.device
-        pages, slot_1 = staged["prefix_pages"][0], staged["adapter_slot"][:1]
-
-        def work() -> None:
-            adapters = bank.rows(slot_1, rank) if bank is not None and rank else None
-            span = PrefillSpan(0, pages, bidirectional=True, adapters=adapters)
-            self._model.cache_span(encoder.finish(), span, self._kv)
-
-        return work

@@ -68,13 +68,15 @@ class ModelRunner:
         proposer: Proposer | None = None,
         max_block: int = 0,
         max_prompts: int = 0,
+        max_pictures: int = 1,
         refiner: MaskRefiner | None = None,
     ) -> None:
         """`adapters` is where rows find theirs; without it no row has one. Without a `refiner` no
         launch refines.
 
         At most `max_prompts` share a launch. 0: as many as are worth it, which is 1 where they
-        share no pass of the weights, and with a proposer.
+        share no pass of the weights, and with a proposer. Of pictures that the device cuts
+        `max_pictures` share one, if prompts do.
         """
         max_pages = -(-model.max_context // kv.page_size)
         self._device = device
@@ -95,13 +97,15 @@ class ModelRunner:
         kernels = model.step_kernels(kv, adapters)
         if proposer is not None:
             max_prompts = 1
+        max_prompts = max_prompts or (SHARED_PROMPTS if kernels is not None else 1)
         self._slots = tuple(
             DecodeSlot(
                 device,
                 max_rows=buckets[-1],
                 max_pages=max_pages,
                 max_prompt=model.max_context,
-                max_prompts=max_prompts or (SHARED_PROMPTS if kernels is not None else 1),
+                max_prompts=max_prompts,
+                max_pictures=max_pictures if max_prompts > 1 else 1,
                 width=model.width,
                 vocab_size=model.vocab_size,
                 dtype=model.dtype,

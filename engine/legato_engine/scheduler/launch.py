@@ -87,8 +87,8 @@ class Refinement:
 class Plan:
     """A batch decided before anything runs; compared with `==` in tests.
 
-    The first `num_riding` rows of a prefill are decodes that share its launch. A REFINE launch has
-    a `refinement` and no rows.
+    The first `num_riding` rows of a prefill are decodes that share its launch; behind them come
+    those whose picture is to be computed. A REFINE launch has a `refinement` and no rows.
     """
 
     kind: LaunchKind
@@ -126,11 +126,16 @@ class SharedLimits:
     which `sampled` are sampled from, one a row.
 
     With one prompt a launch, nothing is shared: not with a decode either.
+
+    Up to `pictures` may be computed in a launch while at least `crowd` sequences wait behind it;
+    each but the first is a prompt more than `prompts`.
     """
 
     prompts: int = 1
     tokens: int = 0
     sampled: int = 0
+    pictures: int = 1
+    crowd: int = 0
 
 
 ALONE = SharedLimits()

@@ -28,7 +28,8 @@ class Planner:
     the picture's own first token, which waits for a decode between every two of its launches, by
     smaller batches in the vision tower, and by those queued behind it, as the device encodes one
     picture at a time. Without a stream to hold up, a picture is prefilled in one launch: whoever
-    waits for a whole answer has it sooner so. 0 always does that.
+    waits for a whole answer has it sooner so, and several pictures may be, where many wait. 0
+    always prefills a picture in one launch.
     """
 
     def __init__(
@@ -72,5 +73,7 @@ class Planner:
             return Plan(LaunchKind.REFINE, (), refinement=self._refinements.popleft())
         if not self._prefill.due:
             return None
-        max_crops = self._crops_per_launch if self._decode.streams else 0
-        return self._prefill.plan(max_crops, decode.rows if decode is not None else ())
+        streams = self._decode.streams
+        max_crops = self._crops_per_launch if streams else 0
+        riding = decode.rows if decode is not None else ()
+        return self._prefill.plan(max_crops, riding, streams=streams)

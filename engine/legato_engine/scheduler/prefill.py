@@ -10,6 +10,9 @@ from legato_engine.scheduler.launch import ALONE, LaunchKind, Plan, Row, SharedL
 from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence
 
+_WAITING_PER_RIDER = 2
+"""How many wait in a crowd for each who decodes."""
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Encoding:
@@ -25,9 +28,13 @@ class PrefillPlanner:
     Once a part of a picture is encoded, its sequence is the only one planned until its prefill: the
     device has one feature buffer.
 
-    Short prompts share a launch, as `limits` has it. A picture to be computed only ever begins one,
-    so that nobody waits for a picture who would have run before it; those who join have been in
-    the queue behind it, and may ask about that very picture. Adapters make no difference.
+    Short prompts share a launch, as `limits` has it. A picture to be computed begins one, so that
+    nobody waits for a picture who would have run before it; those who join have been in the queue
+    behind it, and may ask about that very picture. Adapters make no difference.
+
+    Only while a crowd waits do more pictures join, in front of all other prompts: they cost whoever
+    is in the launch already their time, and spare everybody behind it a part of a pass each. A
+    crowd is many, of whom few decode: those would wait for every token as long.
     """
 
     def __init__(
@@ -58,14 +65,16 @@ class PrefillPlanner:
             return
         self._queue.remove(sequence)
 
-    def plan(self, max_crops: int = 0, riding: tuple[Row, ...] = ()) -> Plan | None:
+    def plan(
+        self, max_crops: int = 0, riding: tuple[Row, ...] = (), *, streams: bool = False
+    ) -> Plan | None:
         """Admit what fits and plan its prefill; None when nothing fits or nothing waits.
 
         A picture of more than `max_crops` crops that nobody has computed is encoded first, that
         many crops at a time; 0 never splits, and lets the prefill encode what is left of a picture
         already begun. Admission takes the row and the pages, so a plan that is returned must be
         launched. All of `riding` decode in the launch, or none where they do not fit beside its
-        first prompt.
+        first prompt. While somebody `streams`, it computes one picture at most.
         """
         begun = self._encoding or self._begin()
         if begun is None:
@@ -74,19 +83,35 @@ class PrefillPlanner:
             return self._encode(begun, max_crops)
         self._encoding = None
         self._manager.planned(begun.sequence)
-        prompts = [_prefill_row(begun.sequence, begun.work)]
+        most_pictures = 1 if streams or not self._is_crowded(len(riding)) else self._limits.pictures
         if not self._joins(begun.sequence, len(riding), len(riding)):
             riding = ()
-        num_tokens = len(riding) + _most_fed(begun.sequence)
-        while len(prompts) < self._limits.prompts:
-            sequence, num_rows = self._next(), len(riding) + len(prompts)
-            if sequence is None or not self._joins(sequence, num_tokens, num_rows):
+        prompts = self._gather(begun, len(riding), most_pictures)
+        return Plan(LaunchKind.PREFILL, (*riding, *prompts), len(riding))
+
+    def _gather(self, begun: _Encoding, num_riding: int, most_pictures: int) -> list[Row]:
+        """Whose prefill begins a launch and who joins it, behind so many riders; pictures first."""
+        limits, first = self._limits, begun.sequence
+        row, num_tokens = _prefill_row(first, begun.work), num_riding + _most_fed(first)
+        computes = first.num_crops > 0 and begun.work.compute_pages
+        pictures, others = ([row], []) if computes else ([], [row])
+        while limits.prompts > 1 and (sequence := self._next()) is not None:
+            num_rows = num_riding + len(pictures) + len(others)
+            if not self._joins(sequence, num_tokens, num_rows):
                 break
-            if not self._manager.finds_unit(sequence):
+            known = self._manager.finds_unit(sequence)
+            if known and min(1, len(pictures)) + len(others) == limits.prompts:
+                break
+            if not (known or (0 < len(pictures) < most_pictures and sequence.num_crops)):
                 break
             num_tokens += _most_fed(sequence)
-            prompts.append(_prefill_row(sequence, self._admit(sequence)))
-        return Plan(LaunchKind.PREFILL, (*riding, *prompts), len(riding))
+            row = _prefill_row(sequence, self._admit(sequence))
+            if known:
+                others.append(row)
+            else:
+                self._manager.planned(sequence)
+                pictures.append(row)
+        return [*pictures, *others]
 
     def _next(self) -> Sequence | None:
         """Who is served next, None when nobody fits."""
@@ -111,6 +136,10 @@ class PrefillPlanner:
         encoding.work = dataclasses.replace(work, first_crop=stop)
         part = dataclasses.replace(work, stop_crop=stop)
         return Plan(LaunchKind.ENCODE, (Row(sequence, sequence.prefix_length, 0, part),))
+
+    def _is_crowded(self, num_riding: int) -> bool:
+        """Whether so many wait that more pictures may join a launch with so many riders."""
+        return len(self._queue) >= max(self._limits.crowd, _WAITING_PER_RIDER * num_riding)
 
     def _joins(self, sequence: Sequence, num_tokens: int, num_rows: int) -> bool:
         """Whether its prompt fits a launch beside so many tokens of others, in so many rows."""

@@ -11,15 +11,20 @@ import torch
 from legato_engine.assembly import assemble
 from legato_engine.core import CaptionTask, DetectTask, QueryTask
 from legato_engine.models.model import DecodeBatch
+from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.runtime import fused_program
 from legato_engine.runtime.kv_pool import allocate
-from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.runtime.model_runner import NUM_SLOTS, ModelRunner
 from legato_engine.runtime.sampler import greedy
+from legato_engine.scheduler import prefill
+from PIL import Image
 
 from tests.adapters import random_adapter, safetensors_file
+from tests.engine.scheduler.world import num_pictures
 from tests.engine.test_engine import CONFIG, World, png
 from tests.engine.test_sharing import Alone, asked, shared
+from tests.engine.test_speculation import Run
 
 TEXT = tiny_random_config().text
 NAMES = ("", "x", "", "y", "x")
@@ -62,6 +67,57 @@ class TorchKernels:
         state.payload_R2[row_B] = payload_B2
 
 
+class TorchEncoder:
+    """A `PictureEncoder` of the model's own operations; notes how many pictures it cached at once.
+
+    With a `flaw` pictures together have other bits than alone.
+    """
+
+    max_crops = 4
+
+    def __init__(self, assembly, max_pictures, flaw=0.0):
+        self.vision = tiny_random_config().vision
+        self.model, self.flaw = assembly.model, flaw
+        num_places = NUM_SLOTS * max_pictures
+        length = assembly.frontend.prefix_length(has_image=True)
+        self.embeddings_CPD = torch.zeros(num_places, length, assembly.model.width)
+        self.embeddings_CPD[:, 0] = assembly.model.prefix_embeddings(None)
+        self.staged = [None] * num_places
+        self.uploaded = None
+        self.counts = []
+
+    def stage(self, place, image):
+        """What the host writes."""
+        self.staged[place] = image
+
+    def upload(self, place):
+        """What the device has then, of one picture at a time."""
+        self.uploaded = self.staged[place]
+
+    def cut(self):
+        """Nothing, as for `take`, `encode` and `give`: the tower runs at once, in the end."""
+
+    def take(self, *crops):
+        """See `cut`."""
+
+    encode = give = take
+
+    def finish(self, place):
+        """Of the picture uploaded last, if there was any: graphs are warmed up before."""
+        picture = self.uploaded
+        if picture is not None:
+            pixels_HWC = Image.fromarray(picture.pixels.pixels_HWC)
+            cut = dataclasses.replace(picture, pixels=crop_image(pixels_HWC, self.vision))
+            self.embeddings_CPD[place] = self.model.prefix_embeddings(cut)
+        return self.embeddings_CPD[place]
+
+    def cache(self, first, pages_CM, kv):
+        """All of them in one pass."""
+        self.counts.append(len(pages_CM))
+        x_CPD = self.embeddings_CPD[first : first + len(pages_CM)]
+        self.model._network.text.cache_stacked(x_CPD + self.flaw, pages_CM, kv)
+
+
 class GreedySampler:
     """Stands in for the sampling kernel."""
 
@@ -88,8 +144,8 @@ def assembly(tmp_path):
     made.device.close()
 
 
-def with_kernels(assembly, *, buckets=(8,), max_prompts=1):
-    """The same model behind the program for kernels, and these."""
+def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_pictures=1, encoder=None):
+    """The same model behind the program for kernels, and these; pictures whole for an `encoder`."""
     made = []
 
     class WithKernels:
@@ -101,6 +157,10 @@ def with_kernels(assembly, *, buckets=(8,), max_prompts=1):
             made.append(TorchKernels(assembly.model, kv, adapters))
             return made[0]
 
+        def picture_encoder(self, pinned, num_places):
+            """The one given."""
+            return encoder
+
     config = assembly.config
     kv = allocate(assembly.model, assembly.device, assembly.num_pages, config.page_size)
     runner = ModelRunner(
@@ -111,9 +171,13 @@ def with_kernels(assembly, *, buckets=(8,), max_prompts=1):
         buckets=buckets,
         adapters=assembly.bank,
         max_prompts=max_prompts,
+        max_pictures=max_pictures,
     )
     runner.warm_up()
-    return dataclasses.replace(assembly, runner=runner), made[0]
+    frontend = assembly.frontend
+    if runner.encodes_pictures:
+        frontend = frontend.resizing_on_device()
+    return dataclasses.replace(assembly, runner=runner, frontend=frontend), made[0]
 
 
 def answers(assembly):
@@ -158,6 +222,42 @@ def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
         limits = together.runner.limits
         assert min(lengths) < limits.sampled < max(lengths), "one and several passes"
         assert kernels.num_steps - steps[1] < alone_kernels.num_steps - steps[0]
+
+
+def test_pictures_share_a_launch_and_change_no_answer(assembly, monkeypatch):
+    """Those of one launch pass the decoder together where that keeps their bits, else one after
+    another, each into its own pages; whoever asks about one of them stands behind all.
+    """
+    monkeypatch.setattr(fused_program, "Sampler", GreedySampler)
+    monkeypatch.setattr(fused_program, "_CROWD", 0)
+    monkeypatch.setattr(prefill, "_WAITING_PER_RIDER", 0)
+    whole = msgspec.structs.replace(assembly.config, crops_per_launch=0)
+    assembly = dataclasses.replace(assembly, config=whole)
+    folder = Path(assembly.config.adapters)
+    tuned = assembly.model.read_adapter((folder / "x.safetensors").read_bytes(), "x", 16)
+    given = []
+    for most, flaw, together in ((1, 0.0, 1), (3, 0.0, 3), (3, 0.01, 0)):
+        encoder = TorchEncoder(assembly, most, flaw)
+        fused, _ = with_kernels(
+            assembly, buckets=(8, 16), max_prompts=4, max_pictures=most, encoder=encoder
+        )
+        assert bool(encoder.counts) == (most > 1), "measured in advance"
+        del encoder.counts[:]
+        run = Run(fused, max_tokens=6)
+        for number, picture in enumerate((0, 0, 1, 2, 3, 1, None, 4, 5)):
+            adapter = tuned if number in (5, 7) else None
+            run.submit(
+                str(number), QueryTask(question="what?"), picture, adapter=adapter, deltas=False
+            )
+        run.finish()
+        plans = [record.launch.plan for record in run.records]
+        assert max(map(num_pictures, plans)) == most
+        assert any(len(plan.prefills) > most for plan in plans), "questions behind pictures"
+        assert sum(map(num_pictures, plans)) == 7, "each picture once, for each adapter"
+        assert max(encoder.counts, default=0) == (together if most > 1 else 0)
+        given.append(run.answers)
+    assert given[0] == given[1] == given[2]
+    assert len({answer.result for answer in given[0].values()}) > 1, "pictures differ"
 
 
 def test_steps_of_few_groups_are_laid_out_for_them(assembly, monkeypatch):

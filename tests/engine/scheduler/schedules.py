@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
 from legato_engine.core import FinishReason, PromptToken
 from legato_engine.errors import InternalError, PromptTooLong
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -25,13 +26,18 @@ from legato_engine.sequence import NO_PAYLOAD, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken
 
-from tests.engine.scheduler.world import RandomBlocks, shared
+from tests.engine.scheduler.world import RandomBlocks, num_pictures, shared
 from tests.fakes import VOCABULARY, FakeClock, FakeSink, FakeTask, make_sequence
 
 PAGE = 4
-PREFIXES = {None: 1, "": 1, "inside": 3, "border": 8, "behind": 9}  # positions, by key
+PREFIXES = {None: 1, "": 1, "inside": 3, "border": 8, "behind": 9}  # positions, by kind
 BROKEN = -1  # KV that is not finite; whatever is computed from it is not finite either
 MOST_TICKS = 3000  # many times what any of these schedules takes; more means that it is stuck
+
+
+def length_of(key: str | None) -> int:
+    """Positions of BOS and a picture: what stands before a slash says how many."""
+    return PREFIXES[key if key is None else key.partition("/")[0]]
 
 
 def sampled(seed: int, constraint: int, contents: Sequence[int], payload: bool) -> SampledToken:
@@ -45,7 +51,7 @@ def sampled(seed: int, constraint: int, contents: Sequence[int], payload: bool) 
 def prefix_contents(sequence: EngineSequence) -> list[int]:
     """KV of BOS and the picture: everything that decides it, and nothing else."""
     key = sequence.prefix_key or ""
-    return [hash((*sequence.adapter_key.encode(), *key.encode(), n)) for n in range(PREFIXES[key])]
+    return [hash((*sequence.adapter_key.encode(), *key.encode(), n)) for n in range(length_of(key))]
 
 
 def content(before: int, token: TokenKey | SampledToken) -> int:
@@ -78,12 +84,13 @@ class ReadingRunner:
         self._outputs: dict[int, list[RowTokens]] = {}  # slot: what was sampled
         self._last: dict[int, SampledToken] = {}  # row: its newest token
         self._newest: dict[int, int] = {}  # row: the position of that
-        self.num_accepted = self.num_rejected = 0
+        self.num_accepted = self.num_rejected = self.num_together = 0
 
     def forward(self, launch: Launch) -> None:
         """Write and read."""
         assert launch.slot not in self._read, "a slot is reused before its commit"
         plan = launch.plan
+        self.num_together += num_pictures(plan) > 1
         prompts = [[self._prefill(row)] for row in plan.prefills]
         self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
 
@@ -203,6 +210,7 @@ class Tally:
     tokens: int = 0
     cached: int = 0
     preemptions: int = 0
+    together: int = 0  # launches that computed several pictures
     drafts: int = 0
     accepted: int = 0
     rejected: int = 0
@@ -218,6 +226,7 @@ class Tally:
         self.tokens += sum(s.num_committed for s in world.sequences)
         self.cached += sum(s.cached_tokens for s in world.sequences)
         self.preemptions += report.preemptions
+        self.together += world.runner.num_together
         self.drafts += world.num_drafts
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
@@ -230,18 +239,23 @@ class Tally:
 
 
 class Schedule:
-    """One random schedule; `run` carries it out and checks it."""
+    """One random schedule; `run` carries it out and checks it.
+
+    Every fourth seed is a crowd: bursts of many pictures, nobody streams, and a launch may compute
+    several of them.
+    """
 
     def __init__(self, seed: int) -> None:
+        self.crowd = seed % 4 == 0
         draw = self.draw = random.Random(seed)
         self.break_rate = draw.choice((0.0, 0.0, 0.0, 0.01))
         self.sink = FakeSink()
         self.clock = FakeClock()
         self.manager = KVCacheManager(
-            draw.randint(7, 14), PAGE, draw.randint(1, 6), num_adapter_slots=1
+            draw.randint(7, 14) * (1 + self.crowd), PAGE, draw.randint(1, 6), num_adapter_slots=1
         )
         self.runner = ReadingRunner(lambda: draw.random() < self.break_rate, draw)
-        largest = draw.choice((0, 0, 1, 3, 9))
+        largest = 0 if self.crowd else draw.choice((0, 0, 1, 3, 9))
         self.speculates = largest > 0
         self.scheduler = Scheduler(
             self.runner,
@@ -249,7 +263,9 @@ class Schedule:
             Pipeline(draw.choice((1, 2, 2))),
             self.clock,
             self.sink,
-            limits=shared(draw.choice((1, 1, 2, 3))),
+            limits=shared(draw.choice((2, 3)), 3, 40)
+            if self.crowd
+            else shared(draw.choice((1, 1, 2, 3)), 1),
             max_overtakes=draw.randint(0, 3),
             crops_per_launch=draw.randint(0, 3),
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
@@ -269,7 +285,7 @@ class Schedule:
         draw = self.draw
         for _ in range(draw.randint(1, 10)):
             self._submit()
-            for _ in range(draw.choice((0, 0, 1, 2, 5))):
+            for _ in range(draw.choice((0, 0, 0, 0, 9) if self.crowd else (0, 0, 1, 2, 5))):
                 self._disturb()
                 self._step()
         self._drain()
@@ -300,6 +316,8 @@ class Schedule:
         draw = self.draw
         prompt = [*draw.choice(self._systems), *self._words(draw.randint(0, 3))]
         key = draw.choice(list(PREFIXES))
+        if length_of(key) > 1 and self.crowd:
+            key = f"{key}/{draw.randrange(5)}"
         adapter = draw.choice(("", "", "tuned", "other"))
         if self.sequences and draw.random() < 0.3:  # the next turn of a conversation
             before = draw.choice(self.sequences)
@@ -316,12 +334,13 @@ class Schedule:
             len(self.sequences),
             task,
             prefix_key=key,
-            prefix_length=PREFIXES[key],
-            num_crops=draw.randint(0, 7) if PREFIXES[key] > 1 else 0,
+            prefix_length=length_of(key),
+            num_crops=draw.randint(0, 7) if length_of(key) > 1 else 0,
             arrival=self.clock.now(),
             priority=draw.choice((0, 0, 1, 5)),
         )
         sequence.adapter_key = adapter
+        sequence.request = msgspec.structs.replace(sequence.request, deltas=not self.crowd)
         with contextlib.suppress(PromptTooLong):
             self.scheduler.submit(sequence)
             self.sequences.append(sequence)

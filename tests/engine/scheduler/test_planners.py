@@ -259,6 +259,43 @@ def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
     assert [sequence.cached_tokens for sequence in sequences] == [0, 4, 0, 0, 4]
 
 
+def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
+    """As many as are allowed, in front of everybody else, beside as many questions as ever. None
+    joins another where few wait, many decode or streams would wait, or where a question or a
+    picture that no encoder takes is first.
+    """
+
+    def plan(
+        *keys: str | None, pictures: int = 2, crowd: int = 1, riding: int = 0, streams: bool = False
+    ) -> list[int]:
+        manager = KVCacheManager(65, PAGE, 9)
+        limits = SharedLimits(3, tokens=99, sampled=9, pictures=pictures, crowd=crowd)
+        planner = make_planner(manager, limits=limits)
+        for n, key in enumerate(keys):
+            length, crops = (4, 0 if key == "host" else 3) if key else (1, 0)
+            planner.add(make_sequence(n, prefix_key=key, prefix_length=length, num_crops=crops))
+        decodes = riders(*(running(90 + n, launched=1) for n in range(riding))) if riding else ()
+        made = planner.plan(riding=decodes, streams=streams)
+        assert made is not None
+        computed = [bool(r.prefix.compute_pages and r.sequence.num_crops) for r in made.prefills]
+        assert computed == sorted(computed, reverse=True), "pictures come first"
+        assert made.num_riding == riding
+        return planned(made)[riding:]
+
+    assert plan("a", "b", "c") == [0, 1]
+    assert plan("a", "b", "c", pictures=3, crowd=0) == [0, 1, 2]
+    assert plan("a", "a", "b", "b", "c", None) == [0, 2, 1, 3]
+    assert plan("a", "a", "b", "b", "a", "b") == [0, 2, 1, 3], "three and a picture more"
+    assert plan("a", "b", crowd=2) == [0]
+    assert plan("a", "b", "c", crowd=2) == [0, 1]
+    assert plan("a", "b", "c", riding=1) == [0, 1]
+    assert plan("a", "b", "c", riding=2) == [0]
+    assert plan("a", "b", "c", streams=True) == [0]
+    assert plan(None, "b", "c") == [0]
+    assert plan("host", "b", "c") == [0]
+    assert plan("a", "host", "c") == [0]
+
+
 def riders(*sequences: Sequence) -> tuple[Row, ...]:
     """Their rows in a decode."""
     plan = plain(*sequences).plan()

@@ -83,6 +83,7 @@ class Walk(RuleBasedStateMachine):
         max_prefill_rows=st.integers(1, 4),
         max_overtakes=st.integers(0, 3),
         crops_per_launch=st.integers(0, 3),
+        streams=st.booleans(),
         num_adapter_slots=st.integers(1, 3),
         largest_block=st.integers(0, 9),
         seed=st.integers(0, 1_000),
@@ -212,17 +213,19 @@ def test_no_way_of_launching_changes_a_token(
     seed: int,
 ) -> None:
     """Every request reads the same tokens and ends the same way, whatever the depth, and whether
-    pictures are split, launches shared, tokens proposed or outlines refined between them.
+    pictures are split or share, launches shared, tokens proposed or outlines refined between them.
     """
     outcomes = []
-    for depth, crops_per_launch, largest, prompts, refines in (
-        (1, 0, 0, 1, False),
-        (2, 0, 0, 4, True),
-        (1, 2, 0, 3, False),
-        (2, 0, 3, 1, False),
-        (1, 2, 8, 1, True),
-        (2, 2, 0, 1, False),
-        (2, 2, 8, 3, True),
+    for depth, crops_per_launch, largest, prompts, refines, streams in (
+        (1, 0, 0, 1, False, True),
+        (2, 0, 0, 4, True, True),
+        (1, 2, 0, 3, False, True),
+        (2, 0, 3, 1, False, True),
+        (1, 2, 8, 1, True, True),
+        (2, 2, 0, 1, False, True),
+        (2, 2, 8, 3, True, True),
+        (1, 2, 0, 3, True, False),
+        (2, 0, 0, 4, False, False),
     ):
         world = World(
             block_sizes=RandomBlocks(largest, seed) if largest else None,
@@ -232,6 +235,7 @@ def test_no_way_of_launching_changes_a_token(
             num_rows=num_rows,
             crops_per_launch=crops_per_launch,
             max_prefill_rows=prompts,
+            streams=streams,
             num_adapter_slots=2,
         )
         for drawn, key, num_crops, ticks, adapter in arrivals:
@@ -257,4 +261,4 @@ def test_no_way_of_launching_changes_a_token(
         world.check_rest()
         check_streams(world)
         outcomes.append(([world.tokens(s) for s in world.sequences], world.sink.ended))
-    assert outcomes[1:] == outcomes[:1] * 6
+    assert outcomes[1:] == outcomes[:1] * 8

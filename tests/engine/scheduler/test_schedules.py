@@ -20,6 +20,7 @@ def test_no_schedule_changes_an_answer(part: int) -> None:
     assert tally.whole > 3 * PART
     assert tally.cached > tally.tokens / 10
     assert min(tally.preemptions, tally.drafts) > PART / 20
+    assert tally.together > PART / 30
     assert min(tally.accepted, tally.rejected) > PART
 
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence as Many
 
+import msgspec
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import Load
 from legato_engine.scheduler.block_sizes import BlockSizes
@@ -18,9 +19,14 @@ from legato_engine.sequence import Sequence
 from tests.fakes import FakeClock, FakeRunner, FakeSink, FakeTask, make_sequence
 
 
-def shared(prompts: int) -> SharedLimits:
+def shared(prompts: int, pictures: int = 3, tokens: int = 16) -> SharedLimits:
     """Limits that only a long prompt or many rows do not keep."""
-    return SharedLimits(prompts, tokens=16, sampled=4)
+    return SharedLimits(prompts, tokens=tokens, sampled=4, pictures=pictures, crowd=0)
+
+
+def num_pictures(plan: Plan) -> int:
+    """How many an encoder computes."""
+    return sum(bool(row.prefix.compute_pages and row.sequence.num_crops) for row in plan.rows)
 
 
 class RandomBlocks:
@@ -60,6 +66,7 @@ class World:
         max_prefill_rows: int = 1,
         max_overtakes: int = 16,
         crops_per_launch: int = 5,
+        streams: bool = True,
         num_adapter_slots: int = 0,
         block_sizes: BlockSizes | None = None,
         seed: int = 0,
@@ -88,6 +95,7 @@ class World:
             observer=self,
         )
         self._crops_per_launch = crops_per_launch
+        self._streams = streams
         self._streak = 0  # encodes and prefills since the last decode
         self.sequences: list[Sequence] = []
         self.refinements: list[Refinement] = []
@@ -123,6 +131,7 @@ class World:
             tenant=tenant,
             adapter=adapter,
         )
+        sequence.request = msgspec.structs.replace(sequence.request, deltas=self._streams)
         self.sequences.append(sequence)
         try:
             self.scheduler.submit(sequence)
@@ -160,6 +169,7 @@ class World:
         return progressed
 
     def _check_turn(self, plan: Plan, *, due: bool, streaming: bool) -> None:
+        assert not streaming or num_pictures(plan) <= 1, "pictures hold up a stream"
         if plan.decodes:
             self._streak = 0
             return

@@ -103,7 +103,7 @@ class DecoderModel:
         return None
 
     def picture_encoder(
-        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_slots: int
+        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_places: int
     ) -> PictureEncoder | None:
         """None: there are no pictures."""
         return None

@@ -154,16 +154,15 @@ class MoondreamModel:
         return FusedMoondream(self._config, text, region, kv, adapters)
 
     def picture_encoder(
-        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_slots: int
+        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_places: int
     ) -> PictureEncoder | None:
         """The vision tower in steps; None where pictures are cut on the host."""
         if self._device.type != "cuda" or self.dtype is not torch.bfloat16:
             return None
         from legato_engine.models.moondream.picture_encoder import MoondreamPictureEncoder
 
-        bos_D = self._network.text.wte[self.bos_token]
-        vision = self._network.vision
-        return MoondreamPictureEncoder(self._config, vision, bos_D, pinned, num_slots)
+        vision, text = self._network.vision, self._network.text
+        return MoondreamPictureEncoder(self._config, vision, text, pinned, num_places)
 
     def _upload(self, crops: Crops) -> torch.Tensor:
         """The pixels on the device; page-locked first, so that the copy does not stop the host."""

@@ -1,6 +1,7 @@
 """Moondream's vision tower on a GPU: pictures are cut there, and every shape can be captured.
 
-Shape legend: N crops, T tokens of a crop, P values of a patch, D vision width, X text width.
+Shape legend: N crops, T tokens of a crop, P values of a patch (of a picture: its positions), D
+vision width, X text width, C places of pictures, M pages of a sequence.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from legato_engine.kernels.cuda.pictures import (
     stage,
 )
 from legato_engine.kernels.cut_plan import MAX_WORDS
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.model import KVCache, PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.preprocess import WholePicture, crop_geometry, most_crops
+from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision, normalised
 
 Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -28,28 +30,28 @@ _LEVELS = 256
 
 
 class MoondreamPictureEncoder:
-    """A `models.model.PictureEncoder` over a network's vision part; bfloat16 on CUDA."""
+    """A `models.model.PictureEncoder` over a network's vision and text; bfloat16 on CUDA."""
 
     def __init__(
         self,
         config: MoondreamConfig,
         vision: Vision,
-        bos_X: torch.Tensor,
+        text: Text,
         pinned: Pinned,
-        num_slots: int,
+        num_places: int,
     ) -> None:
-        sizes, device, dtype = config.vision, bos_X.device, bos_X.dtype
+        sizes, device, dtype = config.vision, text.wte.device, text.wte.dtype
         self.max_crops = most_crops(sizes)
         geometry = crop_geometry(sizes)
-        self._vision = vision
+        self._vision, self._text = vision, text
         levels = torch.arange(_LEVELS, dtype=torch.uint8, device=device)
         self._pipeline = PicturePipeline(geometry, normalised(levels, dtype))
         self._stitch = StitchPool(geometry)
         self._hosts = [
             HostPicture(pinned((NUM_PIXEL_BYTES,), torch.uint8), pinned((MAX_WORDS,), torch.int32))
-            for _ in range(num_slots)
+            for _ in range(num_places)
         ]
-        self._staged: list[StagedPicture | None] = [None] * num_slots
+        self._staged: list[StagedPicture | None] = [None] * num_places
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -60,19 +62,19 @@ class MoondreamPictureEncoder:
         self._features_NTD = zeros(self.max_crops, sizes.num_tokens, sizes.dim)
         self._output_NTD = torch.zeros_like(self._features_NTD)
         self._joined_TD = zeros(sizes.num_tokens, 2 * sizes.dim)
-        self._prefix_PX = zeros(config.prefix_length, len(bos_X))
-        self._prefix_PX[0] = bos_X
+        self.embeddings_CPD = zeros(num_places, config.prefix_length, config.text.dim)
+        self.embeddings_CPD[:, 0] = text.wte[config.tokens.bos]
 
-    def stage(self, slot: int, image: PreparedImage) -> None:
+    def stage(self, place: int, image: PreparedImage) -> None:
         """The plan and, unless the pixels are there, a copy of them in pinned memory."""
         picture: WholePicture = image.pixels
-        self._staged[slot] = stage(picture.pixels_HWC, picture.plan, self._hosts[slot])
+        self._staged[place] = stage(picture.pixels_HWC, picture.plan, self._hosts[place])
 
-    def upload(self, slot: int) -> None:
+    def upload(self, place: int) -> None:
         """Two copies, as long as the picture needs."""
-        staged = self._staged[slot]
+        staged = self._staged[place]
         assert staged is not None, "uploaded before it was staged"
-        self._pipeline.upload(self._hosts[slot], staged)
+        self._pipeline.upload(self._hosts[place], staged)
 
     def cut(self) -> None:
         """The patches of all its crops."""
@@ -90,8 +92,14 @@ class MoondreamPictureEncoder:
         """Its output becomes these crops' features."""
         self._features_NTD[first:stop].copy_(self._output_NTD[: stop - first])
 
-    def finish(self) -> torch.Tensor:
+    def finish(self, place: int) -> torch.Tensor:
         """[P, X]: BOS, then the stitched, pooled and projected picture."""
         self._stitch(self._features_NTD, self._pipeline.tiling, self._joined_TD)
-        self._prefix_PX[1:].copy_(self._vision.proj_mlp(self._joined_TD))
-        return self._prefix_PX
+        embeddings_PX = self.embeddings_CPD[place]
+        embeddings_PX[1:].copy_(self._vision.proj_mlp(self._joined_TD))
+        return embeddings_PX
+
+    def cache(self, first: int, pages_CM: torch.Tensor, kv: KVCache) -> None:
+        """The decoder over the pictures' positions, in one pass."""
+        x_CPX = self.embeddings_CPD[first : first + len(pages_CM)]
+        self._text.cache_stacked(x_CPX, pages_CM, kv)

@@ -1,6 +1,7 @@
 """The decoder: parallel blocks over paged keys and values.
 
-Shape legend: T tokens of one sequence, B rows of one token each, D width, V vocabulary.
+Shape legend: T tokens of one sequence, B rows of one token each, D width, V vocabulary; C sequences
+of P positions, M pages of one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from legato_engine.models.moondream.config import TextConfig
 from legato_engine.models.paged import (
     span_attention,
     span_places,
+    stacked_attention,
+    stacked_places,
     step_attention,
     step_places,
 )
@@ -151,12 +154,21 @@ class Text(nn.Module):
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
         """Write keys and values as `prefill` does; the last block does nothing else."""
-        last = len(self.blocks) - 1
-        terms = self._span(x_TD, span, kv, last)
-        where = span_places(span, self.rope)
-        block = self.blocks[last]
-        assert isinstance(block, TextBlock), "a decoder has one kind of block"
-        block.cache(terms, where, _positions(span, x_TD), kv.layer(last))
+        terms = self._span(x_TD, span, kv, len(self.blocks) - 1)
+        self._cache(terms, span_places(span, self.rope), _positions(span, x_TD), kv)
+
+    def cache_stacked(self, x_CPD: torch.Tensor, pages_CM: torch.Tensor, kv: KVCache) -> None:
+        """Write keys and values of what several sequences begin with, each bidirectional.
+
+        All pass the weights together. How a library rounds a product may depend on its rows, so
+        the bits may differ from those of one sequence after another.
+        """
+        num_sequences, length = x_CPD.shape[:2]
+        where, attend = stacked_places(pages_CM, self.rope), stacked_attention(num_sequences)
+        positions_T = torch.arange(length, device=x_CPD.device).repeat(num_sequences)
+        x_TD, count = x_CPD.flatten(0, 1), len(self.blocks) - 1
+        terms = self._blocks(count, x_TD, where, positions_T, kv, attend, None)
+        self._cache(terms, where, positions_T, kv)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
@@ -169,6 +181,13 @@ class Text(nn.Module):
         """[B, V] float32 of the residual stream."""
         logits_BV: torch.Tensor = self.lm_head(self.post_ln(hidden_BD))
         return logits_BV.float()
+
+    def _cache(self, terms: Terms, where: ops.Span, positions_T: torch.Tensor, kv: KVCache) -> None:
+        """The last block's keys and values, of what the one before gives."""
+        last = len(self.blocks) - 1
+        block = self.blocks[last]
+        assert isinstance(block, TextBlock), "a decoder has one kind of block"
+        block.cache(terms, where, positions_T, kv.layer(last))
 
     def _attentions(self) -> list[Attention]:
         return [module for module in self.modules() if isinstance(module, Attention)]

@@ -280,6 +280,21 @@ def test_prefix_sees_itself_both_ways(tiny_model, frontend, prepare):
     assert not torch.equal(*start)
 
 
+def test_pictures_in_one_pass_have_the_bytes_of_one_by_one(either_model):
+    """Each goes into its own pages and sees nothing of the others; on the CPU to the bit."""
+    together, apart = PagedSession(either_model), PagedSession(either_model)
+    generator = torch.Generator().manual_seed(3)
+    x_CPD = torch.randn(3, 15, either_model.width, generator=generator).to(either_model.dtype)
+    pages_CM = torch.tensor([[4], [1], [3]])
+    either_model._network.text.cache_stacked(x_CPD, pages_CM, together.kv)
+    for x_PD, pages_M in zip(x_CPD, pages_CM, strict=True):
+        either_model.cache_span(x_PD, PrefillSpan(0, pages_M, bidirectional=True), apart.kv)
+    for name in ("k_LNHSE", "v_LNHSE"):
+        ours, theirs = (getattr(each.kv, name).float() for each in (together, apart))
+        assert torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
+        assert not torch.equal(ours[-1, 1], ours[-1, 3])
+
+
 def test_caching_writes_what_a_prefill_writes(either_model):
     """Every byte of keys and values, of a prefix and of text behind it."""
     cached, prefilled = PagedSession(either_model), PagedSession(either_model)
