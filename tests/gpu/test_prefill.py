@@ -138,6 +138,22 @@ def shallow_moondream2() -> MoondreamConfig:
 CONFIGS = {"legato-tiny": legato_tiny_config, "moondream2": shallow_moondream2}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_page_is_copied_in_every_layer_and_no_other_changes(dtype):
+    """Keys and values of any dtype, to the bit."""
+    shape = (3, 5, 32, PAGE, 64)
+    caches = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    assert prefill.can_copy(*caches)
+    for cache in expected:
+        cache[:, 4] = cache[:, 1]
+    ops.copy_page(*caches, 1, 4)
+    assert all(
+        torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        for ours, theirs in zip(caches, expected, strict=True)
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class World:
     """A model in bf16, the same weights in float32, a picture's input and where it goes."""

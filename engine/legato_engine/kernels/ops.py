@@ -152,6 +152,14 @@ def write_kv(
     pages.write_kv(cache_NHSE, new_THE, page_T, slot_T)
 
 
+def copy_page(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, source: int, destination: int) -> None:
+    """Give page `destination` what page `source` has, in all of some layers (L)."""
+    if prefill.can_copy(k_LNHSE, v_LNHSE):
+        prefill.copy_page(k_LNHSE, v_LNHSE, source, destination)
+    else:
+        pages.copy_page(k_LNHSE, v_LNHSE, source, destination)
+
+
 def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
     """[length, H, E]: the first `length` positions of the pages, copied as they are stored."""
     return pages.gather_pages(cache_NHSE, pages_M, length)

@@ -45,6 +45,12 @@ def write_kv(
     indexable(cache_NHSE)[page_T, :, slot_T] = indexable(new_THE)
 
 
+def copy_page(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, source: int, destination: int) -> None:
+    """See `ops.copy_page`."""
+    for cache_LNHSE in (k_LNHSE, v_LNHSE):
+        cache_LNHSE[:, destination].copy_(cache_LNHSE[:, source])
+
+
 def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:
     """See `ops.gather_pages`."""
     num_pages = -(-length // cache_NHSE.shape[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
+from legato_engine.kernels import ops
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import Adapter, KVCache, Model, PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
@@ -133,9 +134,7 @@ class PrefillStep:
     def copy_tail(self) -> None:
         """Give the sequence its own copy of a page that it shares only in part."""
         if self._prefix.copy_tail is not None:
-            source, destination = self._prefix.copy_tail
-            self._kv.k_LNHSE[:, destination].copy_(self._kv.k_LNHSE[:, source])
-            self._kv.v_LNHSE[:, destination].copy_(self._kv.v_LNHSE[:, source])
+            ops.copy_page(self._kv.k_LNHSE, self._kv.v_LNHSE, *self._prefix.copy_tail)
 
     def run_long_prompt(self) -> None:
         """The prompt, and BOS before it where no picture stands there."""

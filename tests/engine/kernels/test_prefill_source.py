@@ -38,7 +38,7 @@ typedef unsigned int u32;
 typedef long long i64;
 struct uint4 { u32 x, y, z, w; };
 struct float4 { float x, y, z, w; };
-struct Index { int x; };
+struct Index { int x, y, z; };
 static Index blockIdx, threadIdx;
 static u32 given[32][64];
 static int calls;
@@ -80,6 +80,7 @@ typedef bf16 Element;
 #endif
 static uint4 load_fresh(const void* p) { return *(const uint4*)p; }
 static i64 load_fresh_i64(const i64* p) { return *p; }
+extern "C" void set_row(int y, int z) { blockIdx.y = y; blockIdx.z = z; }
 extern "C" void set_lane(int block, int thread, int note) {
     blockIdx.x = block; threadIdx.x = thread; noting = note; calls = 0;
 }
@@ -92,10 +93,10 @@ extern "C" void set_lane(int block, int thread, int note) {
 )
 @pytest.mark.parametrize("num_heads", [5, 32])
 def test_the_source_compiles_without_spills(tmp_path, monkeypatch, num_heads, arch, kv_bytes):
-    """Both kernels compile where they run and keep everything in registers."""
+    """All kernels compile where they run and keep everything in registers."""
     monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path))
     found = usages(compile_source(SOURCE, defines(num_heads, 16, kv_bytes), arch))
-    assert set(found) == {"rotate_and_cache", "add3"}
+    assert set(found) == {"rotate_and_cache", "add3", "copy_page"}
     assert not any(usage.stack for usage in found.values())
 
 
@@ -183,3 +184,20 @@ def test_a_sum_of_three_is_rounded_once(kernels):
         kernels[2].add3(*pointers(x, y, z, out), x.numel() // 8)
     assert torch.equal(out[:120].view_as(x), (x.float() + y.float() + z.float()).bfloat16())
     assert torch.equal(out[120:], torch.full((16,), 7.0).bfloat16())
+
+
+def test_a_page_is_copied_in_every_layer(kernels):
+    """Its keys and values, to the last byte, and no other page changes."""
+    shape = (2, PAGES, HEADS, PAGE, HEAD_DIM)
+    caches = [torch.randn(shape).bfloat16() for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    for cache in expected:
+        cache[:, 7] = cache[:, 2]
+    page_loads = HEADS * PAGE * HEAD_DIM // 8
+    for layer, which in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        kernels[2].set_row(layer, which)
+        for thread in range(-(-page_loads // THREADS) * THREADS):
+            kernels[2].set_lane(thread // THREADS, thread % THREADS, 0)
+            kernels[2].copy_page(*pointers(*caches), PAGES, page_loads, 2, 7)
+    for cache, expected_cache in zip(caches, expected, strict=True):
+        assert torch.equal(cache, expected_cache)

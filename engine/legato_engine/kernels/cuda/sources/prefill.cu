@@ -125,3 +125,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   out[index] = sum;
 }
+
+// One page of every layer, of keys and of values [layers, num_pages, page_loads], onto another.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    copy_page(uint4* keys, uint4* values, int num_pages, int page_loads, int source, int destination) {
+  const int index = blockIdx.x * THREADS + threadIdx.x;
+  uint4* const cache = (blockIdx.z ? values : keys) + (i64)blockIdx.y * num_pages * page_loads;
+  after_previous();
+  if (index >= page_loads) return;
+  cache[(i64)destination * page_loads + index] = load_fresh(cache + (i64)source * page_loads + index);
+}
