@@ -144,8 +144,10 @@ class StepKernels(Protocol):
     A token's results have the same bits in every batch. Steps share scratch memory.
     """
 
-    def forward(self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor) -> None:
-        """Fill the final residual stream and the float32 logits; writes K and V."""
+    def forward(
+        self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor | None
+    ) -> None:
+        """Fill the final residual stream and the float32 logits, if wanted; writes K and V."""
         ...
 
     def payload(
@@ -164,9 +166,9 @@ class PictureEncoder(Protocol):
     """Pictures' embeddings in steps of fixed shape, at fixed addresses; one picture at a time.
 
     It takes pictures whose `num_crops` is not 0, and none of them has more than `max_crops`.
-    In the order of their calls: `stage` (host), `upload`, `cut`, then for ranges of crops that
-    follow each other `take`, `encode` and `give`, then `finish`. `cut`, `encode`, `finish` and
-    `cache` can be captured.
+    In the order of their calls: `stage` (host), `upload`, `cut`, then `encode_all`, or for ranges
+    of crops that follow each other `take`, `encode` and `give`, then `finish`. `cut`, `encode`,
+    `encode_all`, `finish` and `cache` can be captured.
 
     A picture has a place, where its pixels are staged and its embeddings stay until the next one
     of that place.
@@ -186,6 +188,10 @@ class PictureEncoder(Protocol):
 
     def cut(self) -> None:
         """Enqueue: the crops of the picture uploaded last."""
+        ...
+
+    def encode_all(self, count: int) -> None:
+        """Enqueue the vision tower over all crops of a picture, which become its features."""
         ...
 
     def take(self, first: int, stop: int) -> None:

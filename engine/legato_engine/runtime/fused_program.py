@@ -112,6 +112,7 @@ class FusedProgram:
                 for block in blocks:
                     self._graphs.run(self._place_work, slot, bucket, block)
                 for adapted, groups in product(adapters, (*_FEW_GROUPS, bucket)):
+                    self._forward(slot, bucket, groups, adapted=adapted, sampled=False)
                     self._forward(slot, bucket, groups, adapted=adapted)
                 for payload in (False, True):
                     self.sample(slot, bucket, sampled=False, payload=payload)
@@ -195,17 +196,22 @@ class FusedProgram:
         buffers, scratch = self._slots[slot], self._state.scratch_row
         adapted = any(row.sequence.adapter_key for row in sampled)
         for copy, tokens in enumerate(passes):
-            bucket = bucket_for(self.buckets, len(tokens))
-            if copy == len(passes) - 1:
+            bucket, is_last = bucket_for(self.buckets, len(tokens)), copy == len(passes) - 1
+            if is_last:
                 stage_samples(buffers, sampled, scratch, copy=copy)
             stage_pass(buffers, copy, tokens, bucket, scratch)
             buffers.staged.upload(self._device.compute, copy)
-            self._forward(slot, bucket, num_groups(tokens, GROUP), adapted=adapted)
+            groups = num_groups(tokens, GROUP)
+            self._forward(slot, bucket, groups, adapted=adapted, sampled=is_last)
 
-    def _forward(self, slot: int, bucket: int, num_groups: int, *, adapted: bool) -> None:
-        """A step over the staged tokens, by the graph that suits so many groups of them."""
+    def _forward(
+        self, slot: int, bucket: int, num_groups: int, *, adapted: bool, sampled: bool = True
+    ) -> None:
+        """A step over the staged tokens, by the graph that suits so many groups of them; without
+        logits unless they are `sampled` from.
+        """
         fits = (few for few in _FEW_GROUPS if num_groups <= few < bucket <= few * GROUP)
-        self._graphs.run(self._forward_work, slot, bucket, next(fits, bucket), adapted)
+        self._graphs.run(self._forward_work, slot, bucket, next(fits, bucket), adapted, sampled)
 
     def _admit_work(self, slot: int) -> Work:
         return lambda: self._state.admit(self._slots[slot])
@@ -219,7 +225,9 @@ class FusedProgram:
         # Never one graph with the forward: its kernels read places ahead of the one in front.
         return lambda: drafts.place(self._slots[slot], bucket, self._state.page_table_RM, block)
 
-    def _forward_work(self, slot: int, bucket: int, num_groups: int, adapted: bool) -> Work:
+    def _forward_work(
+        self, slot: int, bucket: int, num_groups: int, adapted: bool, sampled: bool
+    ) -> Work:
         buffers, state = self._slots[slot], self._state
         staged = {name: field[:bucket] for name, field in buffers.staged.device.items()}
         inputs = StepInputs(
@@ -235,7 +243,8 @@ class FusedProgram:
             adapter_slot_R=state.adapter_slot_R if adapted else None,
             num_groups=num_groups,
         )
-        hidden_BD, logits_BV = buffers.hidden_RD[:bucket], buffers.logits_RV[:bucket]
+        hidden_BD = buffers.hidden_RD[:bucket]
+        logits_BV = buffers.logits_RV[:bucket] if sampled else None
         return lambda: self._kernels.forward(inputs, hidden_BD, logits_BV)
 
     def _sample_work(self, slot: int, bucket: int, payload: bool) -> Work:

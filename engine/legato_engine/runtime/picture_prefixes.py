@@ -18,6 +18,9 @@ from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.graphs import Graphs, Work
 from legato_engine.scheduler.launch import Row
 
+_MOST_STACKED = 2
+"""Pictures that pass the decoder together."""
+
 _log = structlog.get_logger()
 
 
@@ -50,12 +53,14 @@ class PicturePrefixes:
         self._bank = bank
         self._graphs = Graphs(capture, device.compute)
         self._stacks = False
+        self._most_stacked = _MOST_STACKED
 
     def warm_up(self) -> None:
         """Every number of crops, every place and rank; then whether pictures pass together."""
         self._graphs.run(self._cut_work)
         for count in range(1, self._encoder.max_crops + 1):
             self._graphs.run(self._crops_work, count)
+            self._graphs.run(self._all_crops_work, count)
         ranks = (0, *self._bank.ranks) if self._bank is not None else (0,)
         places = list(product(range(len(self._slots)), range(self.max_pictures)))
         for slot, index in places:
@@ -63,8 +68,12 @@ class PicturePrefixes:
             for rank in ranks:
                 self._graphs.run(self._prefix_work, slot, index, rank)
         if self.max_pictures > 1:
-            stacks = [(slot, index + 1) for slot, index in places if index]
-            self._stacks = all(self._keeps_bits(slot, count) for slot, count in stacks)
+            stacks = {
+                (slot, *stack)
+                for slot, last in places
+                for stack in _stacks(last + 1, self._most_stacked)
+            }
+            self._stacks = all(self._keeps_bits(*stack) for stack in sorted(stacks))
             _log.info("pictures of a launch", share_pass=self._stacks)
 
     def encode(self, slot: int, index: int, row: Row, stop: int) -> None:
@@ -75,7 +84,9 @@ class PicturePrefixes:
             encoder.stage(place, image)
             self._compute.submit(lambda: encoder.upload(place))
             self._graphs.run(self._cut_work)
-        if first < stop:
+        if (first, stop) == (0, row.sequence.num_crops):
+            self._graphs.run(self._all_crops_work, stop)
+        elif first < stop:
             self._compute.submit(lambda: encoder.take(first, stop))
             self._graphs.run(self._crops_work, stop - first)
             self._compute.submit(lambda: encoder.give(first, stop))
@@ -90,24 +101,27 @@ class PicturePrefixes:
         """Their keys and values, once the slot's prompts are uploaded and adapters written."""
         bank = self._bank
         ranks = [bank.bucket(row.sequence.adapter_rank) if bank is not None else 0 for row in rows]
-        if self._stacks and len(rows) > 1 and not any(ranks):
-            self._graphs.run(self._stacked_work, slot, len(rows))
-            return
-        for index, rank in enumerate(ranks):
-            self._graphs.run(self._prefix_work, slot, index, rank)
+        most = self._most_stacked if self._stacks and not any(ranks) else 1
+        for first, count in _stacks(len(rows), most):
+            if count > 1:
+                self._graphs.run(self._stacked_work, slot, first, count)
+            else:
+                self._graphs.run(self._prefix_work, slot, first, ranks[first])
 
     def _place(self, slot: int, index: int) -> int:
         return slot * self.max_pictures + index
 
-    def _keeps_bits(self, slot: int, count: int) -> bool:
+    def _keeps_bits(self, slot: int, index: int, count: int) -> bool:
         """Whether pictures of noise have the same keys and values together as alone.
 
         A captured graph runs the same kernels whatever the numbers are, and in what order a kernel
         adds depends on shapes alone: so what holds of noise at each place holds of every picture.
         """
-        first = self._place(slot, 0)
+        if count == 1:
+            return True
+        first = self._place(slot, index)
         embeddings_CPD = self._encoder.embeddings_CPD[first : first + count, 1:]
-        pages_KM = self._slots[slot].prompt.device["prefix_pages"]
+        pages_KM = self._slots[slot].prompt.device["prefix_pages"][index : index + count]
         num_pages = -(-self._encoder.embeddings_CPD.shape[1] // self._kv.page_size)
         if 2 * count * num_pages >= self._kv.k_LNHSE.shape[1]:
             return False
@@ -118,16 +132,16 @@ class PicturePrefixes:
         def prepare() -> None:
             noise = torch.Generator(pages_KM.device).manual_seed(count)
             embeddings_CPD.normal_(generator=noise)
-            pages_KM[:count, :num_pages] = alone_CM
+            pages_KM[:, :num_pages] = alone_CM
 
         def move() -> None:
-            pages_KM[:count, :num_pages] = together_CM
+            pages_KM[:, :num_pages] = together_CM
 
         self._compute.submit(prepare)
-        for index in range(count):
-            self._graphs.run(self._prefix_work, slot, index, 0)
+        for each in range(index, index + count):
+            self._graphs.run(self._prefix_work, slot, each, 0)
         self._compute.submit(move)
-        self._graphs.run(self._stacked_work, slot, count)
+        self._graphs.run(self._stacked_work, slot, index, count)
         same = list[bool]()
         self._compute.submit(lambda: same.append(_same_pages(self._kv, alone_CM, together_CM)))
         self._compute.record().wait()
@@ -138,6 +152,9 @@ class PicturePrefixes:
 
     def _crops_work(self, count: int) -> Work:
         return lambda: self._encoder.encode(count)
+
+    def _all_crops_work(self, count: int) -> Work:
+        return lambda: self._encoder.encode_all(count)
 
     def _finish_work(self, slot: int, index: int) -> Work:
         place = self._place(slot, index)
@@ -159,9 +176,14 @@ class PicturePrefixes:
 
         return work
 
-    def _stacked_work(self, slot: int, count: int) -> Work:
-        pages_CM = self._slots[slot].prompt.device["prefix_pages"][:count]
-        return lambda: self._encoder.cache(self._place(slot, 0), pages_CM, self._kv)
+    def _stacked_work(self, slot: int, index: int, count: int) -> Work:
+        pages_CM = self._slots[slot].prompt.device["prefix_pages"][index : index + count]
+        return lambda: self._encoder.cache(self._place(slot, index), pages_CM, self._kv)
+
+
+def _stacks(count: int, most: int) -> list[tuple[int, int]]:
+    """The first and the number of each stack of so many pictures."""
+    return [(first, min(most, count - first)) for first in range(0, count, most)]
 
 
 def _same_pages(kv: KVCache, one_CM: torch.Tensor, other_CM: torch.Tensor) -> bool:

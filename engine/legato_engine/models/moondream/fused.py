@@ -101,13 +101,16 @@ class FusedMoondream:
             size=values.size_token,
         )
 
-    def forward(self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor) -> None:
-        """Run B tokens; fills `hidden_BD` and the float32 `logits_BV`."""
+    def forward(
+        self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor | None
+    ) -> None:
+        """Run B tokens; fills `hidden_BD` and the float32 `logits_BV`, if they are wanted."""
         for part in _passes(hidden_BD.shape[0]):
             some = inputs.part(part)
             self.embed(some, hidden_BD[part])
             self.layers(some, hidden_BD[part])
-            self.head(hidden_BD[part], logits_BV[part])
+            if logits_BV is not None:
+                self.head(hidden_BD[part], logits_BV[part])
 
     def embed(self, inputs: StepInputs, hidden_BD: torch.Tensor) -> None:
         """Fill the residual stream with the tokens' words and values."""

@@ -80,6 +80,10 @@ class MoondreamPictureEncoder:
         """The patches of all its crops."""
         self._pipeline.cut(self._patches_NTP)
 
+    def encode_all(self, count: int) -> None:
+        """The vision tower over the picture's crops, without a copy of them."""
+        self._features_NTD[:count].copy_(self._vision.encode_patches(self._patches_NTP[:count]))
+
     def take(self, first: int, stop: int) -> None:
         """Some crops' patches become the input."""
         self._input_NTP[: stop - first].copy_(self._patches_NTP[first:stop])
