@@ -71,7 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory_fraction: float = 0.6
     crops_per_launch: int = 5  # 0: never split a picture
     max_prefill_rows: int = 0  # at most `MOST_PREFILL_ROWS`
-    pictures_per_launch: int = 3  # at most `MOST_PICTURES`
+    pictures_per_launch: int = 4  # at most `MOST_PICTURES`
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     kv_dtype: str = "auto"  # auto (fp8 where the weights have scales for it), model (as dtype), fp8
     max_image_pixels: int = 40_000_000

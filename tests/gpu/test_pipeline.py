@@ -208,7 +208,7 @@ def test_pictures_of_one_launch_change_no_bit(
         watch = run(large, depth, count=12, steps=0, crops=0, logprobs=True)
         assert watch.tokens == expected.tokens
         assert watch.results == expected.results
-        assert max(map(num_pictures, watch.plans)) == limits.pictures == 3
+        assert max(map(num_pictures, watch.plans)) == 3 < limits.pictures
         assert sum(map(num_pictures, watch.plans)) == 3
         kept = kept_pictures(large, watch)
         assert kept.keys() == pictures.keys()

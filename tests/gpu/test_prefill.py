@@ -206,6 +206,28 @@ def test_a_prefill_is_as_exact_as_torch(world, monkeypatch):
         assert torch.equal(ours[:, 0], torch.full_like(ours[:, 0], 7.0))
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_pictures_in_one_pass_are_as_exact_as_alone(world, count):
+    """Each has its keys and values in its own pages, and errs as little as by itself."""
+    num_pages = len(world.pages_M)
+    pages_CM = torch.arange(1, count * num_pages + 1, device=DEVICE).view(count, num_pages).flip(1)
+    x_CPD = torch.stack([world.x_TD.roll(index, 0) for index in range(count)])
+    caches = []
+    for model, dtype in ((world.exact, torch.float32), *[(world.model, torch.bfloat16)] * 2):
+        shape = (model.num_layers, 1 + pages_CM.numel(), model.num_kv_heads, PAGE, model.head_dim)
+        pair = (torch.full(shape, 7.0, dtype=dtype, device=DEVICE) for _ in range(2))
+        caches.append(KVCache(*pair))
+    exact_cache, alone_cache, cache = caches
+    for x_PD, pages_M in zip(x_CPD, pages_CM, strict=True):
+        span = PrefillSpan(0, pages_M, bidirectional=True)
+        world.exact.cache_span(x_PD.float(), span, exact_cache)
+        world.model.cache_span(x_PD, span, alone_cache)
+    world.model._network.text.cache_stacked(x_CPD, pages_CM, cache)
+    for name in ("k_LNHSE", "v_LNHSE"):
+        ours, alone, exact = (getattr(c, name) for c in (cache, alone_cache, exact_cache))
+        assert error(ours, exact) <= 1.02 * error(alone, exact)
+
+
 def test_a_captured_prefill_reads_its_inputs_anew(world):
     """A graph of a prefill, replayed over another input and other pages, gives the eager bits."""
     x_TD, pages_M = world.x_TD.clone(), world.pages_M.clone()

@@ -18,9 +18,6 @@ from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.graphs import Graphs, Work
 from legato_engine.scheduler.launch import Row
 
-_MOST_STACKED = 2
-"""Pictures that pass the decoder together."""
-
 _log = structlog.get_logger()
 
 
@@ -53,7 +50,6 @@ class PicturePrefixes:
         self._bank = bank
         self._graphs = Graphs(capture, device.compute)
         self._stacks = False
-        self._most_stacked = _MOST_STACKED
 
     def warm_up(self) -> None:
         """Every number of crops, every place and rank; then whether pictures pass together."""
@@ -68,11 +64,7 @@ class PicturePrefixes:
             for rank in ranks:
                 self._graphs.run(self._prefix_work, slot, index, rank)
         if self.max_pictures > 1:
-            stacks = {
-                (slot, *stack)
-                for slot, last in places
-                for stack in _stacks(last + 1, self._most_stacked)
-            }
+            stacks = {(slot, *stack) for slot, last in places for stack in _stacks(last + 1)}
             self._stacks = all(self._keeps_bits(*stack) for stack in sorted(stacks))
             _log.info("pictures of a launch", share_pass=self._stacks)
 
@@ -101,8 +93,8 @@ class PicturePrefixes:
         """Their keys and values, once the slot's prompts are uploaded and adapters written."""
         bank = self._bank
         ranks = [bank.bucket(row.sequence.adapter_rank) if bank is not None else 0 for row in rows]
-        most = self._most_stacked if self._stacks and not any(ranks) else 1
-        for first, count in _stacks(len(rows), most):
+        apart = [(index, 1) for index in range(len(rows))]
+        for first, count in _stacks(len(rows)) if self._stacks and not any(ranks) else apart:
             if count > 1:
                 self._graphs.run(self._stacked_work, slot, first, count)
             else:
@@ -181,9 +173,16 @@ class PicturePrefixes:
         return lambda: self._encoder.cache(self._place(slot, index), pages_CM, self._kv)
 
 
-def _stacks(count: int, most: int) -> list[tuple[int, int]]:
-    """The first and the number of each stack of so many pictures."""
-    return [(first, min(most, count - first)) for first in range(0, count, most)]
+def _stacks(count: int) -> list[tuple[int, int]]:
+    """The first and the number of each stack of so many pictures: powers of two.
+
+    Three together take longer than two and one, as their rows suit the library's tiles worse.
+    """
+    stacks, first = list[tuple[int, int]](), 0
+    while first < count:
+        stacks.append((first, 1 << ((count - first).bit_length() - 1)))
+        first += stacks[-1][1]
+    return stacks
 
 
 def _same_pages(kv: KVCache, one_CM: torch.Tensor, other_CM: torch.Tensor) -> bool:

@@ -10,8 +10,8 @@ from legato_engine.scheduler.launch import ALONE, LaunchKind, Plan, Row, SharedL
 from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence
 
-_WAITING_PER_RIDER = 2
-"""How many wait in a crowd for each who decodes."""
+_FIRST_TOKENS = 8
+"""Of an answer: those that may wait for several pictures each."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -33,8 +33,9 @@ class PrefillPlanner:
     behind it, and may ask about that very picture. Adapters make no difference.
 
     Only while a crowd waits do more pictures join, in front of all other prompts: they cost whoever
-    is in the launch already their time, and spare everybody behind it a part of a pass each. A
-    crowd is many, of whom few decode: those would wait for every token as long.
+    is in the launch already their time, and spare everybody behind it a part of a pass each. Nor do
+    they join once an answer is longer than most short ones, which would wait for each of its tokens
+    as long.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class PrefillPlanner:
             return self._encode(begun, max_crops)
         self._encoding = None
         self._manager.planned(begun.sequence)
-        most_pictures = 1 if streams or not self._is_crowded(len(riding)) else self._limits.pictures
+        most_pictures = 1 if streams or not self._is_crowded(riding) else self._limits.pictures
         if not self._joins(begun.sequence, len(riding), len(riding)):
             riding = ()
         prompts = self._gather(begun, len(riding), most_pictures)
@@ -137,9 +138,11 @@ class PrefillPlanner:
         part = dataclasses.replace(work, stop_crop=stop)
         return Plan(LaunchKind.ENCODE, (Row(sequence, sequence.prefix_length, 0, part),))
 
-    def _is_crowded(self, num_riding: int) -> bool:
-        """Whether so many wait that more pictures may join a launch with so many riders."""
-        return len(self._queue) >= max(self._limits.crowd, _WAITING_PER_RIDER * num_riding)
+    def _is_crowded(self, riding: tuple[Row, ...]) -> bool:
+        """Whether so many wait, and decode so little, that more pictures may join a launch."""
+        if self._limits.pictures == 1 or len(self._queue) < self._limits.crowd:
+            return False
+        return all(row.sequence.num_launched < _FIRST_TOKENS for row in riding)
 
     def _joins(self, sequence: Sequence, num_tokens: int, num_rows: int) -> bool:
         """Whether its prompt fits a launch beside so many tokens of others, in so many rows."""

@@ -17,7 +17,6 @@ from legato_engine.runtime import fused_program
 from legato_engine.runtime.kv_pool import allocate
 from legato_engine.runtime.model_runner import NUM_SLOTS, ModelRunner
 from legato_engine.runtime.sampler import greedy
-from legato_engine.scheduler import prefill
 from PIL import Image
 
 from tests.adapters import random_adapter, safetensors_file
@@ -231,7 +230,6 @@ def test_pictures_share_a_launch_and_change_no_answer(assembly, monkeypatch):
     """
     monkeypatch.setattr(fused_program, "Sampler", GreedySampler)
     monkeypatch.setattr(fused_program, "_CROWD", 0)
-    monkeypatch.setattr(prefill, "_WAITING_PER_RIDER", 0)
     whole = msgspec.structs.replace(assembly.config, crops_per_launch=0)
     assembly = dataclasses.replace(assembly, config=whole)
     folder = Path(assembly.config.adapters)

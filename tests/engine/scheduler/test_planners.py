@@ -261,12 +261,12 @@ def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
 
 def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
     """As many as are allowed, in front of everybody else, beside as many questions as ever. None
-    joins another where few wait, many decode or streams would wait, or where a question or a
-    picture that no encoder takes is first.
+    joins another where few wait, an answer is long already or streams would wait, or where a
+    question or a picture that no encoder takes is first.
     """
 
     def plan(
-        *keys: str | None, pictures: int = 2, crowd: int = 1, riding: int = 0, streams: bool = False
+        *keys: str | None, pictures: int = 2, crowd: int = 1, said: int = 0, streams: bool = False
     ) -> list[int]:
         manager = KVCacheManager(65, PAGE, 9)
         limits = SharedLimits(3, tokens=99, sampled=9, pictures=pictures, crowd=crowd)
@@ -274,13 +274,13 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
         for n, key in enumerate(keys):
             length, crops = (4, 0 if key == "host" else 3) if key else (1, 0)
             planner.add(make_sequence(n, prefix_key=key, prefix_length=length, num_crops=crops))
-        decodes = riders(*(running(90 + n, launched=1) for n in range(riding))) if riding else ()
+        decodes = riders(running(90, launched=said, max_tokens=99)) if said else ()
         made = planner.plan(riding=decodes, streams=streams)
         assert made is not None
         computed = [bool(r.prefix.compute_pages and r.sequence.num_crops) for r in made.prefills]
         assert computed == sorted(computed, reverse=True), "pictures come first"
-        assert made.num_riding == riding
-        return planned(made)[riding:]
+        assert made.num_riding == len(decodes)
+        return planned(made)[made.num_riding :]
 
     assert plan("a", "b", "c") == [0, 1]
     assert plan("a", "b", "c", pictures=3, crowd=0) == [0, 1, 2]
@@ -288,8 +288,8 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
     assert plan("a", "a", "b", "b", "a", "b") == [0, 2, 1, 3], "three and a picture more"
     assert plan("a", "b", crowd=2) == [0]
     assert plan("a", "b", "c", crowd=2) == [0, 1]
-    assert plan("a", "b", "c", riding=1) == [0, 1]
-    assert plan("a", "b", "c", riding=2) == [0]
+    assert plan("a", "b", "c", said=7) == [0, 1]
+    assert plan("a", "b", "c", said=8) == [0]
     assert plan("a", "b", "c", streams=True) == [0]
     assert plan(None, "b", "c") == [0]
     assert plan("host", "b", "c") == [0]
