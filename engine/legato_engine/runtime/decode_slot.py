@@ -23,8 +23,13 @@ import torch
 from legato_engine.device.base import Device
 from legato_engine.runtime.staging import StagingBuffer
 
-MAX_PASSES = 4
-"""Steps that one launch may cut its tokens into; each has staging of its own."""
+MAX_PASSES = 10
+"""Steps that one launch may cut its tokens into; each has staging of its own. A longer prompt takes
+less time in one piece, by the library.
+"""
+
+SHARED_PASSES = 4
+"""Of these as many as a shared launch may have: whoever rides waits for all of them."""
 
 
 STEP_FIELDS = ("row", "source", "position", "fresh", "sample_row", "sample_position")

@@ -25,7 +25,7 @@ from legato_engine.models.model import (
     StepInputs,
     StepKernels,
 )
-from legato_engine.runtime.decode_slot import MAX_PASSES, DecodeSlot
+from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES, DecodeSlot
 from legato_engine.runtime.graphs import Graphs, Work
 from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.passes import (
@@ -78,11 +78,12 @@ class FusedProgram:
         self.encodes_pictures = encoder is not None
         self.limits = SharedLimits(
             slots[0].max_prompts,
-            tokens=min(MAX_PASSES * most, model.max_context),
+            tokens=min(SHARED_PASSES * most, model.max_context),
             sampled=most,
             pictures=slots[0].max_pictures if self.encodes_pictures else 1,
             crowd=_CROWD,
         )
+        self._most_fed = min(MAX_PASSES * most, model.max_context)
         self._model = model
         self._kernels = kernels
         self._device = device
@@ -163,7 +164,7 @@ class FusedProgram:
         if self._pictures is not None:
             self._pictures.cache(slot, encoded)
         fed = [self._behind_prefix(row, step) for row, step in zip(prompts, steps, strict=True)]
-        if sum(len(prompt.tokens) for prompt in fed) + len(decodes) > self.limits.tokens:
+        if sum(len(prompt.tokens) for prompt in fed) + len(decodes) > self._most_fed:
             assert len(prompts) + len(decodes) == 1, "a prompt that is too long shares nothing"
             stage_samples(buffers, prompts, self._state.scratch_row)
             buffers.staged.upload(compute)

@@ -14,6 +14,7 @@ from legato_engine.models.model import DecodeBatch
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.runtime import fused_program
+from legato_engine.runtime.decode_slot import MAX_PASSES
 from legato_engine.runtime.kv_pool import allocate
 from legato_engine.runtime.model_runner import NUM_SLOTS, ModelRunner
 from legato_engine.runtime.sampler import greedy
@@ -222,6 +223,26 @@ def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
         limits = together.runner.limits
         assert min(lengths) < limits.sampled < max(lengths), "one and several passes"
         assert kernels.num_steps - steps[1] < alone_kernels.num_steps - steps[0]
+
+
+def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
+    """More tokens than a shared launch has room for are steps too, up to a bound; the answer is the
+    same on either side of it.
+    """
+    monkeypatch.setattr(fused_program, "Sampler", GreedySampler)
+    fused, kernels = with_kernels(assembly, max_prompts=3)
+    shared_tokens = fused.runner.limits.tokens
+    given = []
+    for most in (MAX_PASSES, 1):
+        monkeypatch.setattr(fused.runner._program, "_most_fed", 8 * most)
+        before, run = kernels.num_steps, Run(fused, max_tokens=1)
+        run.submit("long", QueryTask(question="x" * (2 * shared_tokens)))
+        run.finish()
+        given.append(run.answers)
+        num_tokens = 1 + len(run.sequences["long"].prompt)  # with BOS
+        assert 2 * shared_tokens < num_tokens <= 8 * MAX_PASSES
+        assert kernels.num_steps - before == (-(-num_tokens // 8) if most > 1 else 0)
+    assert given[0] == given[1]
 
 
 def test_pictures_share_a_launch_and_change_no_answer(assembly, monkeypatch):
