@@ -88,9 +88,7 @@ def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> floa
     device.compute.submit(encoder.cut)
 
     def embed() -> None:
-        encoder.take(0, count)
-        encoder.encode(count)
-        encoder.give(0, count)
+        encoder.encode(count, taken=False)
         encoder.finish(0)
 
     return device_ms(device, embed, repeats)

@@ -204,9 +204,7 @@ class Engine:
         encoder.stage(0, image)
         encoder.upload(0)
         encoder.cut()
-        encoder.take(0, image.num_crops)
-        encoder.encode(image.num_crops)
-        encoder.give(0, image.num_crops)
+        encoder.encode(image.num_crops, taken=False)
         return encoder.finish(0)
 
 

@@ -92,6 +92,21 @@ def test_a_sum_and_its_quantised_norm_are_the_reference(dim):
         assert_same(ours, expected, FLIPPED + 2 / (count * dim))
 
 
+@pytest.mark.parametrize("dim", DIMS)
+def test_without_a_second_term_there_is_the_norm_alone(dim):
+    """It goes where it is asked for, and x stays as it is, whoever takes the norm."""
+    layer = layer_norm(dim)
+    exact = copy.deepcopy(layer).float()
+    for x_TK in (rows(729, dim), rows(1, dim), rows(7, dim + 1)[:, :dim]):
+        before_TK, out_TK = x_TK.clone(), torch.empty_like(x_TK)
+        sum_TK, normed_TK = norm.add_norm(x_TK, None, layer, out_TK)
+        assert sum_TK is x_TK
+        assert normed_TK.data_ptr() == out_TK.data_ptr()
+        assert torch.equal(x_TK, before_TK)
+        exact_TK = exact(x_TK.float())
+        torch.testing.assert_close(out_TK.float(), exact_TK, rtol=1.1 * ROUNDED, atol=1e-4)
+
+
 def test_the_second_term_repeats():
     """A term of one crop is added to each crop, and is not changed."""
     layer = layer_norm(1152)

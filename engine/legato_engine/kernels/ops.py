@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from legato_engine.kernels import pages, reference, reference_experts
-from legato_engine.kernels.cuda import fused_attention, grouped, prefill
+from legato_engine.kernels.cuda import fused_attention, grouped, prefill, products
 from legato_engine.kernels.experts import ExpertWeights, Routes
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters
@@ -65,16 +65,32 @@ class Span:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[..., out] of [..., in] by a weight [out, in].
+    """[..., out] of [..., in] by a weight [out, in]; inputs that x does not have are zeros.
 
     On the CPU the bits of a row depend on nothing but that row: not on its neighbours, its place
     or how many rows there are.
     """
+    if (missing := weight.shape[-1] - x.shape[-1]) > 0:
+        x = F.pad(x, (0, missing))
     if x.device.type == "cpu":
         return reference.linear_rows(x, weight, bias)
     if padding := -x.shape[-1] * x.element_size() % _ALIGNMENT // x.element_size():
         x, weight = F.pad(x, (0, padding)), F.pad(weight, (0, padding))
     return F.linear(x, weight, bias)
+
+
+def linear_onto(
+    to: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`to` [..., out] and `linear` of x, in one term where the product adds them as it rounds.
+
+    One term is stored where `to` was; `to` is not used any more.
+    """
+    if bias is None or not to.is_contiguous() or not products.can_multiply(x, weight, bias, to):
+        return to, linear(x, weight, bias)
+    to_TO = to.flatten(0, -2)
+    products.multiply(x.flatten(0, -2), weight, bias, to_TO, add_TO=to_TO)
+    return to, None
 
 
 def add_low_rank(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from legato_engine.kernels.cuda import norm
-from legato_engine.layers.linear import Linear
+from legato_engine.layers.linear import Linear, Sum
 from legato_engine.layers.tau import Tau
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys, values
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         return torch.cat([self.k_scale, self.v_scale])
 
     def after_norm(
-        self, x: torch.Tensor, y: torch.Tensor, ln: nn.LayerNorm
+        self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
         """The sum x + y, whose storage may be x's, and what `split` makes of its norm."""
         x, normed = norm.add_norm(x, y, ln)
@@ -61,6 +61,10 @@ class Attention(nn.Module):
         """[..., D] of [..., H, E]."""
         out: torch.Tensor = self.proj(heads.flatten(-2))
         return out
+
+    def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
+        """The sum of x [..., D], not used any more, and what `join` makes of [..., H, E]."""
+        return self.proj.onto(x, heads.flatten(-2))
 
 
 def split_heads(qkv: torch.Tensor, num_heads: int) -> Heads:

@@ -18,6 +18,7 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.cuda import norm, quantise
 from legato_engine.kernels.cuda.quantise import Quantised
 from legato_engine.layers.attention import Attention, Heads, split_heads
+from legato_engine.layers.linear import Sum
 from legato_engine.layers.mlp import MLP
 
 MULTIPLE = 16  # what inputs and outputs of a layer must be a multiple of
@@ -95,7 +96,7 @@ class Fp8Attention(nn.Module):
         self.proj = Fp8Linear(attn.proj)
 
     def after_norm(
-        self, x: torch.Tensor, y: torch.Tensor, ln: nn.LayerNorm
+        self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
         """See `Attention`."""
         x, normed = norm.add_norm_quantised(x, y, ln)
@@ -104,6 +105,10 @@ class Fp8Attention(nn.Module):
     def join(self, heads: torch.Tensor) -> torch.Tensor:
         """[..., D] of [..., H, E]."""
         return self.proj.multiply(quantise.plain(heads.flatten(-2)))
+
+    def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
+        """See `Attention`."""
+        return x, self.join(heads)
 
 
 class Fp8MLP(nn.Module):
@@ -118,9 +123,7 @@ class Fp8MLP(nn.Module):
         """[..., O] of [..., K]."""
         return self._multiply(quantise.plain(x))
 
-    def after_norm(
-        self, x: torch.Tensor, y: torch.Tensor, ln: nn.LayerNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
         """See `MLP`."""
         x, normed = norm.add_norm_quantised(x, y, ln)
         return x, self._multiply(normed)

@@ -10,6 +10,8 @@ from torch import nn
 
 from legato_engine.kernels import ops
 
+Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two of one shape that are to be added
+
 _FUSES_GELU = hasattr(torch, "_addmm_activation")  # not part of torch's stable interface
 
 
@@ -30,6 +32,22 @@ class Linear(nn.Linear):
         rows = x.reshape(-1, self.in_features)
         out = torch._addmm_activation(self.bias, rows, self.weight.t(), use_gelu=True)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def widen(self, multiple: int) -> None:
+        """Take inputs of a multiple from now on, the last of which are nothing, once it is loaded.
+
+        Narrower ones go on as before.
+        """
+        if padding := -self.in_features % multiple:
+            self.weight = nn.Parameter(F.pad(self.weight, (0, padding)), requires_grad=False)
+            self.in_features += padding
+
+    def onto(self, to: torch.Tensor, x: torch.Tensor) -> Sum:
+        """`to` plus this layer of x, in one term if the product adds it; `to` is not used any more.
+
+        One term is stored where `to` was, and is rounded once.
+        """
+        return ops.linear_onto(to, x, self.weight, self.bias)
 
     def _fuses_gelu(self, x: torch.Tensor) -> bool:
         """On CUDA only: elsewhere torch's fused gelu is not the tanh form."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels.cuda import norm
-from legato_engine.layers.linear import Linear
+from legato_engine.layers.linear import Linear, Sum
 from legato_engine.layers.lora import MlpAdapters
 
 
@@ -27,9 +27,7 @@ class MLP(nn.Module):
         hidden = F.gelu(adapters.add_fc1(self.fc1(x), x), approximate="tanh")
         return adapters.add_fc2(self.fc2(hidden), hidden)
 
-    def after_norm(
-        self, x: torch.Tensor, y: torch.Tensor, ln: nn.LayerNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum x + y, whose storage may be x's, and what this makes of its norm."""
+    def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
+        """The sum x + y, whose storage may be x's, plus what this makes of its norm."""
         x, normed = norm.add_norm(x, y, ln)
-        return x, self(normed)
+        return self.fc2.onto(x, self.fc1.gelu(normed))

@@ -166,9 +166,9 @@ class PictureEncoder(Protocol):
     """Pictures' embeddings in steps of fixed shape, at fixed addresses; one picture at a time.
 
     It takes pictures whose `num_crops` is not 0, and none of them has more than `max_crops`.
-    In the order of their calls: `stage` (host), `upload`, `cut`, then `encode_all`, or for ranges
-    of crops that follow each other `take`, `encode` and `give`, then `finish`. `cut`, `encode`,
-    `encode_all`, `finish` and `cache` can be captured.
+    In the order of their calls: `stage` (host), `upload`, `cut`, `encode` for its first crops, for
+    further ranges, that follow each other, `take`, `encode` and `give`, then `finish`. `cut`,
+    `encode`, `finish` and `cache` can be captured.
 
     A picture has a place, where its pixels are staged and its embeddings stay until the next one
     of that place.
@@ -190,20 +190,16 @@ class PictureEncoder(Protocol):
         """Enqueue: the crops of the picture uploaded last."""
         ...
 
-    def encode_all(self, count: int) -> None:
-        """Enqueue the vision tower over all crops of a picture, which become its features."""
-        ...
-
     def take(self, first: int, stop: int) -> None:
-        """Enqueue: crops `first` to `stop` become the vision tower's input."""
+        """Enqueue: crops `first` to `stop` become what `encode` reads as taken."""
         ...
 
-    def encode(self, count: int) -> None:
-        """Enqueue the vision tower over `count` crops."""
+    def encode(self, count: int, *, taken: bool) -> None:
+        """Enqueue the vision tower over the first `count` crops, or over those that were taken."""
         ...
 
     def give(self, first: int, stop: int) -> None:
-        """Enqueue: its output becomes the features of those crops."""
+        """Enqueue: what `encode` made of the taken becomes the features of those crops."""
         ...
 
     def finish(self, place: int) -> torch.Tensor:

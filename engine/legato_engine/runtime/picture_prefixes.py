@@ -54,9 +54,8 @@ class PicturePrefixes:
     def warm_up(self) -> None:
         """Every number of crops, every place and rank; then whether pictures pass together."""
         self._graphs.run(self._cut_work)
-        for count in range(1, self._encoder.max_crops + 1):
-            self._graphs.run(self._crops_work, count)
-            self._graphs.run(self._all_crops_work, count)
+        for count, taken in product(range(1, self._encoder.max_crops + 1), (False, True)):
+            self._graphs.run(self._crops_work, count, taken)
         ranks = (0, *self._bank.ranks) if self._bank is not None else (0,)
         places = list(product(range(len(self._slots)), range(self.max_pictures)))
         for slot, index in places:
@@ -76,11 +75,10 @@ class PicturePrefixes:
             encoder.stage(place, image)
             self._compute.submit(lambda: encoder.upload(place))
             self._graphs.run(self._cut_work)
-        if (first, stop) == (0, row.sequence.num_crops):
-            self._graphs.run(self._all_crops_work, stop)
+            self._graphs.run(self._crops_work, stop, False)
         elif first < stop:
             self._compute.submit(lambda: encoder.take(first, stop))
-            self._graphs.run(self._crops_work, stop - first)
+            self._graphs.run(self._crops_work, stop - first, True)
             self._compute.submit(lambda: encoder.give(first, stop))
 
     def embed(self, slot: int, rows: Sequence[Row]) -> None:
@@ -142,11 +140,8 @@ class PicturePrefixes:
     def _cut_work(self) -> Work:
         return self._encoder.cut
 
-    def _crops_work(self, count: int) -> Work:
-        return lambda: self._encoder.encode(count)
-
-    def _all_crops_work(self, count: int) -> Work:
-        return lambda: self._encoder.encode_all(count)
+    def _crops_work(self, count: int, taken: bool) -> Work:
+        return lambda: self._encoder.encode(count, taken=taken)
 
     def _finish_work(self, slot: int, index: int) -> Work:
         place = self._place(slot, index)

@@ -112,12 +112,15 @@ def test_patches_are_those_of_the_host(kernels, height, width, tiling, spare):
     num_between = sum(3 * h * w for h, w in (target.between for target in plan.targets))
     between = torch.empty(num_between, dtype=torch.uint8)
     call(kernels.picture_first_pass, host.pixels, host.plan, between)
-    out_NTP = torch.full((plan.num_crops + spare, 16, 588), 7, dtype=torch.bfloat16)
-    call(kernels.picture_patches, between, host.plan, levels(), out_NTP, len(out_NTP))
+    wide_NTP = torch.full((plan.num_crops + spare, 16, 592), 7, dtype=torch.bfloat16)
+    out_NTP, beyond_NTP = wide_NTP.split([588, 4], dim=-1)
+    operands = (levels(), out_NTP, out_NTP.stride(1), len(out_NTP))
+    call(kernels.picture_patches, between, host.plan, *operands)
     crops = torch.from_numpy(expected_crops(pixels_HWC, tiling))
     values = crops.to(torch.bfloat16).div_(255.0).sub_(0.5).div_(0.5)
     assert torch.equal(out_NTP[: plan.num_crops], patches(values, 14))
     assert not out_NTP[plan.num_crops :].any()
+    assert torch.equal(beyond_NTP, torch.full_like(beyond_NTP, 7))
 
 
 @pytest.mark.parametrize("tiling", TILINGS)

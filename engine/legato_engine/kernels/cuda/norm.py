@@ -21,21 +21,22 @@ SOURCE = "norm.cu"
 
 
 def add_norm(
-    x: torch.Tensor, y: torch.Tensor, norm: nn.LayerNorm
+    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum x + y, and its layer norm over K.
+    """The sum x + y, or x itself, and its layer norm over K, which is `out` if that is given.
 
     y has x's shape, or repeats over its first dimension; what was written last of them was written
     by a kernel and no copy. The sum may be stored where x was: x is
     the caller's own and is not used any more.
     """
     if (kernels := _kernels_for(x, y, norm)) is None:
-        return reference(x, y, norm)
-    return kernels.add_norm(x, y, norm)
+        x, normed = reference(x, y, norm)
+        return x, normed if out is None else out.copy_(normed)
+    return kernels.add_norm(x, y, norm, out)
 
 
 def add_norm_quantised(
-    x: torch.Tensor, y: torch.Tensor, norm: nn.LayerNorm
+    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
 ) -> tuple[torch.Tensor, Quantised]:
     """See `add_norm`; where that runs on a GPU, it is one with e4m3."""
     if (kernels := _kernels_for(x, y, norm)) is None:
@@ -57,19 +58,19 @@ def add3_norm(
 
 
 def reference(
-    x: torch.Tensor, y: torch.Tensor, norm: nn.LayerNorm
+    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `add_norm`."""
-    x = x + y
+    x = x if y is None else x + y
     normed: torch.Tensor = norm(x)
     return x, normed
 
 
 def reference_quantised(
-    x: torch.Tensor, y: torch.Tensor, norm: nn.LayerNorm
+    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
 ) -> tuple[torch.Tensor, Quantised]:
     """See `add_norm_quantised`."""
-    x = x + y
+    x = x if y is None else x + y
     weight, bias = norm.weight.float(), norm.bias.float()
     normed = F.layer_norm(x.float(), norm.normalized_shape, weight, bias, norm.eps)
     return x, quantise.reference(normed)
@@ -87,10 +88,14 @@ class NormKernels:
         self._quantised = self._module.kernel("add_norm_quantise") if has_e4m3 else None
 
     def add_norm(
-        self, x: torch.Tensor, y: torch.Tensor, norm: nn.LayerNorm
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        norm: nn.LayerNorm,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the function; x becomes the sum."""
-        normed = torch.empty_like(x)
+        normed = torch.empty_like(x) if out is None else out
         operands = (x, y, self._rows(y), norm.weight, norm.bias, norm.eps, normed)
         self._module.launch(self._plain, operands, self._rows(x), overlap=True)
         return x, normed
@@ -105,7 +110,7 @@ class NormKernels:
         return y, normed
 
     def add_norm_quantised(
-        self, x: torch.Tensor, y: torch.Tensor, norm: nn.LayerNorm
+        self, x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm
     ) -> tuple[torch.Tensor, Quantised]:
         """See the function; x becomes the sum."""
         assert self._quantised is not None, "no e4m3 on this GPU"
@@ -114,17 +119,18 @@ class NormKernels:
         self._module.launch(self._quantised, operands, self._rows(x), overlap=True)
         return x, out
 
-    def _rows(self, x: torch.Tensor) -> int:
-        return x.numel() // self._dim
+    def _rows(self, x: torch.Tensor | None) -> int:
+        return 0 if x is None else x.numel() // self._dim
 
 
 def _kernels_for(
-    x: torch.Tensor, y: torch.Tensor, norm: nn.LayerNorm, *more: torch.Tensor
+    x: torch.Tensor, y: torch.Tensor | None, norm: nn.LayerNorm, *more: torch.Tensor
 ) -> NormKernels | None:
     """None where torch does it: not bf16 on a GPU, or tensors that the kernels cannot load."""
-    if not quantise.fits(x) or y.shape not in (x.shape, (1, *x.shape[1:])):
+    terms = more if y is None else (y, *more)
+    if not quantise.fits(x) or (y is not None and y.shape not in (x.shape, (1, *x.shape[1:]))):
         return None
-    operands = (x, y, *more, norm.weight, norm.bias)
+    operands = (x, *terms, norm.weight, norm.bias)
     if any(each.dtype != x.dtype or not each.is_contiguous() for each in operands):
         return None
     return _compiled(x.shape[-1], x.device) if quantise.aligned(*operands) else None

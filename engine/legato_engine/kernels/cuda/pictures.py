@@ -28,7 +28,7 @@ SOURCE = "picture.cu"
 
 _BLOCKS = 1056  # eight for each of the 132 multiprocessors of the device that these are tuned for
 _THREADS = 256
-_STITCH_THREADS = 192
+_STITCH_THREADS = 288
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -110,11 +110,11 @@ class PicturePipeline:
         """Enqueue two kernels that write every crop of the uploaded picture, in `levels_V`'s dtype.
 
         One graph serves every picture: crops beyond the picture's own become zeros, and of a
-        picture with more crops than N the first N are written.
+        picture with more crops than N the first N are written. Tokens may be further apart than P.
         """
-        grid = (_BLOCKS, 1, 1)
+        grid, count, step = (_BLOCKS, 1, 1), patches_NTP.shape[0], patches_NTP.stride(1)
         self._first_pass.launch(grid, _THREADS, (self._pixels, self._plan, self._between))
-        operands = (self._between, self._plan, self._levels_V, patches_NTP, patches_NTP.shape[0])
+        operands = (self._between, self._plan, self._levels_V, patches_NTP, step, count)
         self._patches.launch(grid, _THREADS, operands)
 
 

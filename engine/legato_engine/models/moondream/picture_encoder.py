@@ -27,6 +27,7 @@ from legato_engine.models.moondream.vision import Vision, normalised
 
 Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 _LEVELS = 256
+_VALUES_PER_LOAD = 8  # rows of patches that begin elsewhere would be copied first
 
 
 class MoondreamPictureEncoder:
@@ -56,11 +57,12 @@ class MoondreamPictureEncoder:
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        num_values = 3 * sizes.patch_size**2
-        self._patches_NTP = zeros(self.max_crops, sizes.num_tokens, num_values)
-        self._input_NTP = torch.zeros_like(self._patches_NTP)
+        vision.patch_emb.widen(_VALUES_PER_LOAD)
+        self._num_values = 3 * sizes.patch_size**2
+        self._patches_NTP = zeros(self.max_crops, sizes.num_tokens, vision.patch_emb.in_features)
+        self._taken_NTP = torch.zeros_like(self._patches_NTP)
         self._features_NTD = zeros(self.max_crops, sizes.num_tokens, sizes.dim)
-        self._output_NTD = torch.zeros_like(self._features_NTD)
+        self._given_NTD = torch.zeros_like(self._features_NTD)
         self._joined_TD = zeros(sizes.num_tokens, 2 * sizes.dim)
         self.embeddings_CPD = zeros(num_places, config.prefix_length, config.text.dim)
         self.embeddings_CPD[:, 0] = text.wte[config.tokens.bos]
@@ -78,23 +80,21 @@ class MoondreamPictureEncoder:
 
     def cut(self) -> None:
         """The patches of all its crops."""
-        self._pipeline.cut(self._patches_NTP)
-
-    def encode_all(self, count: int) -> None:
-        """The vision tower over the picture's crops, without a copy of them."""
-        self._features_NTD[:count].copy_(self._vision.encode_patches(self._patches_NTP[:count]))
+        self._pipeline.cut(self._patches_NTP[..., : self._num_values])
 
     def take(self, first: int, stop: int) -> None:
-        """Some crops' patches become the input."""
-        self._input_NTP[: stop - first].copy_(self._patches_NTP[first:stop])
+        """Some crops' patches, to where every range begins."""
+        self._taken_NTP[: stop - first].copy_(self._patches_NTP[first:stop])
 
-    def encode(self, count: int) -> None:
-        """The vision tower over the first `count` crops of its input."""
-        self._output_NTD[:count].copy_(self._vision.encode_patches(self._input_NTP[:count]))
+    def encode(self, count: int, *, taken: bool) -> None:
+        """The vision tower, from patches to features or from what was taken to what is given."""
+        patches_NTP = self._taken_NTP if taken else self._patches_NTP
+        features_NTD = self._given_NTD if taken else self._features_NTD
+        self._vision.encode_patches(patches_NTP[:count], out_NTD=features_NTD[:count])
 
     def give(self, first: int, stop: int) -> None:
-        """Its output becomes these crops' features."""
-        self._features_NTD[first:stop].copy_(self._output_NTD[: stop - first])
+        """What was made of a range becomes its crops' features."""
+        self._features_NTD[first:stop].copy_(self._given_NTD[: stop - first])
 
     def finish(self, place: int) -> torch.Tensor:
         """[P, X]: BOS, then the stitched, pooled and projected picture."""

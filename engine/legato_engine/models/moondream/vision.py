@@ -14,7 +14,7 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.cuda import norm
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.fp8 import Fp8Attention, Fp8MLP
-from legato_engine.layers.linear import Linear
+from legato_engine.layers.linear import Linear, Sum
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.moondream.config import VisionConfig
 
@@ -22,8 +22,8 @@ from legato_engine.models.moondream.config import VisionConfig
 class VisionBlock(nn.Module):
     """Sequential pre-norm block; every token of a crop sees every token of that crop.
 
-    It gets and gives the residual in two terms, so that whoever adds them can take the norm of
-    the sum at once: the next half of a block, or the norm behind the last.
+    It gets and gives the residual in one term or two, so that whoever adds two can take the norm
+    of the sum at once: the next half of a block, or the norm behind the last.
     """
 
     def __init__(self, config: VisionConfig) -> None:
@@ -33,13 +33,11 @@ class VisionBlock(nn.Module):
         self.ln2 = nn.LayerNorm(config.dim)
         self.mlp: MLP | Fp8MLP = MLP(config.dim, config.ff_dim, config.dim)
 
-    def forward(
-        self, x_NTD: torch.Tensor, y_NTD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both terms behind the block, of those in front of it; x may be written over."""
+    def forward(self, x_NTD: torch.Tensor, y_NTD: torch.Tensor | None) -> Sum:
+        """The terms behind the block, of those in front of it; x may be written over."""
         x_NTD, heads = self.attn.after_norm(x_NTD, y_NTD, self.ln1)
-        y_NTD = self.attn.join(ops.full_attention(*heads))
-        return self.mlp.after_norm(x_NTD, y_NTD, self.ln2)
+        terms = self.attn.join_onto(x_NTD, ops.full_attention(*heads))
+        return self.mlp.after_norm(*terms, self.ln2)
 
     def use_fp8(self, num_heads: int) -> None:
         """See `Vision`."""
@@ -89,12 +87,14 @@ class Vision(nn.Module):
         pixels = normalised(pixels_NHWC, self.pos_emb.dtype)
         return self.encode_patches(patches(pixels, self._config.patch_size))
 
-    def encode_patches(self, patches_NTP: torch.Tensor) -> torch.Tensor:
-        """[N, T, D] of normalised patches."""
+    def encode_patches(
+        self, patches_NTP: torch.Tensor, out_NTD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[N, T, D] of normalised patches, in `out_NTD` if it is given."""
         x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
         for block in self.blocks:
             x_NTD, y_NTD = block(x_NTD, y_NTD)
-        _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln)
+        _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln, out=out_NTD)
         return normed_NTD
 
     def encode_tapped(
@@ -106,7 +106,7 @@ class Vision(nn.Module):
         for index, block in enumerate(self.blocks):
             x_NTD, y_NTD = block(x_NTD, y_NTD)
             if index == tap:
-                tapped_NTD = x_NTD + y_NTD
+                tapped_NTD = x_NTD.clone() if y_NTD is None else x_NTD + y_NTD
         _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln)
         return tapped_NTD, normed_NTD
 

@@ -1,7 +1,8 @@
 // A residual sum and its layer norm: x becomes x + y, rounded once, and the norm of that is the result, as
 // bf16 or as e4m3 with one float32 scale per row.
 //
-// Constants as in rows.cuh. x is [count, DIM]; y [terms, DIM] repeats over it; weight and bias are [DIM].
+// Constants as in rows.cuh. x is [count, DIM]; y [terms, DIM] repeats over it, or is null and x stays as it is; weight
+// and bias are [DIM].
 #include "rows.cuh"
 
 __device__ __forceinline__ void add_and_normalise(Row& row, int index, bf16* x, const bf16* y, int terms,
@@ -9,7 +10,10 @@ __device__ __forceinline__ void add_and_normalise(Row& row, int index, bf16* x, 
   __shared__ float shared[2][WARPS];
   inputs_ready();
   row.lane = row_lane();
-  row.load_sum(x + (i64)index * DIM, y + (i64)((u32)index % (u32)terms) * DIM);
+  if (y)
+    row.load_sum(x + (i64)index * DIM, y + (i64)((u32)index % (u32)terms) * DIM);
+  else
+    row.load(x + (i64)index * DIM);
   normalise(row, weight, bias, epsilon, shared);
 }
 

@@ -66,11 +66,12 @@ extern "C" __global__ void picture_first_pass(
     }
 }
 
-// The second pass, cut into crops and patches: one value of `patches` [num_crops, TOKENS,
-// PATCH_VALUES] per thread, as `levels` has it for 8 bits. Crops that the picture lacks are zeros.
+// The second pass, cut into crops and patches: one value of `patches` [num_crops, TOKENS, step], whose
+// first PATCH_VALUES are written, per thread, as `levels` has it for 8 bits. Crops that the picture
+// lacks are zeros.
 extern "C" __global__ void picture_patches(
     const unsigned char* __restrict__ between, const int* __restrict__ plan,
-    const unsigned short* __restrict__ levels, unsigned short* __restrict__ patches, int num_crops) {
+    const unsigned short* __restrict__ levels, unsigned short* __restrict__ patches, int step, int num_crops) {
     const int columns = plan[1], crops = plan[3];
     const Target whole = target_of(plan, 0), canvas = target_of(plan, 1);
     const unsigned char* canvas_between = between + 3 * whole.height * whole.width;
@@ -79,7 +80,7 @@ extern "C" __global__ void picture_patches(
         const int value = i % PATCH_VALUES, token = i / PATCH_VALUES % TOKENS;
         const int crop = i / (PATCH_VALUES * TOKENS);
         if (crop >= crops) {
-            patches[i] = 0;
+            patches[i / PATCH_VALUES * step + value] = 0;
             continue;
         }
         const int channel = value / (PATCH * PATCH);
@@ -95,9 +96,9 @@ extern "C" __global__ void picture_patches(
         const int at = target.rows_first ? x : y;
         const int start = pass.starts[at], count = pass.counts[at];
         const int source = target.rows_first ? y * target.width + start : start * target.width + x;
-        const int step = target.rows_first ? 3 : 3 * target.width;
-        patches[i] = levels[weighted(
-            bytes + 3 * source + channel, step, pass.weights + at * pass.taps, count)];
+        const int stride = target.rows_first ? 3 : 3 * target.width;
+        patches[i / PATCH_VALUES * step + value] = levels[weighted(
+            bytes + 3 * source + channel, stride, pass.weights + at * pass.taps, count)];
     }
 }
 
@@ -138,6 +139,7 @@ extern "C" __global__ void stitch_pool(
             float low = 0.0f, high = 0.0f;
             for (int y = top; y < bottom; ++y) {
                 const int row = tile_of(y, rows), in_y = y - row * (GRID - 2 * MARGIN);
+#pragma unroll 4
                 for (int x = left; x < right; ++x) {
                     const int column = tile_of(x, columns), in_x = x - column * (GRID - 2 * MARGIN);
                     const int tile = (1 + row * columns + column) * TOKENS + in_y * GRID + in_x;
