@@ -98,10 +98,10 @@ class TorchEncoder:
     def cut(self):
         """Nothing, as in all that encodes: the tower runs at once, in the end."""
 
-    def take(self, *crops):
+    def take(self, *crops, **source):
         """See `cut`."""
 
-    encode_all = encode = give = take
+    encode = give = take
 
     def finish(self, place):
         """Of the picture uploaded last, if there was any: graphs are warmed up before."""
