@@ -102,7 +102,8 @@ class PicturePrefixes:
         return slot * self.max_pictures + index
 
     def _keeps_bits(self, slot: int, index: int, count: int) -> bool:
-        """Whether pictures of noise have the same keys and values together as alone.
+        """Whether pictures of noise have the same keys and values together as alone; False where
+        there are too few pages to see.
 
         A captured graph runs the same kernels whatever the numbers are, and in what order a kernel
         adds depends on shapes alone: so what holds of noise at each place holds of every picture.
