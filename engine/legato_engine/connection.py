@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
+from legato_engine.awake import Awake
 from legato_engine.blobs import BlobStore
 from legato_engine.calls import PendingCalls
 from legato_engine.core import WITH_BLOB, Request
@@ -50,6 +51,7 @@ from legato_engine.stream import RequestStream
 from legato_engine.transport import EngineLink
 
 _SPARE_CORES = 8  # so many, and nobody misses one that is awake for a moment
+_EXPECTED, _AWAKE = 0.002, 0.025  # seconds without sleep: for a lone request, for its end
 _log = structlog.get_logger()
 
 
@@ -79,6 +81,7 @@ class EngineConnection:
         self._subscribers: list[Callable[[EngineState], None]] = []
         self._endpoint = ""
         self._link: EngineLink | None = None
+        self._awake = Awake()
         self.has_spare_cores = len(os.sched_getaffinity(0)) >= _SPARE_CORES
         self.blobs = BlobStore(namespace)
         self.state = EngineState.STARTING
@@ -142,10 +145,12 @@ class EngineConnection:
     def expect(self) -> None:
         """A request is about to come: an engine that sleeps wakes up meanwhile, where cores abound.
 
-        Harmless when none comes.
+        Nor does this process's loop sleep, until the request ends or is not a short one. Harmless
+        when none comes.
         """
         if self.has_spare_cores and not self._streams and self.state is EngineState.READY:
             self._send(Expect())
+            self._awake.stay(_EXPECTED)
 
     def submit(self, request: Request) -> RequestStream:
         """Hand a request to the engine; the stream is registered before anything is awaited.
@@ -164,7 +169,12 @@ class EngineConnection:
         stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)
         self._streams[request.request_id] = stream
         # Several requests of a turn leave together; of a lone one the engine hears a turn earlier.
-        self._send(Submit(request=request), at_once=len(self._streams) == 1)
+        lone = len(self._streams) == 1
+        self._send(Submit(request=request), at_once=lone)
+        if not lone:
+            self._awake.end()
+        elif self.has_spare_cores:
+            self._awake.stay(_AWAKE)
         return stream
 
     async def hold(self, command: HoldImage) -> ImageHeld:
@@ -250,6 +260,7 @@ class EngineConnection:
                 if stream is not None:  # else aborted a moment ago
                     stream.feed(report)
                     if stream.ended:
+                        self._awake.end()
                         self._forget(stream)
                 elif isinstance(report, Failed):
                     self._calls.settle(report)

@@ -329,3 +329,43 @@ async def test_an_engine_sleeps_where_cores_are_few():
         assert await ends.received() == [submit("a")]
         assert ends.engine._alert_until == 0.0
         await connection.close()
+
+
+async def test_a_loop_looks_without_sleep_until_a_lone_request_ends():
+    """From the moment it is expected to its end, unless another comes or it takes its time."""
+    with linked() as ends:
+        connection = EngineConnection("legato-test")
+        connection.connect(ends.doors.endpoint)
+        connection.has_spare_cores, connection.state = True, EngineState.READY
+
+        async def looks() -> bool:
+            await asyncio.sleep(0)
+            return connection._awake.looks
+
+        connection.expect()
+        assert await looks()
+        connection.submit(submit("a").request)
+        assert await looks()
+        connection.submit(submit("b").request).abort()
+        connection.submit(submit("c").request)
+        assert not await looks()
+        await connection.close()
+
+
+async def test_a_loop_sleeps_behind_the_end_of_a_request():
+    """Its end is what the loop stayed awake for, and a time that is over ends that, too."""
+    with linked() as ends:
+        connection = EngineConnection("legato-test")
+        connection.connect(ends.doors.endpoint)
+        connection.has_spare_cores, connection.state = True, EngineState.READY
+        stream = connection.submit(submit("a").request)
+        await ends.received()
+        ends.engine.send(done("a"))
+        await stream.done()
+        await asyncio.sleep(0)
+        assert not connection._awake.looks
+        connection.submit(submit("b").request)
+        connection._awake.end()
+        await asyncio.sleep(0)
+        assert not connection._awake.looks
+        await connection.close()
