@@ -1,10 +1,10 @@
-"""The CUDA source of fused attention, by NVRTC: its registers hold what they must."""
+"""Fused attention: its source's registers hold what they must, and its tiles are every head's."""
 
 from __future__ import annotations
 
 import pytest
 from legato_engine.kernels.cuda.compiler import compile_source
-from legato_engine.kernels.cuda.fused_attention import SOURCE, defines, shared_bytes
+from legato_engine.kernels.cuda.fused_attention import SOURCE, cut_tiles, defines, shared_bytes
 
 from tests.engine.kernels.test_compiler import has_nvrtc
 from tests.engine.kernels.test_decode_source import usages
@@ -24,3 +24,27 @@ def test_nothing_is_kept_in_local_memory(tmp_path, monkeypatch, head_dim, num_he
     # Between two blocks of keys there is no loop to speak of, and a compiler may plan less well.
     assert found["fused_attention"].stack <= (128 if num_tokens < FEW else 0)
     assert shared_bytes(constants) + found["fused_attention"].static <= MOST_SHARED
+
+
+@pytest.mark.parametrize("tokens", [129, 729, 730, 1000])
+@pytest.mark.parametrize("blocks", [1, 132])
+def test_tiles_cover_every_head_in_no_more_time(tokens, blocks):
+    """Heads are wide or narrow as a whole; the last round is never longer than with wide ones."""
+    wide_of_head, narrow_of_head = -(-tokens // 192), -(-tokens // 128)
+    for heads in (*range(1, 40), 80, 144, 208, 416):
+        tiles, wide = cut_tiles(heads, tokens, 3, blocks)
+        wide_heads, rest = divmod(wide, wide_of_head)
+        narrow_heads, none = divmod(tiles - wide, narrow_of_head)
+        assert rest == none == 0
+        assert wide_heads + narrow_heads == heads
+        wide_rounds, rounds = -(-wide // blocks), -(-tiles // blocks)
+        assert 4 * wide_rounds + 3 * (rounds - wide_rounds) <= 4 * -(
+            -heads * wide_of_head // blocks
+        )
+
+
+def test_nine_crops_leave_a_narrow_round():
+    """Sixteen heads each on 132 processors: four rounds of wide tiles, and one of narrow ones."""
+    tiles, wide = cut_tiles(9 * 16, 729, 3, 132)
+    assert wide == 4 * 132
+    assert tiles - wide == 72

@@ -22,6 +22,7 @@ _KEYS = 96  # of a block
 _STAGES = 4
 _BOX = 32  # rows of a copy
 _WIDE, _NARROW = 64, 16  # dimensions of a copy
+_NARROW_TILE = 0.75  # of a tile's time, where one warpgroup of three has no queries
 
 
 def defines(head_dim: int, num_heads: int, num_tokens: int) -> dict[str, int]:
@@ -55,7 +56,7 @@ class FusedAttention:
         module = Module(SOURCE, constants, own=True)
         self._kernel = module.kernel("fused_attention", shared=shared_bytes(constants))
         self._threads = 128 * (constants["GROUPS"] + 1)
-        self._queries = 64 * constants["GROUPS"]
+        self._groups = constants["GROUPS"]
         self._box = constants["BOX"]
         self._has_tail = constants["HEAD"] > _WIDE
         device = torch.cuda.current_device()
@@ -67,18 +68,38 @@ class FusedAttention:
         """[B, T, H, E]"""
         count, tokens, heads, _ = q_BTHE.shape
         out_BTHE = torch.empty(q_BTHE.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
-        tiles = count * heads * -(-tokens // self._queries)
+        tiles = cut_tiles(count * heads, tokens, self._groups, self._blocks)
         query, key, value = (self._map(x, _WIDE) for x in (q_BTHE, k_BTHE, v_BTHE))
         tails = (query, key)
         if self._has_tail:
             tails = (self._map(q_BTHE, _NARROW), self._map(k_BTHE, _NARROW))
-        operands = (query, tails[0], key, tails[1], value, out_BTHE, tiles)
-        grid = (min(tiles, self._blocks), 1, 1)
+        operands = (query, tails[0], key, tails[1], value, out_BTHE, *tiles)
+        grid = (min(tiles[0], self._blocks), 1, 1)
         self._kernel.launch(grid, self._threads, operands, overlap=True)
         return out_BTHE
 
     def _map(self, x_BTHE: torch.Tensor, dims: int) -> TensorMap:
         return tensor_map(x_BTHE, (1, self._box, 1, dims))
+
+
+@functools.cache
+def cut_tiles(heads: int, tokens: int, groups: int, blocks: int) -> tuple[int, int]:
+    """How many tiles there are, and how many of them, of the first heads, are wide.
+
+    A wide tile is 64 queries for each of the warpgroups, a narrow one 64 less. Thread blocks take
+    tiles in turn, so that without narrow ones the last round would be a whole one for a few.
+    """
+    wide_of_head, narrow_of_head = (-(-tokens // (64 * each)) for each in (groups, groups - 1))
+
+    def tiles(narrow_heads: int) -> tuple[int, int]:
+        wide = (heads - narrow_heads) * wide_of_head
+        return wide + narrow_heads * narrow_of_head, wide
+
+    def time(narrow_heads: int) -> float:
+        rounds, wide_rounds = (-(-number // blocks) for number in tiles(narrow_heads))
+        return wide_rounds + (rounds - wide_rounds) * _NARROW_TILE
+
+    return tiles(min(range(heads + 1), key=time))
 
 
 def can_attend(q_BTHE: torch.Tensor, k_BTHE: torch.Tensor, v_BTHE: torch.Tensor) -> bool:

@@ -3,7 +3,8 @@
 // Constants: HEAD dimensions of a head (64 or 72), HEADS, TOKENS of a sequence, GROUPS warpgroups that multiply (2 or
 // 3), KEYS of a block (a multiple of 32), STAGES of each ring, BOX rows of a copy (a divisor of KEYS and 64).
 //
-// A tile is 64 * GROUPS queries of one head. One thread has the copy engine fetch queries, and blocks of keys and of
+// A tile is 64 * GROUPS queries of one head, or 64 less: of some heads, so that the last round of tiles is a shorter
+// one. One thread has the copy engine fetch queries, and blocks of keys and of
 // values through a ring for each; the warpgroups multiply, 64 queries each, and go through the keys block by block, a
 // short one first: the softmax of a block runs while the tensor cores multiply the values of the one before it. A
 // query's result depends on its own sequence alone: blocks are the same and in the same order for every tile.
@@ -19,7 +20,8 @@ constexpr int QUERIES = 64 * GROUPS, BLOCKS = (TOKENS - 1) / KEYS;    // full on
 constexpr int REST = TOKENS - BLOCKS * KEYS;                          // keys of the first
 constexpr int FIRST = (REST + 15) / 16 * 16;                          // that are multiplied: the last not counted
 constexpr int COPIED = (REST + BOX - 1) / BOX * BOX;                  // and copied
-constexpr int TILES = (TOKENS + QUERIES - 1) / QUERIES;               // of a head
+constexpr int FEWER = QUERIES - 64;                                   // of a narrow tile
+constexpr int TILES = (TOKENS + QUERIES - 1) / QUERIES, NARROW_TILES = (TOKENS + FEWER - 1) / FEWER;  // of a head
 constexpr int ROW_BYTES = WIDE + (TAIL ? NARROW : 0);                 // of queries and keys
 constexpr int VALUE_BYTES = WIDE + (TAIL ? WIDE : 0);
 constexpr int THREADS = 128 + 128 * GROUPS;
@@ -38,12 +40,24 @@ struct Place {
   __device__ __forceinline__ void next() {
     if (++slot == STAGES) slot = 0, phase ^= 1;
   }
+  // To where the blocks of this thread block's `count`-th tile begin.
+  __device__ __forceinline__ void seek(int count) {
+    const u32 blocks = (u32)count * (BLOCKS + 1);
+    slot = blocks % STAGES, phase = blocks / STAGES % 2;
+  }
 };
 
-// One tile: a head of a sequence, and its first query.
+// One tile: a head of a sequence, its first query, and how many warpgroups have queries. Of the heads that the first
+// `wide` tiles do not cover tiles are narrow.
 struct Tile {
-  int sequence, head, first;
-  __device__ Tile(int tile) : sequence(tile / TILES / HEADS), head(tile / TILES % HEADS), first(tile % TILES * QUERIES) {}
+  int sequence, head, first, groups;
+  __device__ __forceinline__ Tile(int tile, int wide) {
+    const bool narrow = tile >= wide;
+    const int rest = narrow ? tile - wide : tile, tiles = narrow ? NARROW_TILES : TILES;
+    const int index = rest / tiles + (narrow ? wide / TILES : 0);
+    sequence = index / HEADS, head = index % HEADS, first = rest % tiles * (narrow ? FEWER : QUERIES);
+    groups = min(narrow ? GROUPS - 1 : GROUPS, (TOKENS - first + 63) / 64);
+  }
 };
 
 // What the copy engine knows of a tensor [sequences, TOKENS, HEADS, HEAD].
@@ -263,7 +277,26 @@ struct Group {
     shrink(by);
   }
 
-  __device__ __forceinline__ void tile(const Tile& at, int buffer, bf16* out) {
+  // A tile that has no queries for this warpgroup: its share of turns and barriers.
+  __device__ __forceinline__ void skip(int buffer) {
+#pragma unroll 1
+    for (int block = 0; block <= BLOCKS; block++) {
+      barrier_wait(shared.keys_full + keys.slot, keys.phase);
+      take_turn();
+      pass_turn();
+      leave_keys();
+      barrier_wait(shared.values_full + values.slot, values.phase);
+      leave(shared.values_empty + values.slot);
+      values.next();
+    }
+    leave(shared.query_empty + buffer);
+  }
+
+  // The `count`-th of this thread block.
+  __device__ __forceinline__ void tile(const Tile& at, int count, bf16* out) {
+    const int buffer = count % 2;
+    keys.seek(count), values.seek(count);
+    if (index >= at.groups) return skip(buffer);
     Softmax softmax;
     softmax.reset();
 #pragma unroll
@@ -317,11 +350,11 @@ struct Group {
   }
 };
 
-// out [sequences, TOKENS, HEADS, HEAD]; `tiles` of all heads of all sequences together.
+// out [sequences, TOKENS, HEADS, HEAD]; `tiles` of all heads of all sequences together, `wide` ones first.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fused_attention(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap query_tail,
                     const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap key_tail,
-                    const __grid_constant__ TensorMap value, bf16* out, int tiles) {
+                    const __grid_constant__ TensorMap value, bf16* out, int tiles, int wide) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
@@ -342,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       int count = 0;
       for (int index = blockIdx.x; index < tiles; index += gridDim.x, count++) {
         barrier_wait(shared.query_empty + count % 2, count / 2 % 2 ^ 1);
-        copier.tile(Tile(index), count % 2);
+        copier.tile(Tile(index, wide), count % 2);
       }
     }
   } else {
@@ -350,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Group group(shared);
     if (group.index == GROUPS - 1) group.pass_turn();
     int count = 0;
-    for (int index = blockIdx.x; index < tiles; index += gridDim.x, count++) group.tile(Tile(index), count % 2, out);
+    for (int index = blockIdx.x; index < tiles; index += gridDim.x, count++) group.tile(Tile(index, wide), count, out);
     if (group.index == 0) group.take_turn();
   }
 }
