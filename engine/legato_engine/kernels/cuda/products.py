@@ -29,7 +29,7 @@ _COMPUTE_32F, _R_32F, _R_16BF = 68, 0, 14
 _OP_T = 1
 _DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS_POINTER, _DESC_BIAS_TYPE = 3, 7, 8, 26
 _PREF_WORKSPACE = 1
-_EPILOGUE_BIAS, _EPILOGUE_GELU_BIAS = 4, 36
+_EPILOGUE_BIAS = 4
 
 
 def can_multiply(*operands: torch.Tensor) -> bool:
@@ -54,15 +54,13 @@ def multiply(
     out_TO: torch.Tensor,
     *,
     add_TO: torch.Tensor | None = None,
-    gelu: bool = False,
 ) -> None:
     """The product x W^T plus the bias, plus `add_TO` if there is one, rounded once, to `out_TO`.
 
-    `gelu` takes the tanh form of that, and adds nothing. Rows are contiguous and may be any
-    distance apart; `out_TO` may be `add_TO`. Asynchronous, and can be captured.
+    Rows are contiguous and may be any distance apart; `out_TO` may be `add_TO`. Asynchronous, and
+    can be captured.
     """
     assert out_TO.shape == (len(x_TI), len(weight_OI)), "a row for each row"
-    assert add_TO is None or not gelu, "the library would add first"
     added = out_TO if add_TO is None else add_TO
     assert all(map(_is_plain, (added, out_TO))), "rows that can be read and written"
     shape = _Shape(
@@ -71,7 +69,6 @@ def multiply(
         outputs=len(weight_OI),
         strides=(weight_OI.stride(0), x_TI.stride(0), added.stride(0), out_TO.stride(0)),
         adds=add_TO is not None,
-        gelu=gelu,
     )
     _plan(shape, x_TI.device).run((weight_OI, x_TI, added, out_TO), bias_O)
 
@@ -96,7 +93,6 @@ class _Shape:
     outputs: int
     strides: tuple[int, int, int, int]
     adds: bool
-    gelu: bool
 
 
 class _Choice(ctypes.Structure):
@@ -175,10 +171,9 @@ class _Plan:
     def _describe(self, bias: int) -> ctypes.c_void_p:
         library = self._library
         description = _made(library.cublasLtMatmulDescCreate, _COMPUTE_32F, _R_32F)
-        epilogue = _EPILOGUE_GELU_BIAS if self._shape.gelu else _EPILOGUE_BIAS
         for attribute, value in (
             (_DESC_TRANSA, ctypes.c_int32(_OP_T)),
-            (_DESC_EPILOGUE, ctypes.c_int32(epilogue)),
+            (_DESC_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS)),
             (_DESC_BIAS_TYPE, ctypes.c_int32(_R_16BF)),
             (_DESC_BIAS_POINTER, ctypes.c_void_p(bias)),
         ):
