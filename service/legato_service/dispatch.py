@@ -46,13 +46,6 @@ class Caller(Protocol):
         """Seconds left to answer, None without a deadline."""
         ...
 
-    def add_done_callback(self, callback: Any, /) -> None:
-        """Call back with one argument when nobody waits any more, for whatever reason.
-
-        Untyped: the typing of grpc has a nominal type here.
-        """
-        ...
-
 
 class Dispatcher:
     """Takes requests to the engine. One for all RPCs."""
@@ -126,13 +119,13 @@ class Dispatcher:
             )
         return model
 
-    def submit(
-        self, request: core.Request, picture: Picture, admitted: Admitted, caller: Caller
-    ) -> Submission:
+    def submit(self, request: core.Request, picture: Picture, admitted: Admitted) -> Submission:
         """Start the request, for the length of a block that is to begin at once.
 
         Nothing is awaited between staging, submitting and owning the stream, so no cancellation can
-        come in between. Raises what `Engine.submit` raises.
+        come in between. The block ends with its task at the latest, so nobody else has to be told:
+        a callback on an RPC's context would tie the two into a cycle, and keep all that the call
+        held until a garbage collection. Raises what `Engine.submit` raises.
         """
         rpc = call.current()
         image = self.pictures.stage(picture)
@@ -147,8 +140,6 @@ class Dispatcher:
             )
         )
         admitted.own(stream)
-        # Also when the handler never gets to run its `finally`.
-        caller.add_done_callback(lambda _: stream.abort())
         return Submission(stream, picture, self._deadlines, admitted.deadline)
 
 

@@ -74,12 +74,6 @@ class _Joint:
         """Seconds left, None without a deadline."""
         return None if self._deadline is None else self._deadline - time.monotonic()
 
-    def add_done_callback(self, callback: Callable[[Any], None], /) -> None:
-        """Call back when the work has ended, however."""
-        task = asyncio.current_task()
-        assert task is not None, "work runs in a task"
-        task.add_done_callback(callback)
-
 
 class Replies:
     """One run for all calls of one name and content, and its reply for `keep` seconds more.
@@ -132,7 +126,7 @@ class Replies:
                 rpc.deadline = time.monotonic() + left
         else:
             running = self._start(name, asked, work, caller)
-        return cast("Reply", await self._wait(running, caller))
+        return cast("Reply", await self._wait(running))
 
     @contextmanager
     def exclusive(self, name: str) -> Iterator[None]:
@@ -152,23 +146,14 @@ class Replies:
         task.add_done_callback(functools.partial(self._on_end, name))
         return running
 
-    async def _wait(self, running: _Running, caller: Caller) -> Message:
+    async def _wait(self, running: _Running) -> Message:
         running.waiters += 1
-        waiting = True
-
-        def leave(_: object = None) -> None:
-            nonlocal waiting
-            if waiting:
-                waiting = False
-                running.waiters -= 1
-                if running.abandoned:
-                    running.task.cancel()  # nothing happens to one that has ended
-
-        caller.add_done_callback(leave)  # also when this coroutine never gets to its `finally`
         try:
             return await asyncio.shield(running.task)
         finally:
-            leave()
+            running.waiters -= 1
+            if running.abandoned:
+                running.task.cancel()  # nothing happens to one that has ended
 
     def _on_end(self, name: str, task: asyncio.Task[Message]) -> None:
         running = self._running.pop(name)

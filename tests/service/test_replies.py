@@ -250,9 +250,6 @@ class Waiter:
     def time_remaining(self):
         """None."""
 
-    def add_done_callback(self, callback, /):
-        """Never called: this caller reaches its `finally`."""
-
 
 def reply(size=1):
     """A reply of about so many bytes."""

@@ -102,7 +102,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._dispatcher.check(asked, "task.")
             events = EventStream(request_id, request.task.task_id, _stamp(request))
             picture = await self._dispatcher.pictures.check(request.image)
-            with self._dispatcher.submit(asked, picture, admitted, context) as stream:
+            with self._dispatcher.submit(asked, picture, admitted) as stream:
                 async with aclosing(follow(stream, silence)) as reports:
                     async for report in reports:
                         for event in events.of(report):
@@ -192,7 +192,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
             model = run.check()
             picture = await self._dispatcher.pictures.check(request.image)
-            outcomes = await run.execute(picture, admitted, caller)
+            outcomes = await run.execute(picture, admitted)
         return run.response(outcomes, model, _stamp(request))
 
     async def _answer(
@@ -215,7 +215,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
             model = self._dispatcher.check(asked)
             picture = await self._dispatcher.pictures.check(image)
-            with self._dispatcher.submit(asked, picture, admitted, caller) as stream:
+            with self._dispatcher.submit(asked, picture, admitted) as stream:
                 done = answered(await stream.done())
         convert_response.fill_info(info, request_id, model.name, done, _stamp(request))
         return done

@@ -13,7 +13,7 @@ from legato_engine.errors import LegatoError
 from legato_engine.messages import Done, ModelInfo
 
 from legato_service import call, convert_request, convert_response
-from legato_service.dispatch import Caller, Dispatcher, answered, started
+from legato_service.dispatch import Dispatcher, answered, started
 from legato_service.engine import Stream
 from legato_service.gate import Admitted
 from legato_service.one_picture import SHARED_FAILURES, held_name, task_result
@@ -57,9 +57,7 @@ class TaskRun:
         ]
         return models[0]
 
-    async def execute(
-        self, picture: Picture, admitted: Admitted, caller: Caller
-    ) -> list[Done | LegatoError]:
+    async def execute(self, picture: Picture, admitted: Admitted) -> list[Done | LegatoError]:
         """How each task ended, in order; raises what fails them all.
 
         The first task that starts carries the picture's bytes, the others name what it put into the
@@ -71,7 +69,7 @@ class TaskRun:
                 try:
                     self._check_picture(index, asked)
                     stream = running.enter_context(
-                        self._dispatcher.submit(asked, picture, admitted, caller)
+                        self._dispatcher.submit(asked, picture, admitted)
                     )
                     if isinstance(picture, NewPicture) and index + 1 < len(self._asked):
                         picture = await _held(stream) or picture

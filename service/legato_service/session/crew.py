@@ -138,16 +138,6 @@ class FrameRun:
             stream.abort()
         self.cancel()
 
-    def time_remaining(self) -> float:
-        """Seconds left to answer; the engine's requests have this for their caller."""
-        return self._deadline - time.monotonic()
-
-    def add_done_callback(self, callback: Callable[[object], None], /) -> None:
-        """Call back when the task that works on this has ended, however."""
-        task = asyncio.current_task()
-        assert task is not None, "frames run in tasks"
-        task.add_done_callback(callback)
-
     async def run(self) -> None:
         """Every task ends, whatever happens, unless this is cancelled."""
         try:
@@ -204,7 +194,7 @@ class FrameRun:
     ) -> Done:
         request = msgspec.structs.replace(asked, request_id=f"{self._request_id}.{index}")
         admitted = Admitted(self._deadline)
-        with self._dispatcher.submit(request, picture, admitted, self) as stream:
+        with self._dispatcher.submit(request, picture, admitted) as stream:
             self._streams[index] = stream
             async with aclosing(follow(stream)) as reports:
                 async for report in reports:
