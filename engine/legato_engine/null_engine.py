@@ -102,8 +102,10 @@ class NullEngine:
         arrival = time.monotonic()
         try:
             self._check(request)
-            self._pictures.holds.expire()
-            image = self._pictures.take(request.image, keep=request.cache_image)
+            image = None
+            if request.image is not None:
+                self._pictures.holds.expire()
+                image = self._pictures.take(request.image, keep=request.cache_image)
         except LegatoError as error:
             self._fail(request, error)
             return
@@ -241,8 +243,10 @@ class NullEngine:
 
     def _admit(self, now: float) -> None:
         """Start those who wait, first come first served, while there is room."""
+        if not self._waiting:
+            return
         room = self._max_running - len(self._running)
-        if room <= 0 or not self._waiting:
+        if room <= 0:
             return
         if not self._running:
             self._next_step = now + self._period
@@ -271,10 +275,10 @@ class NullEngine:
         self._send(Queued(request_id=request_id, position=position, estimated_wait=wait))
 
     def _expire(self, now: float) -> None:
-        jobs = (*self._waiting.values(), *self._running.values())
-        for job in [job for job in jobs if job.deadline <= now]:
-            self.abort(job.request.request_id)
-            self._fail(job.request, DeadlineExceeded("the deadline passed"))
+        for jobs in (self._waiting, self._running):
+            for job in [job for job in jobs.values() if job.deadline <= now]:
+                self.abort(job.request.request_id)
+                self._fail(job.request, DeadlineExceeded("the deadline passed"))
 
     def _fail(self, request: Request, error: LegatoError) -> None:
         self._send(Failed(request_id=request.request_id, error=to_value(error)))

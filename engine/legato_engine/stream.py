@@ -32,6 +32,16 @@ class RequestStream(AsyncIterator[StreamReport]):
     One reader at a time.
     """
 
+    __slots__ = (
+        "_ended",
+        "_on_abort",
+        "_on_stop",
+        "_pending",
+        "_waiter",
+        "_waits_for_end",
+        "request",
+    )
+
     def __init__(
         self,
         request: Request,

@@ -33,11 +33,6 @@ _LENGTHS = {
 }
 
 
-def options(message: inference_pb2.RequestOptions) -> None:
-    """Check the options that this server does not have."""
-    heartbeat(message)
-
-
 def heartbeat(message: inference_pb2.RequestOptions) -> float:
     """Seconds of silence before a heartbeat, infinite for no heartbeats."""
     if not message.HasField("heartbeat_interval"):
@@ -48,16 +43,17 @@ def heartbeat(message: inference_pb2.RequestOptions) -> float:
     return max(seconds, MIN_HEARTBEAT)
 
 
-def image(message: media_pb2.Image, spec: core.TaskSpec, path: str = "") -> None:
-    """Check that there is a picture where the task needs one."""
+def image(message: media_pb2.Image, spec: core.TaskSpec, path: str = "") -> bool:
+    """Whether there is a picture; checks that there is one where the task needs it."""
     if message.WhichOneof("source") is not None:
-        return
+        return True
     if not isinstance(spec, core.QueryTask):
         raise InvalidField("this task needs a picture", field="image")
     if spec.spatial_refs:
         raise InvalidField("places need a picture", field=f"{path}spatial_refs")
     if spec.shows_image:
         raise InvalidField("a message shows a picture, and there is none", field="image")
+    return False
 
 
 def request(

@@ -7,8 +7,9 @@ another one's constructor, which takes several times as long.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
+import msgspec
 from google.protobuf import duration_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from google.rpc import status_pb2
@@ -17,6 +18,7 @@ from legato_engine import core
 from legato_engine.messages import Done, Queued, Started, StepReport
 
 _SECOND = 1_000_000_000  # nanoseconds
+_SHORT = 0.5  # seconds; of what takes no longer, no part takes a second
 _FINISH = {
     core.FinishReason.STOP: task_pb2.FINISH_REASON_STOP,
     core.FinishReason.LENGTH: task_pb2.FINISH_REASON_LENGTH,
@@ -24,59 +26,49 @@ _FINISH = {
     core.FinishReason.CANCELLED: task_pb2.FINISH_REASON_CANCELLED,
 }
 
-Objects: TypeAlias = RepeatedCompositeFieldContainer[geometry_pb2.DetectedObject]
-Points: TypeAlias = RepeatedCompositeFieldContainer[geometry_pb2.PointedObject]
-
-
 # ---------------------------------------------------------------- results
 
 
-def query(result: core.QueryResult) -> task_pb2.QueryResult:
+def fill_query(
+    message: task_pb2.QueryResult | inference_pb2.QueryResponse, result: core.QueryResult
+) -> None:
     """The answer, with the thoughts where there were any."""
-    thoughts = None if result.reasoning is None else reasoning(result)
-    return task_pb2.QueryResult(answer=result.answer, reasoning=thoughts)
+    message.answer = result.answer
+    if result.reasoning is not None:
+        message.reasoning.text = result.reasoning
+        message.reasoning.grounding.extend(_grounding(value) for value in result.grounding)
 
 
-def reasoning(result: core.QueryResult) -> task_pb2.Reasoning:
-    """The thoughts of an answer that has some."""
-    grounding = [_grounding(value) for value in result.grounding]
-    return task_pb2.Reasoning(text=result.reasoning or "", grounding=grounding)
-
-
-def caption(result: core.CaptionResult) -> task_pb2.CaptionResult:
+def fill_caption(
+    message: task_pb2.CaptionResult | inference_pb2.CaptionResponse, result: core.CaptionResult
+) -> None:
     """The caption."""
-    return task_pb2.CaptionResult(caption=result.caption)
+    message.caption = result.caption
 
 
-def detect(result: core.DetectResult) -> task_pb2.DetectResult:
+def fill_objects(
+    message: task_pb2.DetectResult | inference_pb2.DetectResponse, result: core.DetectResult
+) -> None:
     """All boxes."""
-    message = task_pb2.DetectResult()
-    fill_objects(message.objects, result)
-    return message
-
-
-def fill_objects(messages: Objects, result: core.DetectResult) -> None:
-    """All boxes, added to these."""
+    objects = message.objects
     for found in result.objects:
-        _fill_object(messages.add(), found)
+        _fill_object(objects.add(), found)
 
 
-def point(result: core.PointResult) -> task_pb2.PointResult:
+def fill_points(
+    message: task_pb2.PointResult | inference_pb2.PointResponse, result: core.PointResult
+) -> None:
     """All points."""
-    message = task_pb2.PointResult()
-    fill_points(message.points, result)
-    return message
-
-
-def fill_points(messages: Points, result: core.PointResult) -> None:
-    """All points, added to these."""
+    points = message.points
     for found in result.points:
-        _fill_pointed(messages.add(), found)
+        _fill_pointed(points.add(), found)
 
 
-def segment(result: core.SegmentResult) -> task_pb2.SegmentResult:
+def fill_segments(
+    message: task_pb2.SegmentResult | inference_pb2.SegmentResponse, result: core.SegmentResult
+) -> None:
     """All outlines."""
-    return task_pb2.SegmentResult(segments=[_outline(found) for found in result.segments])
+    message.segments.extend(_outline(found) for found in result.segments)
 
 
 def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
@@ -84,18 +76,20 @@ def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
     message = task_pb2.TaskResult(task_id=task_id, finish_reason=_FINISH[done.finish_reason])
     _fill_usage(message.usage, done.usage)
     _fill_timings(message.timings, done.timings)
-    match done.result:
-        case core.QueryResult() as result:
-            message.query.CopyFrom(query(result))
-        case core.CaptionResult() as result:
-            message.caption.CopyFrom(caption(result))
-        case core.DetectResult() as result:
-            message.detect.CopyFrom(detect(result))
-        case core.PointResult() as result:
-            message.point.CopyFrom(point(result))
-        case core.SegmentResult() as result:
-            message.segment.CopyFrom(segment(result))
+    name, fill = _RESULTS[type(done.result)]
+    result = getattr(message, name)
+    result.SetInParent()  # also of nothing
+    fill(result, done.result)
     return message
+
+
+_RESULTS: dict[type, tuple[str, Callable[[Any, Any], None]]] = {
+    core.QueryResult: ("query", fill_query),
+    core.CaptionResult: ("caption", fill_caption),
+    core.DetectResult: ("detect", fill_objects),
+    core.PointResult: ("point", fill_points),
+    core.SegmentResult: ("segment", fill_segments),
+}
 
 
 def task_error(task_id: str, status: status_pb2.Status) -> task_pb2.TaskResult:
@@ -271,19 +265,16 @@ def _fill_usage(message: task_pb2.Usage, value: core.Usage) -> None:
 
 
 def _fill_timings(message: task_pb2.Timings, value: core.Timings) -> None:
-    for part, seconds in (
-        (message.queue, value.queue),
-        (message.image, value.image),
-        (message.prefill, value.prefill),
-        (message.first_token, value.first_token),
-        (message.decode, value.decode),
-        (message.total, value.total),
-    ):
-        nanos = round(seconds * 1e9)
-        if nanos < _SECOND:  # nearly all, and worth no function call each
-            part.nanos = nanos
-        else:
-            _fill_duration(part, seconds)
+    if max(msgspec.structs.astuple(value)) < _SHORT:  # nearly always
+        message.queue.nanos = round(value.queue * 1e9)
+        message.image.nanos = round(value.image * 1e9)
+        message.prefill.nanos = round(value.prefill * 1e9)
+        message.first_token.nanos = round(value.first_token * 1e9)
+        message.decode.nanos = round(value.decode * 1e9)
+        message.total.nanos = round(value.total * 1e9)
+    else:
+        for name, seconds in msgspec.structs.asdict(value).items():
+            _fill_duration(getattr(message, name), seconds)
 
 
 def _fill_duration(message: duration_pb2.Duration, seconds: float) -> None:

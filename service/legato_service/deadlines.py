@@ -11,52 +11,44 @@ from legato_engine.errors import DeadlineExceeded
 from legato_service.engine import Stream
 
 TICK = 0.02  # seconds that a deadline may come late
-_NEVER = 0
 
 
 class Deadlines:
     """Aborts streams whose time is over with `DeadlineExceeded`. Needs a running loop.
 
     Nearly all requests end long before their time, and a timer made and dropped for each costs more
-    than the wait for its answer. Times are `time.monotonic()` seconds.
+    than the wait for its answer. So one timer waits for the earliest deadline there was, and finds
+    the next one when it looks. Times are `time.monotonic()` seconds.
     """
 
     def __init__(self) -> None:
-        self._due: dict[int, set[Stream]] = {}  # by the tick that ends them
-        self._now = 0  # the last tick that was looked at, while the timer runs
-        self._ticking = False
+        self._due: dict[Stream, float] = {}
+        self._look_at = math.inf  # when the timer is over
+        self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, stream: Stream, deadline: float) -> int:
-        """From now on, until `forget` is given what this returns."""
-        if deadline == math.inf:
-            return _NEVER
-        if not self._ticking:
-            self._ticking = True
-            self._now = int(time.monotonic() / TICK)
-            self._wait()
-        tick = max(math.ceil(deadline / TICK), self._now + 1)
-        due = self._due.get(tick)
-        if due is None:
-            due = self._due[tick] = set()
-        due.add(stream)
-        return tick
+    def watch(self, stream: Stream, deadline: float) -> None:
+        """From now on, until `forget`."""
+        self._due[stream] = deadline
+        if deadline < self._look_at:
+            self._wait_until(deadline)
 
-    def forget(self, stream: Stream, tick: int) -> None:
+    def forget(self, stream: Stream) -> None:
         """Harmless when its time is over."""
-        watched = self._due.get(tick)
-        if watched is not None:
-            watched.discard(stream)
-            if not watched:
-                del self._due[tick]
+        self._due.pop(stream, None)
 
-    def _wait(self) -> None:
-        asyncio.get_running_loop().call_later(TICK, self._look)
+    def _wait_until(self, moment: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._look_at = moment
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, moment - time.monotonic()), self._look)
 
     def _look(self) -> None:
-        before, self._now = self._now, int(time.monotonic() / TICK)
-        for tick in range(before + 1, self._now + 1):
-            for stream in self._due.pop(tick, ()):
-                stream.abort(DeadlineExceeded("the deadline passed"))
-        self._ticking = bool(self._due)
-        if self._ticking:
-            self._wait()
+        self._timer, self._look_at = None, math.inf
+        now = time.monotonic()
+        for stream in [stream for stream, deadline in self._due.items() if deadline <= now]:
+            del self._due[stream]
+            stream.abort(DeadlineExceeded("the deadline passed"))
+        following = min(self._due.values(), default=math.inf)
+        if following < math.inf:
+            self._wait_until(max(following, now + TICK))

@@ -151,7 +151,7 @@ class Submission:
     an adapter that it cannot use.
     """
 
-    __slots__ = ("_deadlines", "_picture", "_stream", "_tick")
+    __slots__ = ("_deadlines", "_picture", "_stream")
 
     def __init__(
         self, stream: Stream, picture: Picture, deadlines: Deadlines, deadline: float
@@ -159,7 +159,7 @@ class Submission:
         self._stream = stream
         self._picture = picture
         self._deadlines = deadlines
-        self._tick = deadlines.watch(stream, deadline)
+        deadlines.watch(stream, deadline)
 
     def __enter__(self) -> Stream:
         return self._stream
@@ -170,7 +170,7 @@ class Submission:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._deadlines.forget(self._stream, self._tick)
+        self._deadlines.forget(self._stream)
         self._stream.abort()
         if isinstance(error, ImageUndecodable) and isinstance(self._picture, NewPicture):
             error.metadata["field"] = self._picture.field

@@ -103,7 +103,7 @@ class _JsonLogger(structlog.BoundLoggerBase):
         self.error(event, **{"exc_info": True, **fields})
 
     def _line(self, level: str, event: str, fields: dict[str, object]) -> bytes:
-        line = {**self._context, **fields}
+        line = {**self._context, **fields} if self._context else fields
         line["event"] = event
         line["level"] = level
         _stamped(None, level, line)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import time
-from typing import NamedTuple
 
 import structlog
 
@@ -14,17 +14,10 @@ from legato_service.logs import timestamp
 PAUSE = 0.01  # seconds that the end of a call may wait for others
 QUIET = ("/grpc.health.", "/grpc.reflection.")  # logged at debug level
 
-_WHEN_SAID = ("tenant", "priority", "client", "trace_id", "previous_attempts", "reply")
+_WHEN_SAID = ("reason", "tenant", "priority", "client", "trace_id", "previous_attempts", "reply")
+_when_said = operator.attrgetter(*_WHEN_SAID)
 
 log = structlog.get_logger("legato.rpc")
-
-
-class _Ended(NamedTuple):
-    call: Call
-    code: str
-    reason: str
-    seconds: float  # that the call took
-    wall_ns: int  # when it ended
 
 
 class RpcLog:
@@ -35,7 +28,7 @@ class RpcLog:
     """
 
     def __init__(self) -> None:
-        self._ended: list[_Ended] = []
+        self._ended: list[Call] = []
         self._closed = False
 
     def tell(self, call: Call, code: str, reason: str = "") -> None:
@@ -43,17 +36,22 @@ class RpcLog:
         if not self._ended and not self._closed:
             asyncio.get_running_loop().call_later(PAUSE, self.flush)
         call.received = b""  # megabytes, perhaps
-        seconds = time.monotonic() - call.started
-        self._ended.append(_Ended(call, code, reason, seconds, time.time_ns()))
+        call.code = code
+        if reason:
+            call.reason = reason
+        call.seconds = time.monotonic() - call.started
+        call.ended_ns = time.time_ns()
+        self._ended.append(call)
         if self._closed:
             self.flush()
 
     def flush(self) -> None:
         """Tell of all that have ended."""
         ended, self._ended = self._ended, []
-        for each in ended:
-            write = log.debug if each.call.method.startswith(QUIET) else log.info
-            write("rpc", **_fields(each))
+        logger = log.bind()  # once, which is dear
+        for call in ended:
+            write = logger.debug if call.method.startswith(QUIET) else logger.info
+            write("rpc", **_fields(call))
 
     def close(self) -> None:
         """Tell of all, and from now on at once: the loop is about to end."""
@@ -61,30 +59,25 @@ class RpcLog:
         self.flush()
 
 
-def _fields(ended: _Ended) -> dict[str, object]:
+def _fields(call: Call) -> dict[str, object]:
     """Names, times and counts; never a prompt, a picture or an answer."""
-    call = ended.call
     fields: dict[str, object] = {
         "request_id": call.request_id,
         "method": call.method,
-        "code": ended.code,
+        "code": call.code,
     }
-    if ended.reason:
-        fields["reason"] = ended.reason
-    for name in _WHEN_SAID:
-        if value := getattr(call, name):
-            fields[name] = value
-    fields["total_ms"] = _ms(ended.seconds)
-    if call.timings is not None:
-        fields["queue_ms"] = _ms(call.timings.queue)
-        fields["prefill_ms"] = _ms(call.timings.prefill)
-        fields["decode_ms"] = _ms(call.timings.decode)
-    if call.usage is not None:
-        fields["input_tokens"] = call.usage.input_tokens
-        fields["output_tokens"] = call.usage.output_tokens
-    fields["timestamp"] = timestamp(ended.wall_ns)
+    said = _when_said(call)
+    if any(said):
+        fields |= {name: value for name, value in zip(_WHEN_SAID, said, strict=True) if value}
+    # Milliseconds; rounding to digits costs several times as much as this.
+    fields["total_ms"] = round(call.seconds * 1e6) / 1e3
+    timings, usage = call.timings, call.usage
+    if timings is not None:
+        fields["queue_ms"] = round(timings.queue * 1e6) / 1e3
+        fields["prefill_ms"] = round(timings.prefill * 1e6) / 1e3
+        fields["decode_ms"] = round(timings.decode * 1e6) / 1e3
+    if usage is not None:
+        fields["input_tokens"] = usage.input_tokens
+        fields["output_tokens"] = usage.output_tokens
+    fields["timestamp"] = timestamp(call.ended_ns)
     return fields
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e6) / 1e3  # rounding to digits costs several times as much

@@ -13,7 +13,7 @@ from legato_engine.messages import Load, StepReport
 
 from tests.grammar import check
 from tests.service.fakes import FakeEngine, answer, begin, hold, refuse
-from tests.service.harness import refusal, running, until
+from tests.service.harness import picture, refusal, running, until
 
 ASK = pb.GetLoadRequest()
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
@@ -184,7 +184,9 @@ async def test_a_call_is_aborted_before_it_reaches_the_engine(monkeypatch):
             return await look(image)
 
         monkeypatch.setattr(intake, "check", slow)
-        unary = server.inference.Query(asked())
+        shown = asked()
+        shown.image.CopyFrom(picture())
+        unary = server.inference.Query(shown)
         await entered.wait()
         stream = server.inference.Generate(streamed("other"))
         await until(lambda: server.server.num_in_flight == 2)

@@ -47,7 +47,8 @@ async def test_nothing_waits_for_a_loop_that_ends():
 
 async def test_a_call_that_ended_holds_no_picture():
     """The bytes of a request go with its call's end, and do not wait for its line."""
-    call = Call(QUERY, received=b"picture")
+    call = Call(QUERY)
+    call.received = b"picture"
     RpcLog().tell(call, "OK")
     assert call.received == b""
 

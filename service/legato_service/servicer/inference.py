@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc, media_pb2
 from legato_engine import core
 from legato_engine.errors import InternalError
-from legato_engine.messages import Done
 
 from legato_service import call, convert_request, convert_response
 from legato_service.dispatch import Caller, Context, Dispatcher, answered, follow
@@ -19,14 +18,6 @@ from legato_service.event_stream import EventStream
 from legato_service.replies import Replies, Reply, fingerprint
 from legato_service.servicer.task_run import TaskRun
 
-Skill = TypeVar(
-    "Skill",
-    pb.QueryRequest,
-    pb.CaptionRequest,
-    pb.DetectRequest,
-    pb.PointRequest,
-    pb.SegmentRequest,
-)
 Ask = TypeVar(
     "Ask",
     pb.QueryRequest,
@@ -36,7 +27,6 @@ Ask = TypeVar(
     pb.SegmentRequest,
     pb.RunTasksRequest,
 )
-Result = TypeVar("Result", bound=core.Value)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -54,6 +44,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._replies = replies
         self._unary_deadline = unary_deadline
         self._stream_deadline = stream_deadline
+        self._query, self._caption, self._detect, self._point, self._segment = (
+            functools.partial(self._answer, skill)
+            for skill in (_QUERY, _CAPTION, _DETECT, _POINT, _SEGMENT)
+        )
 
     def Query(self, request: pb.QueryRequest, context: Context) -> Awaitable[pb.QueryResponse]:
         """Answer a question."""
@@ -91,12 +85,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """One task, streamed."""
         given = request.options.request_id
         request_id = self._dispatcher.name(given)
-        convert_request.options(request.options)
+        silence = convert_request.heartbeat(request.options)
         spec = convert_request.task(request.task, "task")
         convert_request.image(request.image, spec, "task.query.")
         sampling = convert_request.sampling(request.task.sampling, "task.")
         asked = convert_request.request(request_id, spec, sampling, request.options)
-        silence = convert_request.heartbeat(request.options)
         alone = self._replies.exclusive(call.current().scoped(given)) if given else nullcontext()
         with alone, self._dispatcher.admit(request_id, context, self._stream_deadline) as admitted:
             self._dispatcher.check(asked, "task.")
@@ -134,60 +127,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         shared = functools.partial(work, request, name)
         return await self._replies.once(rpc.scoped(name), asked, shared, context)
 
-    async def _query(
-        self, request: pb.QueryRequest, request_id: str, caller: Caller
-    ) -> pb.QueryResponse:
-        response = pb.QueryResponse()
-        done = await self._answer(request, request_id, convert_request.query, caller, response.info)
-        result = _expect(done, core.QueryResult)
-        response.answer = result.answer
-        if result.reasoning is not None:
-            response.reasoning.CopyFrom(convert_response.reasoning(result))
-        return response
-
-    async def _caption(
-        self, request: pb.CaptionRequest, request_id: str, caller: Caller
-    ) -> pb.CaptionResponse:
-        response = pb.CaptionResponse()
-        done = await self._answer(
-            request, request_id, convert_request.caption, caller, response.info
-        )
-        response.caption = _expect(done, core.CaptionResult).caption
-        return response
-
-    async def _detect(
-        self, request: pb.DetectRequest, request_id: str, caller: Caller
-    ) -> pb.DetectResponse:
-        response = pb.DetectResponse()
-        done = await self._answer(
-            request, request_id, convert_request.detect, caller, response.info
-        )
-        convert_response.fill_objects(response.objects, _expect(done, core.DetectResult))
-        return response
-
-    async def _point(
-        self, request: pb.PointRequest, request_id: str, caller: Caller
-    ) -> pb.PointResponse:
-        response = pb.PointResponse()
-        done = await self._answer(request, request_id, convert_request.point, caller, response.info)
-        convert_response.fill_points(response.points, _expect(done, core.PointResult))
-        return response
-
-    async def _segment(
-        self, request: pb.SegmentRequest, request_id: str, caller: Caller
-    ) -> pb.SegmentResponse:
-        response = pb.SegmentResponse()
-        done = await self._answer(
-            request, request_id, convert_request.segment, caller, response.info
-        )
-        segments = convert_response.segment(_expect(done, core.SegmentResult)).segments
-        response.segments.extend(segments)
-        return response
-
     async def _run_tasks(
         self, request: pb.RunTasksRequest, request_id: str, caller: Caller
     ) -> pb.RunTasksResponse:
-        convert_request.options(request.options)
+        convert_request.heartbeat(request.options)
         run = TaskRun(self._dispatcher, request, request_id)
         with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
             model = run.check()
@@ -196,38 +139,55 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return run.response(outcomes, model, _stamp(request))
 
     async def _answer(
-        self,
-        request: Skill,
-        request_id: str,
-        convert: Callable[[Skill], core.TaskSpec],
-        caller: Caller,
-        info: pb.ResponseInfo,
-    ) -> Done:
-        """One unary task: its end; `info` is filled with what is told beside the result."""
+        self, skill: _Skill, request: Any, request_id: str, caller: Caller
+    ) -> Any:  # messages of one RPC
+        """One task's answer."""
         options, image = request.options, request.image
-        convert_request.options(options)
-        spec = convert(request)
-        convert_request.image(image, spec)
+        convert_request.heartbeat(options)
+        spec = skill.convert(request)
+        has_picture = convert_request.image(image, spec)
         sampling = convert_request.sampling(request.sampling)
         asked = convert_request.request(
             request_id, spec, sampling, options, deltas=False, progress=False
         )
         with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
             model = self._dispatcher.check(asked)
-            picture = await self._dispatcher.pictures.check(image)
+            picture = await self._dispatcher.pictures.check(image) if has_picture else None
             with self._dispatcher.submit(asked, picture, admitted) as stream:
                 done = answered(await stream.done())
-        convert_response.fill_info(info, request_id, model.name, done, _stamp(request))
-        return done
+        if not isinstance(done.result, skill.result):
+            raise InternalError(f"the engine answered with a {type(done.result).__name__}")
+        response = skill.response()
+        skill.fill(response, done.result)
+        convert_response.fill_info(response.info, request_id, model.name, done, _stamp(request))
+        return response
 
 
-def _stamp(
-    request: pb.GenerateRequest | pb.RunTasksRequest | Skill,
-) -> media_pb2.FrameStamp | None:
+class _Skill(NamedTuple):
+    """What sets one skill apart: how its request is read and its answer told."""
+
+    convert: Callable[[Any], core.TaskSpec]
+    result: type[core.Value]
+    response: Callable[[], Any]
+    fill: Callable[[Any, Any], None]  # a response, with a result
+
+
+_QUERY = _Skill(
+    convert_request.query, core.QueryResult, pb.QueryResponse, convert_response.fill_query
+)
+_CAPTION = _Skill(
+    convert_request.caption, core.CaptionResult, pb.CaptionResponse, convert_response.fill_caption
+)
+_DETECT = _Skill(
+    convert_request.detect, core.DetectResult, pb.DetectResponse, convert_response.fill_objects
+)
+_POINT = _Skill(
+    convert_request.point, core.PointResult, pb.PointResponse, convert_response.fill_points
+)
+_SEGMENT = _Skill(
+    convert_request.segment, core.SegmentResult, pb.SegmentResponse, convert_response.fill_segments
+)
+
+
+def _stamp(request: Any) -> media_pb2.FrameStamp | None:
     return request.stamp if request.HasField("stamp") else None
-
-
-def _expect(done: Done, kind: type[Result]) -> Result:
-    if not isinstance(done.result, kind):
-        raise InternalError(f"the engine answered with a {type(done.result).__name__}")
-    return done.result

@@ -46,7 +46,6 @@ class Planner:
         self._options = inference_pb2.RequestOptions(model=opening.model, adapter=opening.adapter)
         self._deltas = opening.stream_deltas
         self._clock = CaptureClock(max_age)
-        convert_request.options(self._options)
         self.model: ModelInfo = dispatcher.model(opening.model, opening.adapter)
         self._standing = self._checked(opening.standing_tasks, "open.standing_tasks")
 
