@@ -50,6 +50,7 @@ from legato_engine.messages import (
 from legato_engine.stream import RequestStream
 from legato_engine.transport import EngineLink
 
+_OF_STREAMS = (Delta, Done, Started, Queued, Failed)
 _SPARE_CORES = 8  # so many, and nobody misses one that is awake for a moment
 _EXPECTED, _AWAKE = 0.002, 0.025  # seconds without sleep: for a lone request, for its end
 _log = structlog.get_logger()
@@ -213,6 +214,8 @@ class EngineConnection:
         return answer.count
 
     def _check_open(self, request_id: str) -> None:
+        if self.state is EngineState.READY and request_id not in self._streams:
+            return
         if self.state in (EngineState.DRAINING, EngineState.STOPPED):
             raise Draining("the server is shutting down")
         self._check_alive()
@@ -254,16 +257,17 @@ class EngineConnection:
     # ------------------------------------------------------------ reports
 
     def _on_report(self, report: Report) -> None:
+        if isinstance(report, _OF_STREAMS):  # nearly all
+            stream = self._streams.get(report.request_id)
+            if stream is not None:  # else aborted a moment ago
+                stream.feed(report)
+                if stream.ended:
+                    self._awake.end()
+                    self._forget(stream)
+            elif isinstance(report, Failed):
+                self._calls.settle(report)
+            return
         match report:
-            case Delta() | Done() | Started() | Queued() | Failed():
-                stream = self._streams.get(report.request_id)
-                if stream is not None:  # else aborted a moment ago
-                    stream.feed(report)
-                    if stream.ended:
-                        self._awake.end()
-                        self._forget(stream)
-                elif isinstance(report, Failed):
-                    self._calls.settle(report)
             case Heartbeat():
                 self._on_heartbeat(report)
             case Loading():

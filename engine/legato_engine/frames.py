@@ -9,6 +9,7 @@ import struct
 _LENGTH = struct.Struct("<I")
 _READ_SIZE = 256 * 1024
 _WRITE_SIZE = 1024 * 1024  # joined for one system call
+_FEW = 32  # pieces that are joined without a look at their sizes
 
 
 class FrameWriter:
@@ -44,6 +45,10 @@ class FrameWriter:
 
     def _join(self) -> bytes:
         """Takes the first pieces off the queue."""
+        if len(self._pieces) <= _FEW:
+            data = b"".join(self._pieces)
+            self._pieces.clear()
+            return data
         pieces: list[bytes] = []
         size = 0
         while self._pieces and size < _WRITE_SIZE:

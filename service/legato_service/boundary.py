@@ -8,6 +8,7 @@ blocks included. CancelledError is always re-raised: swallowing it leaks memory 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, closing
@@ -81,16 +82,18 @@ class Boundary(grpc.GenericRpcHandler):
 
     def _wrapped(self, handler: Handler, method: str) -> Handler:
         inner = _behaviour(handler)
+        read = functools.partial(
+            _messages if handler.request_streaming else _message, handler.request_deserializer
+        )
         serialize = handler.response_serializer
 
         async def one(received: Any, context: Context) -> Any:
             call = _begin(method)
             try:
                 metadata.read(call, context.invocation_metadata())
-                request = _request(handler, received)
                 if not handler.request_streaming:
                     call.received = received
-                response = await inner(request, context)
+                response = await inner(read(received), context)
             except BaseException as error:
                 await self._end_with(error, call, context)
                 raise
@@ -101,7 +104,7 @@ class Boundary(grpc.GenericRpcHandler):
             call = _begin(method)
             try:
                 metadata.read(call, context.invocation_metadata())
-                async with aclosing(inner(_request(handler, received), context)) as responses:
+                async with aclosing(inner(read(received), context)) as responses:
                     await self._write(responses, context, call)
             except BaseException as error:
                 await self._end_with(error, call, context)
@@ -173,18 +176,11 @@ def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
     return cast("Callable[[Any, Context], Any]", behaviour)
 
 
-def _request(handler: Handler, received: Any) -> Any:
-    """The request message, or for streamed requests an iterator of them, parsed on this side.
+def _message(parse: Callable[[bytes], Any] | None, data: bytes) -> Any:
+    """The request, parsed on this side.
 
     grpc's own parsing answers malformed bytes with UNKNOWN and the parser's text.
     """
-    parse = handler.request_deserializer
-    if handler.request_streaming:
-        return _messages(parse, received)
-    return _message(parse, received)
-
-
-def _message(parse: Callable[[bytes], Any] | None, data: bytes) -> Any:
     try:
         return parse(data) if parse else data
     except DecodeError:
@@ -194,6 +190,7 @@ def _message(parse: Callable[[bytes], Any] | None, data: bytes) -> Any:
 async def _messages(
     parse: Callable[[bytes], Any] | None, received: AsyncIterator[bytes]
 ) -> AsyncIterator[Any]:
+    """Streamed requests, one by one."""
     async for data in received:
         yield _message(parse, data)
 

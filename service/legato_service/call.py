@@ -39,6 +39,7 @@ class Call:
     client = ""  # the calling software
     trace_id = ""
     previous_attempts = 0  # of gRPC's own retries
+    is_named = False  # by somebody else than this server
     received = b""  # the request of a unary one
     reply = ""  # `joined` or `kept`: another call's; see `replies`
     deadline: float | None = None  # absolute time.monotonic() seconds
@@ -69,7 +70,7 @@ class Call:
 
         What a proxy sends as `x-request-id` names a request, too, but it may send it with several.
         """
-        if self.scoped(self.request_id) in taken:
+        if self.is_named and self.scoped(self.request_id) in taken:
             self.rename()
         return self.request_id
 

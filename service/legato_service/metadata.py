@@ -56,6 +56,7 @@ def _client(call: Call, value: str) -> None:
 
 def _request_id(call: Call, value: str) -> None:
     call.request_id = _identifier(REQUEST_ID, value)
+    call.is_named = True
 
 
 def _trace(call: Call, value: str) -> None:
