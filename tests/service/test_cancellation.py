@@ -1,6 +1,7 @@
 """However a request ends, the engine is told to forget it, once."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ import grpc
 import pytest
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine.client import EngineState
+from legato_engine.stream import RequestStream
 
 from tests.grammar import Grammar, check
 from tests.service.fakes import FakeEngine, begin, delta, hold, started, words
@@ -119,6 +121,23 @@ async def test_an_answered_request_is_not_aborted():
         await server.inference.Query(QUERY)
         check([event async for event in server.inference.Generate(STREAM)], ok=True)
         await settled(server)
+
+
+async def test_a_call_leaves_nothing_to_collect():
+    """What a call held goes with its end, not with a garbage collection: it is in no cycle."""
+    async with running() as server:
+        await server.inference.Query(QUERY)  # the first one makes what stays
+        gc.collect()
+        gc.disable()
+        try:
+            await server.inference.Query(QUERY)
+            check([event async for event in server.inference.Generate(STREAM)], ok=True)
+            await settled(server)
+            await until(
+                lambda: not any(isinstance(each, RequestStream) for each in gc.get_objects())
+            )
+        finally:
+            gc.enable()
 
 
 async def test_a_lost_engine_ends_the_stream():

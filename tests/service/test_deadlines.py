@@ -1,31 +1,32 @@
 """One timer for the deadlines of all requests."""
 
-import asyncio
 import math
 import time
 
+import pytest
+from legato_engine.core import QueryTask, Request
 from legato_engine.errors import DeadlineExceeded
+from legato_engine.stream import RequestStream
 from legato_service.deadlines import Deadlines
 
 
-class Watched:
-    """A stream that notes how it was ended."""
+def watched(order):
+    """A request's stream, which notes its end."""
+    request = Request(request_id="a", task=QueryTask(question="?"))
+    return RequestStream(request, on_abort=order.append, on_stop=order.append)
 
-    def __init__(self, order):
-        self.over = asyncio.Event()
-        self._order = order
 
-    def abort(self, error=None):
-        """Ended, by this."""
-        assert isinstance(error, DeadlineExceeded)
-        self._order.append(self)
-        self.over.set()
+async def exceeded(stream):
+    """Wait for the stream to end by its deadline."""
+    with pytest.raises(DeadlineExceeded):
+        await anext(stream)
 
 
 async def test_each_deadline_is_met_in_its_turn():
     """Those that come first end first, in whatever order they were named; others are left alone."""
-    deadlines, order, now = Deadlines(), [], time.monotonic()
-    late, early, forgotten, endless = (Watched(order) for _ in range(4))
+    order: list[RequestStream] = []
+    deadlines, now = Deadlines(), time.monotonic()
+    late, early, forgotten, endless = (watched(order) for _ in range(4))
     for stream, deadline in (
         (late, now + 0.2),
         (forgotten, now + 0.01),
@@ -34,26 +35,27 @@ async def test_each_deadline_is_met_in_its_turn():
     ):
         deadlines.watch(stream, deadline)
     deadlines.forget(forgotten)
-    await late.over.wait()
+    await exceeded(late)
     assert order == [early, late]
     assert time.monotonic() >= now + 0.2
 
 
 async def test_a_deadline_is_watched_after_all_others_have_passed():
     """A timer that had nothing left to wait for is set again."""
-    deadlines, order = Deadlines(), []
+    order: list[RequestStream] = []
+    deadlines = Deadlines()
     for _ in range(2):
-        stream = Watched(order)
+        stream = watched(order)
         deadlines.watch(stream, time.monotonic())
-        await stream.over.wait()
+        await exceeded(stream)
     assert len(order) == 2
 
 
 async def test_forgetting_twice_is_harmless():
     """A stream may be forgotten after its time, and without having been watched."""
     deadlines = Deadlines()
-    stream = Watched([])
+    stream = watched([])
     deadlines.watch(stream, time.monotonic())
-    await stream.over.wait()
+    await exceeded(stream)
     deadlines.forget(stream)
-    deadlines.forget(Watched([]))
+    deadlines.forget(watched([]))
