@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+
+EXPECTED = 0.002
+"""Seconds for a lone request that is about to come."""
+
+SHORT = 0.025
+"""Seconds for the end of one, if it is short."""
+
+_MANY_CORES = 8  # nobody misses one of so many that is awake for a moment
+
+
+def cores_abound() -> bool:
+    """Whether this process may keep a core awake that has nothing to do."""
+    return len(os.sched_getaffinity(0)) >= _MANY_CORES
 
 
 class Awake:

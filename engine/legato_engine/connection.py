@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
-import os
 import time
 from collections.abc import Callable
 
 import msgspec
 import structlog
 
-from legato_engine.awake import Awake
+from legato_engine.awake import EXPECTED, SHORT, Awake, cores_abound
 from legato_engine.blobs import BlobStore
 from legato_engine.calls import PendingCalls
 from legato_engine.core import WITH_BLOB, Request
@@ -51,8 +50,6 @@ from legato_engine.stream import RequestStream
 from legato_engine.transport import EngineLink
 
 _OF_STREAMS = (Delta, Done, Started, Queued, Failed)
-_SPARE_CORES = 8  # so many, and nobody misses one that is awake for a moment
-_EXPECTED, _AWAKE = 0.002, 0.025  # seconds without sleep: for a lone request, for its end
 _log = structlog.get_logger()
 
 
@@ -83,7 +80,7 @@ class EngineConnection:
         self._endpoint = ""
         self._link: EngineLink | None = None
         self._awake = Awake()
-        self.has_spare_cores = len(os.sched_getaffinity(0)) >= _SPARE_CORES
+        self.has_spare_cores = cores_abound()
         self.blobs = BlobStore(namespace)
         self.state = EngineState.STARTING
         self.model: ModelInfo | None = None
@@ -151,7 +148,7 @@ class EngineConnection:
         """
         if self.has_spare_cores and not self._streams and self.state is EngineState.READY:
             self._send(Expect())
-            self._awake.stay(_EXPECTED)
+            self._awake.stay(EXPECTED)
 
     def submit(self, request: Request) -> RequestStream:
         """Hand a request to the engine; the stream is registered before anything is awaited.
@@ -175,7 +172,7 @@ class EngineConnection:
         if not lone:
             self._awake.end()
         elif self.has_spare_cores:
-            self._awake.stay(_AWAKE)
+            self._awake.stay(SHORT)
         return stream
 
     async def hold(self, command: HoldImage) -> ImageHeld:
@@ -242,6 +239,7 @@ class EngineConnection:
 
     def _forget(self, stream: RequestStream) -> None:
         self._streams.pop(stream.request_id, None)
+        self._awake.end()
         self._discard_blob(stream.request)
 
     def _discard_blob(self, request: Request) -> None:
@@ -262,7 +260,6 @@ class EngineConnection:
             if stream is not None:  # else aborted a moment ago
                 stream.feed(report)
                 if stream.ended:
-                    self._awake.end()
                     self._forget(stream)
             elif isinstance(report, Failed):
                 self._calls.settle(report)
