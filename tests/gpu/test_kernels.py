@@ -169,10 +169,15 @@ class World:
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def world(request):
+    """As `make_world` makes it."""
+    return make_world(request.param)
+
+
+def make_world(name: str) -> World:
     """A model with random weights; a row's pages are anywhere."""
-    config = CONFIGS[request.param]()
+    config = CONFIGS[name]()
     network = random_weights(config, 0, DEVICE, torch.bfloat16)
-    if "e4m3" in request.param:
+    if "e4m3" in name:
         quantise_experts(network)
     text = config.text
     pages = -(-text.max_context // PAGE)
@@ -180,7 +185,7 @@ def world(request):
     generator = torch.Generator(DEVICE).manual_seed(1)
     on: dict[str, Any] = {"device": DEVICE, "generator": generator}
     kv = KVCache(*(torch.randn(shape, dtype=torch.bfloat16, **on) for _ in range(2)))
-    if request.param.endswith("kv8"):
+    if name.endswith("kv8"):
         kv = narrowed(kv, torch.rand(text.num_layers, 2, **on) * 0.01 + 0.01)
     table_RM = (torch.randperm(ROWS * pages, **on) + 1).view(ROWS, pages)
     model, exact = (MoondreamModel(config, n) for n in (network, copy.deepcopy(network).float()))

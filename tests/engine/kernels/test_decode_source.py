@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 
 import pytest
-from legato_engine.kernels.cuda import compiler, streams
+from legato_engine.kernels.cuda import between, compiler, streams
 from legato_engine.kernels.cuda.attention import MAX_CONTEXT, SPLITS, attend_defines
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS, decode_defines, decode_forms
 from legato_engine.kernels.cuda.expert_adapters import expert_adapter_defines
@@ -41,6 +41,7 @@ MOST_STACK = 32  # bytes of a thread's own memory: what sines take, or two spill
 FRAME_SIZE = 0x11  # the number of that note
 KERNELS = {
     "decode.cu": {"layer_in", "layer_out"},
+    "between.cu": {"between_layers"},
     "attend.cu": {"attend"},
     "head.cu": {"head"},
     "embed.cu": {"embed"},
@@ -90,6 +91,9 @@ def forms(source: str, model: str) -> list[tuple[dict[str, int], int]]:
     decode, region = sizes_of(model)
     if source == "decode.cu":
         return [(decode_defines(decode, form), 8 * form.tiles) for form in decode_forms(decode)]
+    if source == "between.cu":
+        served = between.supported(decode)
+        return [(between.between_defines(decode), between.MOST_TOKENS)] if served else []
     if source == "attend.cu":
         return [(attend_defines(decode.attention, splits), MAX_TOKENS) for splits in SPLITS]
     if source == "embed.cu":

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from legato_engine.kernels.cuda import attention, gained_stages, streams
+from legato_engine.kernels.cuda import attention, between, gained_stages, streams
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.gained_stages import GainedSizes
@@ -84,6 +84,8 @@ def dynamic_shared(name, batch):
     }
     shared = {name: streams.whole_shared(decode.dim, batch, n) for name, n in whole.items()}
     shared |= {name: streams.parts_shared(*numbers) for name, numbers in cut.items()}
+    if batch <= between.MOST_TOKENS and between.supported(decode):
+        shared["between_layers"] = between.shared_bytes(decode)
     return shared
 
 
@@ -116,7 +118,7 @@ def test_the_rings_of_attention_fit_the_gpu(batch):
 def test_attention_that_is_split_fits_beside_other_kernels(batch):
     """Where a cluster shares a head, a step of one group keeps two kernels on a processor."""
     mine = attention.shared_bytes(4, DEFAULT_STAGES.attend_split, batch)
-    for name in ("layer_in", "layer_out"):
+    for name in ("layer_in", "layer_out", "between_layers"):
         others = dynamic_shared("moondream2", batch)[name] + STATIC
         assert mine + others + 2 * RESERVED <= PROCESSOR, name
 

@@ -1,4 +1,4 @@
-"""A decode step of a decoder with parallel attention and MLP, as three kernels a layer.
+"""A decode step of a decoder with parallel attention and MLP, as three kernels a layer, or two.
 
 The kernels read weights packed for them (`packing`). A token's results have the same bits whatever
 batch it is in: sums run in an order that depends on the sizes alone.
@@ -24,11 +24,13 @@ from legato_engine.kernels.cuda.attention import (
     Attention,
     Places,
 )
+from legato_engine.kernels.cuda.between import Between
 from legato_engine.kernels.cuda.decoder_sizes import (
     DecoderSizes,
     Form,
     LayerWeights,
     decode_form,
+    layer_defines,
 )
 from legato_engine.kernels.cuda.head import HEAD_STAGES, Head, HeadWeights
 from legato_engine.kernels.cuda.module import Kernel, Module
@@ -117,8 +119,11 @@ class Decoder:
         sizes: DecoderSizes,
         device: torch.device,
         stages: Stages = DEFAULT_STAGES,
+        between: Between | None = None,
     ) -> None:
+        """`between` runs the layers of batches that it takes."""
         self._sizes = sizes
+        self._between = between
         self._kernels = {form: _Kernels(sizes, form, stages) for form in decode_forms(sizes)}
         self._attention = Attention(sizes.attention, stages.attend, stages.attend_split)
         self._grid_in = streams.even_grid((3 * sizes.dim + sizes.ff_dim) // 16, streams.CLUSTER)
@@ -145,6 +150,12 @@ class Decoder:
         `angles`: cosines and sines [P, 16] float32. At most `MAX_TOKENS` tokens. Fewer `parts` are
         for measuring: what they compute means nothing.
         """
+        between, whole = self._between, adapters is None and set(self.parts) <= set(parts)
+        if between is not None and whole and between.takes(x_BD.shape[0]):
+            cache = k_LNHSE, v_LNHSE
+            scratch = self.q_BD, self.mixed_BF
+            between.run(x_BD, layers, places, *cache, angles, self._attention, *scratch)
+            return
         for layer, weights in enumerate(layers):
             keys, values = k_LNHSE[layer], v_LNHSE[layer]
             inner_BF = outer_BD = None
@@ -226,14 +237,7 @@ def decode_forms(sizes: DecoderSizes) -> list[Form]:
 def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:
     """Constants of `decode.cu`."""
     return {
-        "DIM": sizes.dim,
-        "FF": sizes.ff_dim,
-        "HEADS": sizes.num_heads,
-        "ROTARY": sizes.rotary_dim,
-        "PAGE": sizes.page_size,
-        "PAGES": sizes.max_pages,
-        "PARTS": sizes.parts,
-        "TILES": form.tiles,
+        **layer_defines(sizes, form.tiles),
         "CLUSTER": form.cluster,
         "X_CLUSTER": form.x_cluster,
         "INPUT_STAGES": streams.INPUT_STAGES[form.tiles],

@@ -78,3 +78,17 @@ def decode_form(sizes: DecoderSizes, batch: int) -> Form:
     """The kernels that serve a batch."""
     shared = streams.cluster(batch)
     return Form(streams.tiles_for(batch), shared if sizes.parts > 1 else 1, shared)
+
+
+def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
+    """Constants of `layer.cuh`, and into how many parts `layer_out` cuts its inputs."""
+    return {
+        "DIM": sizes.dim,
+        "FF": sizes.ff_dim,
+        "HEADS": sizes.num_heads,
+        "ROTARY": sizes.rotary_dim,
+        "PAGE": sizes.page_size,
+        "PAGES": sizes.max_pages,
+        "PARTS": sizes.parts,
+        "TILES": tiles,
+    }

@@ -87,6 +87,13 @@ class Kernel:
         values, types = zip(*map(_parameter, arguments), strict=True)
         _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
 
+    def per_processor(self, threads: int) -> int:
+        """How many of its thread blocks, in no cluster, one multiprocessor runs at once."""
+        from cuda.bindings import driver
+
+        count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+        return int(_checked(count(self._function, threads, self._shared)))
+
 
 def tensor_map(x: torch.Tensor, box: Sequence[int]) -> TensorMap:
     """A map of bf16 [..., E] by boxes of `box` values along each dimension.

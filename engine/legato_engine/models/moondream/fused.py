@@ -12,6 +12,7 @@ import torch
 
 from legato_engine.kernels.cuda.adapters import StepAdapters
 from legato_engine.kernels.cuda.attention import Places
+from legato_engine.kernels.cuda.between import Between
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
     MAX_TOKENS,
@@ -185,7 +186,7 @@ def _layers(
     device, sizes = text.wte.device, decoder_sizes(config, kv)
     blocks = [cast(TextBlock, block) for block in text.blocks]
     if config.text.tau is None:
-        decoder = Decoder(sizes, device, stages)
+        decoder = Decoder(sizes, device, stages, Between(sizes, len(blocks), device))
         plain = [plain_layer(block, sizes, rotated=True) for block in blocks]
         return decoder, lambda x_BD, *rest: decoder.layers(x_BD, plain, *rest)
     expert_dtype = torch.float8_e4m3fn if text.has_fp8_experts else text.wte.dtype

@@ -48,18 +48,40 @@ __device__ __forceinline__ i64 load_fresh_i64(const i64* address) {
   asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
   return v;
 }
+__device__ __forceinline__ bf16 load_fresh_bf16(const bf16* address) {
+  bf16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ float load_fresh_f32(const float* address) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(address) : "memory");
   return v;
 }
 
+#ifdef DELAYS  // a build for tests: warps come late to where they wait for others, or others for them
+__device__ __forceinline__ void dawdle(u32 where) {
+  u32 luck;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(luck));
+  luck ^= where * 0x9e3779b9u ^ blockIdx.x * 0x85ebca6bu ^ threadIdx.x / 32 * 0xc2b2ae35u;
+  luck = (luck ^ luck >> 15) * 0x2c1b3c6du;
+  luck = (luck ^ luck >> 12) * 0x297a2d39u;
+  luck ^= luck >> 15;
+  if (luck % 4 == 0) __nanosleep(luck >> 8 & (luck / 4 % 16 == 0 ? 16383 : 2047));
+}
+#else
+__device__ __forceinline__ void dawdle(u32) {}
+#endif
+
 // Programmatic dependent launch: the next kernel may begin; this one needs the results before it.
 __device__ __forceinline__ void launch_dependents() {
+  dawdle(1);
   asm volatile("griddepcontrol.launch_dependents;");
 }
 __device__ __forceinline__ void wait_previous() {
+  dawdle(2);
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  dawdle(3);
 }
 
 __device__ __forceinline__ void cluster_sync() {
@@ -94,6 +116,23 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
                : "memory");
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Numbers in global memory by which thread blocks of running kernels tell each other that something is written.
+constexpr u32 MOST_POLLS = 1 << 22;
+__device__ __forceinline__ void signal(u32* count) {
+  dawdle(4);
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+// What never comes is an error of the launch; nothing here takes seconds.
+__device__ __forceinline__ void wait_for(const u32* count, u32 target) {
+  for (u32 polls = 0;; polls++) {
+    u32 seen;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+    if (seen >= target) break;
+    if (polls == MOST_POLLS) asm volatile("trap;");
+  }
+  dawdle(5);
+}
 
 // Barriers in shared memory that count arrivals and copied bytes; a phase ends when both are complete.
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
