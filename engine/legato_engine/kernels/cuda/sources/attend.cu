@@ -37,7 +37,8 @@ struct Group {
 // One head of one group, as a warp sees it: `count` steps of its line. Lane i knows the page of tile i from that of
 // step `known` on.
 struct Pair {
-  int index, head, last, old, count, row, known, page;
+  int index, head, last, old, count, known, page;
+  i64 row;
 };
 
 // The tokens of the batch, one per lane; padding has no group.
@@ -89,7 +90,7 @@ struct Batch {
   __device__ int page(const Pair& p, int first, const i64* table) const {
     const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % LINES;
     const int at = (line + (first + lane / STEP_TILES) * LINES) * STEP + lane % STEP_TILES * TILE;
-    return p.index < pairs && at <= p.last ? (int)table[(i64)p.row * PAGES + at / PAGE] : 0;
+    return p.index < pairs && at <= p.last ? (int)table[p.row * PAGES + at / PAGE] : 0;
   }
 };
 
@@ -107,8 +108,9 @@ __device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
 // none of; row, position [B]; table [rows, PAGES]; out [B, MIXED].
 // `fresh` [B]: from this position on, keys and values are written by the step itself; behind the token's own it
 // marks padding, whose output is zeros. At most 32 tokens.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, SPLITS == 1 ? 1 : 2) attend(
-    const bf16* q, const unsigned char* keys, const unsigned char* values, const float* scales, const i64* rows,
+extern "C" __global__ void __launch_bounds__(
+    WARPS * 32, SPLITS == 2 || (SPLITS == 4 && (LONG || NARROW)) ? 2 : 1) attend(
+    const bf16* q, const Element* keys, const Element* values, const float* scales, const i64* rows,
     const i64* position, const i64* fresh, const i64* table, bf16* out, int tokens, int stages) {
   extern __shared__ __align__(128) unsigned char shared[];
   const int warp = threadIdx.x / 32, line = warp % LINES, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -170,15 +172,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, SPLITS == 1 ? 1 : 2) at
     }
 #pragma unroll
     for (int tile = 0; tile < STEP_TILES; tile++) {
-      const int page = __shfl_sync(~0u, ahead.page, ahead_step % KNOWN * STEP_TILES + tile);
+      const int page = __shfl_sync(~0u, ahead.page, ahead_step * STEP_TILES + tile);  // modulo 32
       const int slot = (at + tile * TILE) % PAGE;
-      const i64 from = (((i64)page * HEADS + ahead.head) * PAGE + slot) * CACHED + lane * 16;
+      const i64 from = (((i64)page * HEADS + ahead.head) * PAGE + slot) * HEAD + lane * RUN;
 #pragma unroll
       for (int i = 0; i < TILE * RUNS / 32; i++) {
-        const int here = tile * TILE + (i * 32 + lane) / RUNS, to = run_at(here, lane % RUNS);
+        const int here = tile * TILE + i * (32 / RUNS) + lane / RUNS, to = run_at(here, lane);
         const int bytes = at + here <= ahead.last ? 16 : 0;
-        copy_run(ring[put].keys + to, keys + from + i * 512, bytes, policy);
-        copy_run(ring[put].values + to, values + from + i * 512, bytes, policy);
+        copy_run(ring[put].keys + to, keys + from + i * 32 * RUN, bytes, policy);
+        copy_run(ring[put].values + to, values + from + i * 32 * RUN, bytes, policy);
       }
     }
     barrier_arrive_copied(full + put);

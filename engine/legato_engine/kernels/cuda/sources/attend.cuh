@@ -103,17 +103,18 @@ __device__ __forceinline__ void attend_step(
     Parts& track, const Stage& stage, const Query& query, float unit, int left, int right) {
   const int g = threadIdx.x % 32 / 4;
   float4 scores[STEP_TILES];
-  float2 most = {-INFINITY, -INFINITY};
+  float2 most;
 #pragma unroll
   for (int tile = 0; tile < STEP_TILES; tile++) {
     float4& score = scores[tile];
-    score = Keys(stage.keys + tile * TILE * CACHED).scores(query);
+    score = Keys(stage.keys + tile * TILE * HEAD).scores(query);
     const int low = tile * TILE + g, high = low + 8;
     score.x = low < left ? score.x * unit : -INFINITY;
     score.y = low < right ? score.y * unit : -INFINITY;
     score.z = high < left ? score.z * unit : -INFINITY;
     score.w = high < right ? score.w * unit : -INFINITY;
-    most = float2{fmaxf(most.x, fmaxf(score.x, score.z)), fmaxf(most.y, fmaxf(score.y, score.w))};
+    const float2 here = {fmaxf(score.x, score.z), fmaxf(score.y, score.w)};
+    most = tile == 0 ? here : float2{fmaxf(most.x, here.x), fmaxf(most.y, here.y)};
   }
   const float2 top = {fmaxf(track.top.x, column_max(most.x)), fmaxf(track.top.y, column_max(most.y))};
   const float2 base = {top.x == -INFINITY ? 0.f : top.x, top.y == -INFINITY ? 0.f : top.y};
@@ -131,19 +132,20 @@ __device__ __forceinline__ void attend_step(
   }
   track.sum = float2{sum.x, sum.y};
 #pragma unroll
-  for (int i = 0; i < HEAD / 16; i++) {
-    float4& out = track.out[i];
-    out.x *= scale.x, out.y *= scale.y, out.z *= scale.x, out.w *= scale.y;
-  }
+  for (int i = 0; i < HEAD / 16; i += Values::RUNS_AT_ONCE) {
 #pragma unroll
-  for (int tile = 0; tile < STEP_TILES; tile++)
+    for (int run = i; run < i + Values::RUNS_AT_ONCE; run++) {
+      float4& out = track.out[run];
+      out.x *= scale.x, out.y *= scale.y, out.z *= scale.x, out.w *= scale.y;
+    }
 #pragma unroll
-    for (int i = 0; i < HEAD / 16; i += 2) {
-      const Values values(stage.values + tile * TILE * CACHED, i);
+    for (int tile = 0; tile < STEP_TILES; tile++) {
+      const Values values(stage.values + tile * TILE * HEAD, i);
 #pragma unroll
-      for (int run = 0; run < 2; run++) {
+      for (int run = 0; run < Values::RUNS_AT_ONCE; run++) {
         const uint4 v = values.of[run];
         multiply_cached(track.out[i + run], v.x, v.y, v.z, v.w, early[tile], late[tile]);
       }
     }
+  }
 }

@@ -3,7 +3,7 @@
 //
 // Constant: KV_BYTES of an element, 2 or 1. In a warp lane = 4g + t.
 #pragma once
-#include "common.cuh"
+#include "element.cuh"
 
 constexpr int HEAD = 64;
 constexpr int TILE = 16;  // positions of a product
@@ -12,16 +12,17 @@ constexpr int STEP_TILES = NARROW ? 2 : 1;  // a step has as many bytes of eithe
 constexpr int STEP = STEP_TILES * TILE;
 static_assert(KV_BYTES == 1 || KV_BYTES == 2, "bf16 or e4m3");
 
-constexpr int CACHED = HEAD * KV_BYTES;  // bytes of a position
-constexpr int RUNS = CACHED / 16;        // that are copied and read at once
+constexpr int RUN = 16 / KV_BYTES;  // elements that are copied and read at once
+constexpr int RUNS = HEAD / RUN;    // of a position
 
-// Keys and values of a step. Run c of a position lies at c ^ `turn` of it, so that neither eight positions' same run
-// nor the runs of one meet in a bank.
+// Keys and values of a step. Run c of a position lies at c ^ (position % 8), or c ^ (position / 2 % 4) where there are
+// four, so that neither eight positions' same run nor the runs of one meet in a bank.
 struct Stage {
-  unsigned char keys[STEP * CACHED], values[STEP * CACHED];
+  Element keys[STEP * HEAD], values[STEP * HEAD];
 };
-__device__ __forceinline__ int turn(int position) { return NARROW ? position / 2 % 4 : position % 8; }
-__device__ __forceinline__ int run_at(int position, int run) { return position * CACHED + (run ^ turn(position)) * 16; }
+__device__ __forceinline__ int run_at(int position, int run) {
+  return position * HEAD + ((run ^ (NARROW ? position >> 1 : position)) & (RUNS - 1)) * RUN;
+}
 
 // D[16 x 8] += A[16 x 16] B[16 x 8] of 16-bit numbers of the kind that narrow ones are widened to.
 __device__ __forceinline__ void multiply_cached(float4& d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -81,7 +82,7 @@ struct Query {
 // A tile's keys, as a lane holds them: the dimensions of its query, of positions g and g + 8.
 struct Keys {
   uint4 of[2][NARROW ? 1 : 2];
-  __device__ __forceinline__ explicit Keys(const unsigned char* keys) {
+  __device__ __forceinline__ explicit Keys(const Element* keys) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr int each = NARROW ? 1 : 2;
 #pragma unroll
@@ -105,24 +106,24 @@ struct Keys {
   }
 };
 
-// A tile's values of two runs of 16 dimensions, from 16i and from 16i + 16 on: of each, positions 2t, 2t + 1
-// (.x, .y) and 2t + 8, 2t + 9 (.z, .w) of the run's dimensions `value_dim`(g, 0) (.x, .z) and `value_dim`(g, 1) (.y, .w).
+// Which of a run of 16 dimensions a lane's words of values hold.
 __device__ __forceinline__ int value_dim(int g, int which) { return NARROW ? 2 * g + which : g + 8 * which; }
 
+// A tile's values of a run of 16 dimensions, from 16i on, or of two: of each, positions 2t, 2t + 1 (.x, .y) and 2t + 8,
+// 2t + 9 (.z, .w) of the run's dimensions `value_dim`(g, 0) (.x, .z) and `value_dim`(g, 1) (.y, .w).
 struct Values {
-  uint4 of[2];
-  __device__ __forceinline__ Values(const unsigned char* values, int i) {
+  static constexpr int RUNS_AT_ONCE = NARROW ? 2 : 1;
+  uint4 of[RUNS_AT_ONCE];
+  __device__ __forceinline__ Values(const Element* values, int i) {
     const int lane = threadIdx.x % 32, upper = lane / 16, odd = lane / 8 % 2;
     if (!NARROW) {
-#pragma unroll
-      for (int run = 0; run < 2; run++)
-        of[run] = load_transposed(values + run_at(upper * 8 + lane % 8, (2 * (i + run) + odd) % RUNS));
+      of[0] = load_transposed(values + run_at(upper * 8 + lane % 8, (2 * i + odd) % RUNS));
       return;
     }
     // A matrix's elements are pairs of neighbouring dimensions here, so a word has two of each of two positions.
-    const uint4 v = load_transposed(values + run_at(odd * 8 + lane % 8, i + upper));
+    const uint4 v = load_transposed(values + run_at(odd * 8 + lane % 8, (i + upper) % RUNS));
 #pragma unroll
-    for (int run = 0; run < 2; run++) {
+    for (int run = 0; run < RUNS_AT_ONCE; run++) {
       const u32 early = __byte_perm((&v.x)[2 * run], 0, 0x3120), late = __byte_perm((&v.x)[2 * run + 1], 0, 0x3120);
       of[run] = uint4{widened(early, 0), widened(early, 1), widened(late, 0), widened(late, 1)};
     }
@@ -137,10 +138,10 @@ __device__ __forceinline__ u32 finite(u32 word) {
 }
 
 // Zeros for values that are no numbers: 0 times those is none either.
-__device__ __forceinline__ void clean(unsigned char* values) {
+__device__ __forceinline__ void clean(Element* values) {
   uint4* at = reinterpret_cast<uint4*>(values) + threadIdx.x % 32;
 #pragma unroll 1
-  for (int i = 0; i < STEP * CACHED / 16; i += 32) {
+  for (int i = 0; i < STEP * RUNS; i += 32) {
     const uint4 v = at[i];
     at[i] = uint4{finite(v.x), finite(v.y), finite(v.z), finite(v.w)};
   }
