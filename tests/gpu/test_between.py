@@ -13,7 +13,7 @@ import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.cuda import compiler
-from legato_engine.kernels.cuda.between import MOST_TOKENS, Between
+from legato_engine.kernels.cuda.between import FEWEST_TOKENS, MOST_TOKENS, Between
 from legato_engine.models.model import StepInputs
 from legato_engine.models.moondream.fused import FusedMoondream
 
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-ONE_ROW = [(1, count) for count in range(1, MOST_TOKENS + 1)]
+ONE_ROW = [(1, count) for count in range(FEWEST_TOKENS, MOST_TOKENS + 1)]
 SEVERAL = [(2, 1), (2, 3), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1)]
 REPLAYS = 50
 """In a row, so that a step begins while the one before it ends."""

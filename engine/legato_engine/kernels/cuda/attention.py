@@ -92,8 +92,8 @@ class Attention:
         batch, heads = places.row_B.shape[0], self._sizes.num_heads
         groups = min(batch, places.num_groups)
         splits = splits_for(groups * heads)
-        # Padding behind the rows is one more group, which must not wait for another to end.
-        grid = heads * min(batch, groups + 1) if splits > 1 else streams.even_grid(heads * batch)
+        # The kernel behind this one begins when all thread blocks have: none is to spare.
+        grid = heads * groups if splits > 1 else streams.even_grid(heads * batch)
         stages = self._stages[splits]
         self._kernels[splits].launch(
             (grid * splits, 1, 1),

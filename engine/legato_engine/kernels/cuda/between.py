@@ -18,8 +18,9 @@ from legato_engine.kernels.cuda.attention import Attention, Places
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes, LayerWeights, layer_defines
 from legato_engine.kernels.cuda.module import Kernel, Module
 
+FEWEST_TOKENS = 2
 MOST_TOKENS = 8
-"""More have a kernel for each end of a layer."""
+"""One token, and more of them, have a kernel for each end of a layer."""
 STAGES = 8
 """Depth of the ring of weights."""
 
@@ -41,7 +42,7 @@ class Between:
     def takes(self, batch: int) -> bool:
         """Whether it runs so many tokens here."""
         there = self._kernel is not None and self._grid <= streams.num_processors()
-        return there and batch <= MOST_TOKENS
+        return there and FEWEST_TOKENS <= batch <= MOST_TOKENS
 
     def run(
         self,

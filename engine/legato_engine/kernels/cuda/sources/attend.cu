@@ -237,18 +237,21 @@ extern "C" __global__ void __launch_bounds__(
     if constexpr (SPLITS > 1) {
       // A thread block has every SPLITS-th token, of which it adds up the lines over the cluster.
       cluster_sync();
-      for (int token = rank; token < group.size; token += SPLITS) {
-        Slice of[SPLITS];
+      // Half a warp has a token, so that two of them are on their way at once.
+      const int l = lane % 16;
+      for (int token = lane / 16 * SPLITS + rank; token < group.size; token += 2 * SPLITS) {
         const Part& part = parts(warp, 0)[token];
+        Quad of[SPLITS];
 #pragma unroll
-        for (int i = 0; i < SPLITS; i++)
-          of[i] = Slice{load_peer2(part.out + lane * 2, i), load_peer2(&part.top, i)};
-        Slice sum = merged(of[0], of[1]);
+        for (int i = 0; i < SPLITS; i++) of[i] = Quad{load_peer(part.out + l * 4, i), load_peer2(&part.top, i)};
+        Quad sum = merged(of[0], of[1]);
         if constexpr (SPLITS == 4) sum = merged(sum, merged(of[2], of[3]));
         Part& whole = parts(warp, 1)[token / SPLITS];
-        *reinterpret_cast<float2*>(whole.out + lane * 2) = sum.out;
-        if (lane == 0) *reinterpret_cast<float2*>(&whole.top) = sum.end;
+        *reinterpret_cast<float4*>(whole.out + l * 4) = sum.out;
+        if (l == 0) *reinterpret_cast<float2*>(&whole.top) = sum.end;
       }
+      __syncwarp();
+      cluster_arrive();  // what peers have was read, and is stored here
     }
     const Group later = group_of(index + step);
     query = load_query(index + step, later);
@@ -283,8 +286,9 @@ extern "C" __global__ void __launch_bounds__(
     if (SPLITS == 1) {
       buffer ^= 1;
     } else {
-      cluster_sync();  // nobody leaves, nor fills its rings again, while a peer reads
+      cluster_wait();  // nobody leaves while a peer reads
       if (index + step < batch.pairs) {
+        __syncthreads();  // nor fills its ring again while a warp does
         ahead = batch.pair(index + step, table);
         ahead_turn = ahead_step = turn_begin;
         if (LONG) next_known = KNOWN, next_page = batch.page(ahead, KNOWN, table);

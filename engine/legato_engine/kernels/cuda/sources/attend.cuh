@@ -84,6 +84,19 @@ __device__ __forceinline__ Slice merged(const Slice& a, const Slice& b) {
                {weights.top, weights.add(a.end.y, b.end.y)}};
 }
 
+// Four dimensions of one.
+struct Quad {
+  float4 out;
+  float2 end;
+};
+
+__device__ __forceinline__ Quad merged(const Quad& a, const Quad& b) {
+  const Weights weights(a.end.x, b.end.x);
+  return Quad{{weights.add(a.out.x, b.out.x), weights.add(a.out.y, b.out.y), weights.add(a.out.z, b.out.z),
+               weights.add(a.out.w, b.out.w)},
+              {weights.top, weights.add(a.end.y, b.end.y)}};
+}
+
 __device__ __forceinline__ u32 transposed(u32 pair) {
   u32 v;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
