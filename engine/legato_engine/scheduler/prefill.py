@@ -32,8 +32,8 @@ class PrefillPlanner:
     nobody waits for a picture who would have run before it; those who join have been in the queue
     behind it, and may ask about that very picture. Adapters make no difference.
 
-    Only while a crowd waits do more pictures join, in front of all other prompts: they cost whoever
-    is in the launch already their time, and spare everybody behind it a part of a pass each. Nor do
+    Only while a crowd waits do pictures join, in front of all other prompts: they cost whoever is
+    in the launch already their time, and spare everybody behind it a part of a pass each. Nor do
     they join once an answer is longer than most short ones, which would wait for each of its tokens
     as long.
     """
@@ -84,7 +84,7 @@ class PrefillPlanner:
             return self._encode(begun, max_crops)
         self._encoding = None
         self._manager.planned(begun.sequence)
-        most_pictures = 1 if streams or not self._is_crowded(riding) else self._limits.pictures
+        most_pictures = 0 if streams or not self._is_crowded(riding) else self._limits.pictures
         if not self._joins(begun.sequence, len(riding), len(riding)):
             riding = ()
         prompts = self._gather(begun, len(riding), most_pictures)
@@ -94,16 +94,19 @@ class PrefillPlanner:
         """Whose prefill begins a launch and who joins it, behind so many riders; pictures first."""
         limits, first = self._limits, begun.sequence
         row, num_tokens = _prefill_row(first, begun.work), num_riding + _most_fed(first)
-        computes = first.num_crops > 0 and begun.work.compute_pages
+        computes = first.unit_length > 0 and bool(begun.work.compute_pages)
+        if computes and not first.num_crops:
+            most_pictures = 0  # the encoder does not take it
         pictures, others = ([row], []) if computes else ([], [row])
         while limits.prompts > 1 and (sequence := self._next()) is not None:
             num_rows = num_riding + len(pictures) + len(others)
             if not self._joins(sequence, num_tokens, num_rows):
                 break
             known = self._manager.finds_unit(sequence)
-            if known and min(1, len(pictures)) + len(others) == limits.prompts:
+            num_pictures = len(pictures) + (not known)
+            if len(others) + known + min(1, num_pictures) > limits.prompts:
                 break
-            if not (known or (0 < len(pictures) < most_pictures and sequence.num_crops)):
+            if not known and (num_pictures > most_pictures or not sequence.num_crops):
                 break
             num_tokens += _most_fed(sequence)
             row = _prefill_row(sequence, self._admit(sequence))

@@ -260,9 +260,9 @@ def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
 
 
 def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
-    """As many as are allowed, in front of everybody else, beside as many questions as ever. None
-    joins another where few wait, an answer is long already or streams would wait, or where a
-    question or a picture that no encoder takes is first.
+    """As many as are allowed, in front of everybody else, beside as many questions as ever; a
+    question that is first has them join it. None joins where few wait, an answer is long already or
+    streams would wait, or a picture that no encoder takes is first.
     """
 
     def plan(
@@ -291,7 +291,8 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
     assert plan("a", "b", "c", said=7) == [0, 1]
     assert plan("a", "b", "c", said=8) == [0]
     assert plan("a", "b", "c", streams=True) == [0]
-    assert plan(None, "b", "c") == [0]
+    assert plan(None, "b", "c") == [1, 2, 0]
+    assert plan(None, "b", "c", crowd=9) == [0]
     assert plan("host", "b", "c") == [0]
     assert plan("a", "host", "c") == [0]
 
