@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 
 import msgspec
+import structlog
 from rich.console import Console
 
 from legato_engine.assembly import Assembly, assemble
@@ -225,5 +226,11 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def log_to_stderr() -> None:
+    """Whoever reads the standard output expects figures there."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+
+
 if __name__ == "__main__":
+    log_to_stderr()
     sys.exit(main())

@@ -1,6 +1,8 @@
 """The benchmark of pipelining, as a command."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from legato_engine import bench, speculation_bench
@@ -46,6 +48,15 @@ def test_compared_tasks_share_batch_and_context(capsys):
     for row in told["detect_over_text"]:
         ratio = periods["detect", row["streams"]] / periods["query", row["streams"]]
         assert row["detect_over_text"] == pytest.approx(ratio)
+
+
+def test_log_lines_are_no_figures():
+    """The command's standard output can be read as JSON whatever the engine logs."""
+    program = "import structlog; from legato_engine import bench; bench.log_to_stderr()"
+    program += "; structlog.get_logger().info('pictures of a launch')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout == b""
+    assert b"pictures of a launch" in done.stderr
 
 
 def test_tables(capsys):

@@ -195,7 +195,7 @@ def kept_pictures(assembly: Assembly, watch: Watch) -> dict[str, torch.Tensor]:
 def test_pictures_of_one_launch_change_no_bit(
     large: Assembly, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of them pass the decoder as one, and their questions in the same passes: the same keys
+    """Some of them pass the decoder as one, and their questions in the same passes: the same keys
     and values as one by one, the same tokens, as likely.
     """
     expected = run(large, 1, count=12, crops=0, shares=False, logprobs=True)
@@ -208,7 +208,7 @@ def test_pictures_of_one_launch_change_no_bit(
         watch = run(large, depth, count=12, steps=0, crops=0, logprobs=True)
         assert watch.tokens == expected.tokens
         assert watch.results == expected.results
-        assert max(map(num_pictures, watch.plans)) == 3 < limits.pictures
+        assert 1 < max(map(num_pictures, watch.plans)) < limits.pictures
         assert sum(map(num_pictures, watch.plans)) == 3
         kept = kept_pictures(large, watch)
         assert kept.keys() == pictures.keys()
