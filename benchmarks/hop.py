@@ -19,9 +19,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+# First, as it sets gRPC up, which its users have then and which nobody can later.
+from legato_client import AsyncClient, CachedImage, Client, QueryResult, Sampling
+
+# isort: split
 import grpc
 from legato.v1 import inference_pb2, inference_pb2_grpc
-from legato_client import AsyncClient, CachedImage, Client, QueryResult, Sampling
 from legato_client.cli.local_server import LocalServer
 from legato_engine import core as engine_core
 from legato_engine.assembly import assemble
