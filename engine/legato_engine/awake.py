@@ -1,4 +1,4 @@
-"""An event loop that does not sleep for a while."""
+"""How long who waits does without sleep, and an event loop that does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import time
 
 EXPECTED = 0.002
-"""Seconds for a lone request that is about to come."""
+"""Seconds for a lone request that is about to come; for both processes."""
 
 SHORT = 0.025
 """Seconds for the end of one, if it is short."""

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from legato_engine.awake import EXPECTED
 from legato_engine.blobs import namespace_of
 from legato_engine.core import WITH_BLOB, caller_id, scoped_id
 from legato_engine.errors import InvalidField, to_value
@@ -36,7 +37,6 @@ from legato_engine.messages import (
     encode,
 )
 
-ALERT = 0.002  # seconds without sleep for a request that is expected
 _EVENTS = 64  # seen at once; the others are seen next
 
 
@@ -161,7 +161,7 @@ class Links:
             case StopElsewhere():
                 return self._elsewhere(command, link)
             case Expect():
-                self._alert_until = time.monotonic() + ALERT
+                self._alert_until = time.monotonic() + EXPECTED
                 return ()
         return (command,)
 

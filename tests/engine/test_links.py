@@ -37,6 +37,14 @@ class Poller:
         return [(0, 0)] if len(self.slept) == self._looks else []
 
 
+def connected(ends, *, spare_cores=True, state=EngineState.READY):
+    """A service's door to the engine at the other end."""
+    connection = EngineConnection("legato-test")
+    connection.connect(ends.doors.endpoint)
+    connection.has_spare_cores, connection.state = spare_cores, state
+    return connection
+
+
 def queued(name):
     """A report that is not the last."""
     return Queued(request_id=name, position=0, estimated_wait=0.0)
@@ -305,9 +313,7 @@ async def test_an_engine_that_expects_a_request_does_not_sleep():
 async def test_only_a_lone_request_is_expected():
     """The engine is told where cores are spare, it is ready, and nothing else is open."""
     with linked() as ends:
-        connection = EngineConnection("legato-test")
-        connection.connect(ends.doors.endpoint)
-        connection.has_spare_cores = True
+        connection = connected(ends, state=EngineState.STARTING)
         connection.expect()
         connection.state = EngineState.READY
         connection.expect()
@@ -321,9 +327,7 @@ async def test_only_a_lone_request_is_expected():
 async def test_an_engine_sleeps_where_cores_are_few():
     """There, one that looks without sleep would be in the way of the request."""
     with linked() as ends:
-        connection = EngineConnection("legato-test")
-        connection.connect(ends.doors.endpoint)
-        connection.has_spare_cores, connection.state = False, EngineState.READY
+        connection = connected(ends, spare_cores=False)
         connection.expect()
         connection.submit(submit("a").request)
         assert await ends.received() == [submit("a")]
@@ -334,9 +338,7 @@ async def test_an_engine_sleeps_where_cores_are_few():
 async def test_a_loop_looks_without_sleep_until_a_lone_request_ends():
     """From the moment it is expected to its end, unless another comes or it takes its time."""
     with linked() as ends:
-        connection = EngineConnection("legato-test")
-        connection.connect(ends.doors.endpoint)
-        connection.has_spare_cores, connection.state = True, EngineState.READY
+        connection = connected(ends)
 
         async def looks() -> bool:
             await asyncio.sleep(0)
@@ -355,9 +357,7 @@ async def test_a_loop_looks_without_sleep_until_a_lone_request_ends():
 async def test_a_loop_sleeps_behind_the_end_of_a_request():
     """Its end is what the loop stayed awake for, and a time that is over ends that, too."""
     with linked() as ends:
-        connection = EngineConnection("legato-test")
-        connection.connect(ends.doors.endpoint)
-        connection.has_spare_cores, connection.state = True, EngineState.READY
+        connection = connected(ends)
         stream = connection.submit(submit("a").request)
         await ends.received()
         ends.engine.send(done("a"))

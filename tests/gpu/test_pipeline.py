@@ -38,6 +38,8 @@ from legato_engine.sequence import Sequence
 from legato_engine.token_events import tokens_of
 from PIL import Image
 
+from tests.engine.scheduler.world import num_pictures
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -91,12 +93,15 @@ def run(
     *,
     crops: int = 5,
     temperature: float = 0.0,
+    first: int = 0,
     count: int = 6,
     steps: int = 4,
     shares: bool = True,
     logprobs: bool = False,
 ) -> Watch:
-    """Pictures that arrive while others decode, a request every few steps; a question without."""
+    """Pictures that arrive while others decode, a request every few steps; a question without is
+    the very `first`.
+    """
     config = msgspec.structs.replace(assembly.config, crops_per_launch=crops)
     watch = Watch()
     changed = dataclasses.replace(assembly, config=config)
@@ -106,7 +111,7 @@ def run(
         DetectTask(object="cat"),
         CaptionTask(),
     ]
-    for index in range(count):
+    for index in range(first, count):
         image = picture(assembly, index % 3) if index != 0 else None
         task = tasks[index % 3] if index else QueryTask(question="x" * 99)
         request = Request(
@@ -173,17 +178,12 @@ def test_sharing_changes_no_bit(large: Assembly, temperature: float) -> None:
         assert watch.shared[1] > 0 or steps > 0
 
 
-def num_pictures(plan: Plan) -> int:
-    """How many pictures the encoder computes for it."""
-    return sum(bool(row.prefix.compute_pages and row.sequence.num_crops) for row in plan.rows)
-
-
 def kept_pictures(assembly: Assembly, watch: Watch) -> dict[str, torch.Tensor]:
     """[2, L, H, P, E]: every picture's keys and values as the cache has them after a run."""
     kv, kept = assembly.kv, {}
     for row in (row for plan in watch.plans for row in plan.prefills):
         sequence = row.sequence
-        if row.prefix.compute_pages and sequence.num_crops:
+        if row.encodes:
             assert sequence.prefix_key is not None, "pictures are found by their content"
             pages = list(row.prefix.compute_pages)
             both = torch.stack([kv.k_LNHSE[:, pages], kv.v_LNHSE[:, pages]])
@@ -192,23 +192,24 @@ def kept_pictures(assembly: Assembly, watch: Watch) -> dict[str, torch.Tensor]:
     return kept
 
 
+@pytest.mark.parametrize(("first", "together"), [(0, 2), (1, 3)])
 def test_pictures_of_one_launch_change_no_bit(
-    large: Assembly, monkeypatch: pytest.MonkeyPatch
+    large: Assembly, monkeypatch: pytest.MonkeyPatch, first: int, together: int
 ) -> None:
-    """Some of them pass the decoder as one, and their questions in the same passes: the same keys
-    and values as one by one, the same tokens, as likely.
+    """They pass the decoder together, and their questions in the same passes: the same keys and
+    values as one by one, the same tokens, as likely. Behind a long question two have room.
     """
-    expected = run(large, 1, count=12, crops=0, shares=False, logprobs=True)
+    expected = run(large, 1, first=first, count=12, crops=0, shares=False, logprobs=True)
     pictures = kept_pictures(large, expected)
     assert len(pictures) == 3
     limits = dataclasses.replace(large.runner.limits, crowd=0)
     monkeypatch.setattr(ModelRunner, "limits", limits)
     monkeypatch.setattr(DecodePlanner, "streams", False)
     for depth in (1, 2):
-        watch = run(large, depth, count=12, steps=0, crops=0, logprobs=True)
+        watch = run(large, depth, first=first, count=12, steps=0, crops=0, logprobs=True)
         assert watch.tokens == expected.tokens
         assert watch.results == expected.results
-        assert 1 < max(map(num_pictures, watch.plans)) < limits.pictures
+        assert max(map(num_pictures, watch.plans)) == together < limits.pictures
         assert sum(map(num_pictures, watch.plans)) == 3
         kept = kept_pictures(large, watch)
         assert kept.keys() == pictures.keys()

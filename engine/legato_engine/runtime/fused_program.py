@@ -94,7 +94,7 @@ class FusedProgram:
         self._graphs = Graphs(capture, device.compute)
         self._pictures = None
         if encoder is not None:
-            self._pictures = PicturePrefixes(encoder, model, device, kv, slots, bank, capture)
+            self._pictures = PicturePrefixes(encoder, model, device, kv, slots, bank, self._graphs)
         self._sampler = Sampler(model.vocab_size)
         self._constraints_CV = constraint_table(model.constraints, model.vocab_size).to(
             device.torch_device
@@ -148,7 +148,7 @@ class FusedProgram:
     def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row], rank: int) -> None:
         """See `program.Program`; passes are the same at every rank."""
         buffers, compute = self._slots[slot], self._device.compute
-        encoded = [row for row in prompts if row.prefix.compute_pages and row.sequence.num_crops]
+        encoded = [row for row in prompts if row.encodes]
         if self._pictures is not None:  # first, as the host prepares the rest meanwhile
             self._pictures.embed(slot, encoded)
         stage_prompts(buffers, prompts, self._state.scratch_row)
@@ -184,7 +184,7 @@ class FusedProgram:
         tokens, start = fed_tokens(row), row.position
         if row.prefix.compute_pages and row.sequence.pixels is None:
             tokens, start = [(self._model.bos_token, NO_PAYLOAD), *tokens], 0
-        elif row.prefix.compute_pages and not row.sequence.num_crops:
+        elif row.prefix.compute_pages and not row.encodes:
             self._device.compute.submit(step.run_prefix)
         if row.prefix.copy_tail is not None:
             self._device.compute.submit(step.copy_tail)

@@ -5,7 +5,7 @@ Shape legend: C pictures, P positions of one, D text width, M pages of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import structlog
@@ -39,7 +39,7 @@ class PicturePrefixes:
         kv: KVCache,
         slots: Sequence[DecodeSlot],
         bank: AdapterBank | None,
-        capture: Callable[[Work], Work],
+        graphs: Graphs,
     ) -> None:
         self.max_pictures = slots[0].max_pictures
         self._encoder = encoder
@@ -48,7 +48,7 @@ class PicturePrefixes:
         self._kv = kv
         self._slots = slots
         self._bank = bank
-        self._graphs = Graphs(capture, device.compute)
+        self._graphs = graphs
         self._stacks = False
 
     def warm_up(self) -> None:

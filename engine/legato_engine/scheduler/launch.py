@@ -62,6 +62,11 @@ class Row(NamedTuple):
         end = self.position + self.slack + self.num_tokens + self.num_drafts
         return min(end, self.sequence.max_length)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it computes a picture, or what is left of it, that an encoder takes."""
+        return bool(self.prefix.compute_pages) and self.sequence.num_crops > 0
+
     def new_pages(self, page_size: int) -> range:
         """Places in the sequence's table of the pages that this decode is the first to name.
 

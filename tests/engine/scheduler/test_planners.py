@@ -277,7 +277,7 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
         decodes = riders(running(90, launched=said, max_tokens=99)) if said else ()
         made = planner.plan(riding=decodes, streams=streams)
         assert made is not None
-        computed = [bool(r.prefix.compute_pages and r.sequence.num_crops) for r in made.prefills]
+        computed = [row.encodes for row in made.prefills]
         assert computed == sorted(computed, reverse=True), "pictures come first"
         assert made.num_riding == len(decodes)
         return planned(made)[made.num_riding :]

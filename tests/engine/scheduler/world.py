@@ -26,7 +26,7 @@ def shared(prompts: int, pictures: int = 3, tokens: int = 16) -> SharedLimits:
 
 def num_pictures(plan: Plan) -> int:
     """How many an encoder computes."""
-    return sum(bool(row.prefix.compute_pages and row.sequence.num_crops) for row in plan.rows)
+    return sum(row.encodes for row in plan.rows)
 
 
 class RandomBlocks:
