@@ -139,15 +139,17 @@ CONFIGS = {"legato-tiny": legato_tiny_config, "moondream2": shallow_moondream2}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_a_page_is_copied_in_every_layer_and_no_other_changes(dtype):
-    """Keys and values of any dtype, to the bit."""
+def test_pages_are_copied_in_every_layer_and_no_other_changes(dtype):
+    """Keys and values of any dtype, to the bit; a page onto itself is none."""
     shape = (3, 5, 32, PAGE, 64)
     keys, values = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
     assert prefill.can_copy(keys, values)
     expected = [cache.view(torch.uint8).clone() for cache in (keys, values)]
     for cache in expected:
         cache[:, 4] = cache[:, 1].clone()
-    ops.copy_page(keys, values, 1, 4)
+        cache[:, 3] = cache[:, 2].clone()
+    pairs_K2 = torch.tensor([[1, 4], [0, 0], [2, 3]], device=DEVICE)
+    ops.copy_pages(keys, values, pairs_K2)
     assert torch.equal(keys.view(torch.uint8), expected[0])
     assert torch.equal(values.view(torch.uint8), expected[1])
 

@@ -168,12 +168,16 @@ def write_kv(
     pages.write_kv(cache_NHSE, new_THE, page_T, slot_T)
 
 
-def copy_page(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, source: int, destination: int) -> None:
-    """Give page `destination` what page `source` has, in all of some layers (L)."""
+def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
+    """Give pages what others have, in all of some layers (L).
+
+    The pairs are int64 (source, destination) on the caches' device. No source is another pair's
+    destination; a page may be copied onto itself.
+    """
     if prefill.can_copy(k_LNHSE, v_LNHSE):
-        prefill.copy_page(k_LNHSE, v_LNHSE, source, destination)
+        prefill.copy_pages(k_LNHSE, v_LNHSE, pairs_K2)
     else:
-        pages.copy_page(k_LNHSE, v_LNHSE, source, destination)
+        pages.copy_pages(k_LNHSE, v_LNHSE, pairs_K2)
 
 
 def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:

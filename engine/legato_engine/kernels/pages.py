@@ -4,7 +4,7 @@ They are stored as they are, or as e4m3 in units of a scale; what is read then i
 what is computed, rounded once, whoever reads it.
 
 Shape legend: N pages, S positions per page, H heads, E head dim, T tokens, L positions of a
-sequence, B rows, M pages per row.
+sequence, B rows, M pages per row, K copies.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def write_kv(
     indexable(cache_NHSE)[page_T, :, slot_T] = indexable(new_THE)
 
 
-def copy_page(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, source: int, destination: int) -> None:
-    """See `ops.copy_page`."""
-    for cache_LNHSE in (k_LNHSE, v_LNHSE):
-        cache_LNHSE[:, destination].copy_(cache_LNHSE[:, source])
+def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
+    """See `ops.copy_pages`."""
+    source_K, destination_K = pairs_K2.unbind(-1)
+    for cache_LNHSE in (indexable(k_LNHSE), indexable(v_LNHSE)):
+        cache_LNHSE[:, destination_K] = cache_LNHSE[:, source_K]
 
 
 def gather_pages(cache_NHSE: torch.Tensor, pages_M: torch.Tensor, length: int) -> torch.Tensor:

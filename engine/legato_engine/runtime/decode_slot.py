@@ -8,7 +8,8 @@ row whose last token it is, or -1: the `token` and `payload` beside it), and `fr
 position of its sequence that the step writes: one behind its `position` marks padding; and of the
 token sampled from it the `sample_row`, which is the scratch row where none is, and the
 `sample_position`. `prompt` has a place for each
-prompt of a launch; their tokens lie one behind another. `grown` names entries of the page table,
+prompt of a launch; their tokens lie one behind another, and `copied` are the page that each
+continues a copy of, and the copy: page 0 twice where there is none. `grown` names entries of the page table,
 row * M + index, that its launch fills first. With speculation `lane` counts the tokens of its row
 in front of it: a decode stages rows and lanes, and the device fills in the rest.
 
@@ -84,6 +85,7 @@ class DecodeSlot:
                 "payload": ((max_prompt, 2), torch.float32),
                 "prefix_pages": pages,
                 "pages": pages,
+                "copied": ((most, 2), torch.int64),
                 **dict.fromkeys(("adapter_slot", "seed", "top_k"), one),
                 **dict.fromkeys(("temperature", "top_p"), number),
                 **(drafting if speculates else {}),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 from legato_engine.device.base import Device
+from legato_engine.kernels import ops
 from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.kernels.cuda.sampling import Sampler
@@ -108,6 +109,7 @@ class FusedProgram:
         adapters = (False,) if self._bank is None else (False, True)
         for slot in range(len(self._slots)):
             self._graphs.run(self._admit_work, slot)
+            self._graphs.run(self._copy_work, slot)
             self.grow(slot)
             for bucket in self.buckets:
                 for block in blocks:
@@ -164,6 +166,8 @@ class FusedProgram:
         if self._pictures is not None:
             self._pictures.cache(slot, encoded)
         fed = [self._behind_prefix(row, step) for row, step in zip(prompts, steps, strict=True)]
+        if any(row.prefix.copy_tail is not None for row in prompts):
+            self._graphs.run(self._copy_work, slot)
         if sum(len(prompt.tokens) for prompt in fed) + len(decodes) > self._most_fed:
             assert len(prompts) + len(decodes) == 1, "a prompt that is too long shares nothing"
             stage_samples(buffers, prompts, self._state.scratch_row)
@@ -186,8 +190,6 @@ class FusedProgram:
             tokens, start = [(self._model.bos_token, NO_PAYLOAD), *tokens], 0
         elif row.prefix.compute_pages and not row.encodes:
             self._device.compute.submit(step.run_prefix)
-        if row.prefix.copy_tail is not None:
-            self._device.compute.submit(step.copy_tail)
         return FedPrompt(row.sequence.row, start, tokens)
 
     def _run_passes(
@@ -216,6 +218,10 @@ class FusedProgram:
 
     def _admit_work(self, slot: int) -> Work:
         return lambda: self._state.admit(self._slots[slot])
+
+    def _copy_work(self, slot: int) -> Work:
+        copied_K2 = self._slots[slot].prompt.device["copied"]
+        return lambda: ops.copy_pages(self._kv.k_LNHSE, self._kv.v_LNHSE, copied_K2)
 
     def _grow_work(self, slot: int) -> Work:
         return lambda: self._state.grow(self._slots[slot])

@@ -28,6 +28,7 @@ def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
     staged["row"].fill(scratch_row)
     staged["pages"].fill(0)  # the scratch row's are page 0
     staged["adapter_slot"].fill(0)  # and it has no adapter
+    staged["copied"].fill(0)
     for place, row in enumerate(rows):
         sequence, tokens = row.sequence, fed_tokens(row)
         end = first + len(tokens)
@@ -37,6 +38,8 @@ def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
         pages = row.prefix.compute_pages
         staged["prefix_pages"][place, : len(pages)] = pages
         staged["pages"][place, : len(sequence.page_ids)] = sequence.page_ids
+        if row.prefix.copy_tail is not None:
+            staged["copied"][place] = row.prefix.copy_tail
         staged["adapter_slot"][place] = sequence.adapter_slot
         sampling = sequence.task.sampling
         staged["row"][place] = sequence.row
@@ -134,7 +137,8 @@ class PrefillStep:
     def copy_tail(self) -> None:
         """Give the sequence its own copy of a page that it shares only in part."""
         if self._prefix.copy_tail is not None:
-            ops.copy_page(self._kv.k_LNHSE, self._kv.v_LNHSE, *self._prefix.copy_tail)
+            copied_12 = self._slot.prompt.device["copied"][self._place : self._place + 1]
+            ops.copy_pages(self._kv.k_LNHSE, self._kv.v_LNHSE, copied_12)
 
     def run_long_prompt(self) -> None:
         """The prompt, and BOS before it where no picture stands there."""

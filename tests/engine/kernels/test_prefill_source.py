@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.resources
+import itertools
 import shutil
 import subprocess
 
@@ -96,7 +97,7 @@ def test_the_source_compiles_without_spills(tmp_path, monkeypatch, num_heads, ar
     """All kernels compile where they run and keep everything in registers."""
     monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path))
     found = usages(compile_source(SOURCE, defines(num_heads, 16, kv_bytes), arch))
-    assert set(found) == {"rotate_and_cache", "add3", "copy_page"}
+    assert set(found) == {"rotate_and_cache", "add3", "copy_pages"}
     assert not any(usage.stack for usage in found.values())
 
 
@@ -186,18 +187,20 @@ def test_a_sum_of_three_is_rounded_once(kernels):
     assert torch.equal(out[120:], torch.full((16,), 7.0).bfloat16())
 
 
-def test_a_page_is_copied_in_every_layer(kernels):
-    """Its keys and values, to the last byte, and no other page changes."""
+def test_pages_are_copied_in_every_layer(kernels):
+    """Their keys and values, to the last byte, and no other page changes."""
     shape = (2, PAGES, HEADS, PAGE, HEAD_DIM)
     caches = [torch.randn(shape).bfloat16() for _ in range(2)]
     expected = [cache.clone() for cache in caches]
     for cache in expected:
         cache[:, 7] = cache[:, 2]
+        cache[:, 1] = cache[:, 4]
+    pairs_K2 = torch.tensor([[2, 7], [0, 0], [4, 1]])
     page_loads = HEADS * PAGE * HEAD_DIM // 8
-    for layer, which in ((0, 0), (0, 1), (1, 0), (1, 1)):
+    for layer, which in itertools.product(range(2), range(2 * len(pairs_K2))):
         kernels[2].set_row(layer, which)
         for thread in range(-(-page_loads // THREADS) * THREADS):
             kernels[2].set_lane(thread // THREADS, thread % THREADS, 0)
-            kernels[2].copy_page(*pointers(*caches), PAGES, page_loads, 2, 7)
+            kernels[2].copy_pages(*pointers(*caches, pairs_K2), PAGES, page_loads)
     for cache, expected_cache in zip(caches, expected, strict=True):
         assert torch.equal(cache, expected_cache)

@@ -1,8 +1,8 @@
-"""Kernels for many tokens of one sequence: rotation with the write to the pages, sums, and a copy
-of a page.
+"""Kernels for many tokens of one sequence: rotation with the write to the pages, sums, and copies
+of pages.
 
 Shape legend: T tokens, H heads, E head dim (64), P positions, R rotated pairs of a head (16), N
-pages, S positions per page, M pages of a sequence, L layers; `...` any dimensions.
+pages, S positions per page, M pages of a sequence, L layers, K copies; `...` any dimensions.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 
 def can_copy(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor) -> bool:
-    """Whether `copy_page` takes such caches, of any dtype."""
+    """Whether `copy_pages` takes such caches, of any dtype."""
     page_bytes = k_LNHSE[0, 0].numel() * k_LNHSE.element_size()
     return page_bytes % _ALIGNMENT == 0 and all(
         x.device.type == "cuda" and x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0
@@ -93,13 +93,13 @@ def can_copy(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor) -> bool:
     )
 
 
-def copy_page(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, source: int, destination: int) -> None:
-    """See `ops.copy_page`."""
+def copy_pages(k_LNHSE: torch.Tensor, v_LNHSE: torch.Tensor, pairs_K2: torch.Tensor) -> None:
+    """See `ops.copy_pages`; the pairs without gaps. Can be captured."""
     num_layers, num_pages = k_LNHSE.shape[:2]
     page_loads = k_LNHSE[0, 0].numel() * k_LNHSE.element_size() // _ALIGNMENT
-    kernel = _compiled(1, 1, 2, k_LNHSE.device).copy_page
-    operands = (k_LNHSE, v_LNHSE, num_pages, page_loads, source, destination)
-    grid = (-(-page_loads // _THREADS), num_layers, 2)
+    kernel = _compiled(1, 1, 2, k_LNHSE.device).copy_pages
+    operands = (k_LNHSE, v_LNHSE, pairs_K2, num_pages, page_loads)
+    grid = (-(-page_loads // _THREADS), num_layers, 2 * len(pairs_K2))
     kernel.launch(grid, _THREADS, operands, overlap=True)
 
 
@@ -130,7 +130,7 @@ class _Kernels:
         module = Module(SOURCE, defines(num_heads, page_size, kv_bytes))
         self.rotate_and_cache = module.kernel("rotate_and_cache")
         self.add3 = module.kernel("add3")
-        self.copy_page = module.kernel("copy_page")
+        self.copy_pages = module.kernel("copy_pages")
 
 
 @functools.cache

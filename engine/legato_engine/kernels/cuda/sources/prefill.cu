@@ -126,12 +126,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   out[index] = sum;
 }
 
-// One page of every layer, of keys and of values [layers, num_pages, page_loads], onto another.
+// Pages of every layer, of keys and of values [layers, num_pages, page_loads], onto others; `pairs`
+// are a source and a destination each, and nothing is done where they are the same.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    copy_page(uint4* keys, uint4* values, int num_pages, int page_loads, int source, int destination) {
+    copy_pages(uint4* keys, uint4* values, const i64* pairs, int num_pages, int page_loads) {
   const int index = blockIdx.x * THREADS + threadIdx.x;
-  uint4* const cache = (blockIdx.z ? values : keys) + (i64)blockIdx.y * num_pages * page_loads;
+  uint4* const cache = (blockIdx.z % 2 ? values : keys) + (i64)blockIdx.y * num_pages * page_loads;
+  const i64* const pair = pairs + blockIdx.z / 2 * 2;
   after_previous();
-  if (index >= page_loads) return;
-  cache[(i64)destination * page_loads + index] = load_fresh(cache + (i64)source * page_loads + index);
+  const i64 source = load_fresh_i64(pair), destination = load_fresh_i64(pair + 1);
+  if (index >= page_loads || source == destination) return;
+  cache[destination * page_loads + index] = load_fresh(cache + source * page_loads + index);
 }
