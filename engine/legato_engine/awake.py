@@ -7,7 +7,7 @@ import os
 import time
 
 EXPECTED = 0.002
-"""Seconds for a lone request that is about to come; for both processes."""
+"""Seconds for a lone request that is about to come, for both processes, or may come."""
 
 SHORT = 0.025
 """Seconds for the end of one, if it is short."""

@@ -143,8 +143,9 @@ class EngineConnection:
     def expect(self) -> None:
         """A request is about to come: an engine that sleeps wakes up meanwhile, where cores abound.
 
-        Nor does this process's loop sleep, until the request ends or is not a short one. Harmless
-        when none comes.
+        Nor does this process's loop sleep, until shortly behind the end of the request, or until
+        that is not a short one: who has an answer often asks again at once. Harmless when none
+        comes.
         """
         if self.has_spare_cores and not self._streams and self.state is EngineState.READY:
             self._send(Expect())
@@ -239,7 +240,8 @@ class EngineConnection:
 
     def _forget(self, stream: RequestStream) -> None:
         self._streams.pop(stream.request_id, None)
-        self._awake.end()
+        if self.has_spare_cores and not self._streams:
+            self._awake.stay(EXPECTED)
         self._discard_blob(stream.request)
 
     def _discard_blob(self, request: Request) -> None:

@@ -5,6 +5,7 @@ import os
 import select
 from typing import cast
 
+import pytest
 from legato_engine.connection import EngineConnection, EngineState
 from legato_engine.core import BlobRef, CaptionTask, EncodedImage, Request, caller_id
 from legato_engine.messages import (
@@ -354,18 +355,34 @@ async def test_a_loop_looks_without_sleep_until_a_lone_request_ends():
         await connection.close()
 
 
-async def test_a_loop_sleeps_behind_the_end_of_a_request():
-    """Its end is what the loop stayed awake for, and a time that is over ends that, too."""
+@pytest.mark.parametrize("spare_cores", [True, False])
+async def test_a_loop_looks_for_another_request_behind_the_end_of_one(spare_cores):
+    """Where cores are spare, for a moment: a time that is over ends it."""
     with linked() as ends:
-        connection = connected(ends)
+        connection = connected(ends, spare_cores=spare_cores)
         stream = connection.submit(submit("a").request)
+        connection._awake.end()
+        await asyncio.sleep(0)
+        assert not connection._awake.looks
         await ends.received()
         ends.engine.send(done("a"))
         await stream.done()
         await asyncio.sleep(0)
-        assert not connection._awake.looks
-        connection.submit(submit("b").request)
+        assert connection._awake.looks == spare_cores
         connection._awake.end()
         await asyncio.sleep(0)
         assert not connection._awake.looks
+        await connection.close()
+
+
+async def test_a_loop_sleeps_while_others_wait_for_their_answers():
+    """The end of one of several requests is not the end of all."""
+    with linked() as ends:
+        connection = connected(ends)
+        ended, other = (connection.submit(submit(name).request) for name in "ab")
+        await asyncio.sleep(0)
+        ended.abort()
+        await asyncio.sleep(0)
+        assert not connection._awake.looks
+        other.abort()
         await connection.close()
