@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from legato_engine.assembly import SilentSink, assemble
+from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -23,6 +23,7 @@ from legato_engine.core import (
 )
 from legato_engine.engine import make_sequence
 from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan, PreparedImage
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.tasks import SampledToken, Task
 from PIL import Image
 

@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
-from PIL import Image
 
 from legato_engine.adapter_store import AdapterStore
 from legato_engine.blob_reader import BlobReader
-from legato_engine.config import (
-    HIGHEST_ADAPTER_RANK,
-    LOOKUP_DRAFT,
-    MOST_PICTURES,
-    MOST_PREFILL_ROWS,
-    EngineConfig,
-    largest_block,
-)
-from legato_engine.core import (
-    CachedImage,
-    CaptionTask,
-    Event,
-    FinishReason,
-    ImageInfo,
-    QueryTask,
-    Request,
-    SamplingParams,
-)
+from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig
 from legato_engine.device.base import Device
 from legato_engine.device.host import available_memory
 from legato_engine.device.select import open_device
-from legato_engine.engine import EngineCore, make_sequence
-from legato_engine.errors import InvalidField, LegatoError
+from legato_engine.engine import EngineCore
+from legato_engine.errors import InvalidField
 from legato_engine.image_cache import ImageCache
 from legato_engine.image_holds import ImageHolds
 from legato_engine.image_jobs import ImageJobs
@@ -53,25 +33,23 @@ from legato_engine.preprocess import Preprocessor
 from legato_engine.quota import image_quota
 from legato_engine.refinements import Refinements
 from legato_engine.report_sink import ReportSink
-from legato_engine.runtime.draft_model import DraftModel
-from legato_engine.runtime.kv_pool import allocate, decode_buckets, num_pages_for, token_bytes
+from legato_engine.runtime.kv_pool import allocate, num_pages_for, token_bytes
 from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.runtime.warm_runner import warm_runner
 from legato_engine.scheduler.clock import SystemClock
 from legato_engine.scheduler.launch import ALONE
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.scheduler.sink import Sink
+from legato_engine.scheduler.sink import SilentSink, Sink
 from legato_engine.scheduler.step_record import Observer
-from legato_engine.sequence import Sequence
 from legato_engine.speculative.block_sizes import block_sizes
-from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer
+from legato_engine.warm_up import warm_up
 
 Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _VISION_DTYPES = ("auto", "fp8")
 _KV_DTYPES = ("auto", "model", "fp8")
-_WARM_UP_TOKENS = 4
 _PIXELS_UNDER_WAY = 64 * 1024 * 1024  # bytes of pictures beside the cache: decoded, held, uncached
 _QUICK_PIXELS = 1024 * 1024  # that are decoded in some six milliseconds
 _WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the start, by its progress
@@ -255,12 +233,16 @@ def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = No
     draft that cannot be used.
     """
     config = msgspec.structs.replace(assembly.config, speculation=setting)
-    model, kv = assembly.model, assembly.kv
-    if proposer is None:
-        proposer = _proposer(config, assembly.draft, model, assembly.device, kv)
-    parts = (assembly.bank, proposer, assembly.refiner)
-    runner = _runner(config, model, assembly.device, kv, *parts)
-    costs = _costs(config, runner)
+    runner, costs = warm_runner(
+        config,
+        assembly.model,
+        assembly.device,
+        assembly.kv,
+        bank=assembly.bank,
+        refiner=assembly.refiner,
+        draft=assembly.draft,
+        proposer=proposer,
+    )
     return dataclasses.replace(assembly, config=config, runner=runner, costs=costs)
 
 
@@ -280,12 +262,12 @@ def _with_runner(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
     kv = allocate(model, device, num_pages, config.page_size)
-    proposer = _proposer(config, bundle.draft, model, device, kv)
-    runner = _runner(config, model, device, kv, bank, proposer, refiner)
+    runner, costs = warm_runner(
+        config, model, device, kv, bank=bank, refiner=refiner, draft=bundle.draft
+    )
     frontend = bundle.frontend.keeping_pictures() if refiner else bundle.frontend
     if runner.encodes_pictures:
         frontend = frontend.resizing_on_device()
-    costs = _costs(config, runner)
     assembly = Assembly(
         config,
         frontend,
@@ -300,81 +282,8 @@ def _with_runner(
         refiner,
         costs,
     )
-    _warm_up_requests(assembly)
+    warm_up(frontend, assembly.scheduler(SilentSink(), pipeline_depth=config.pipeline_depth))
     return assembly
-
-
-def _runner(
-    config: EngineConfig,
-    model: Model,
-    device: Device,
-    kv: KVCache,
-    bank: AdapterBank | None,
-    proposer: Proposer | None,
-    refiner: MaskRefiner | None,
-) -> ModelRunner:
-    """A warm runner, that proposes if the configuration has tokens proposed.
-
-    Raises `InvalidField` where more prompts or pictures are to share a launch than ever could.
-    """
-    block = largest_block(config.speculation)
-    if not 0 <= config.max_prefill_rows <= MOST_PREFILL_ROWS:
-        raise InvalidField(f"0 to {MOST_PREFILL_ROWS}", field="max_prefill_rows")
-    if not 1 <= config.pictures_per_launch <= MOST_PICTURES:
-        raise InvalidField(f"1 to {MOST_PICTURES}", field="pictures_per_launch")
-    runner = ModelRunner(
-        model,
-        device,
-        kv,
-        max_running=config.max_running,
-        buckets=decode_buckets(device, config.max_running * (1 + block)),
-        cuda_graphs=config.cuda_graphs,
-        adapters=bank,
-        proposer=proposer if block else None,
-        max_block=block,
-        max_prompts=config.max_prefill_rows,
-        max_pictures=config.pictures_per_launch,
-        refiner=refiner,
-    )
-    runner.warm_up()
-    return runner
-
-
-def _proposer(
-    config: EngineConfig, own: Path | None, model: Model, device: Device, kv: KVCache
-) -> Proposer | None:
-    """Who the configuration says; `own` is the draft that the model brings."""
-    if not largest_block(config.speculation):
-        return None
-    name, colon, folder = config.draft.partition(":")
-    if colon:
-        draft = registry.resolve(name, folder).load(device.torch_device, model.dtype)
-        rows, vocab_size = config.max_running, model.vocab_size
-        return DraftModel(draft, device, num_rows=rows, vocab_size=vocab_size)
-    path = Path(config.draft) if config.draft else own
-    if path is None or config.draft == LOOKUP_DRAFT:
-        return _lookup(device)
-    return model.draft_proposer(path, kv)
-
-
-def _lookup(device: Device) -> Proposer:
-    if device.torch_device.type != "cuda":
-        return LookupProposer()
-    from legato_engine.kernels.cuda.drafting import LookupKernel
-
-    return LookupKernel()
-
-
-def _costs(config: EngineConfig, runner: ModelRunner) -> CostTable | None:
-    """What steps and proposals cost here, measured where it is asked for."""
-    if config.speculation != "budget":
-        return None
-    measured, steps = runner.costs(), list[tuple[int, float]]()
-    for bucket, seconds in measured.steps():
-        if steps and bucket > steps[-1][0] + 1:
-            steps.append((steps[-1][0] + 1, seconds))  # a step is padded to its bucket
-        steps.append((bucket, seconds))
-    return CostTable(steps=tuple(steps), prefill=0.0, propose=measured.propose())
 
 
 def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:
@@ -387,41 +296,6 @@ def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, .
     if not 1 <= config.max_adapter_rank <= HIGHEST_ADAPTER_RANK:
         raise InvalidField(f"1 to {HIGHEST_ADAPTER_RANK}", field="max_adapter_rank")
     return tuple(folder for folder in (given, bundle.adapters) if folder is not None)
-
-
-class SilentSink:
-    """A `scheduler.Sink` for requests that nobody waits for; a failure of theirs is raised."""
-
-    def started(self, sequence: Sequence) -> None:
-        """Nobody asked."""
-
-    def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        """Nobody asked."""
-
-    def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
-        """Nobody asked."""
-
-    def failed(self, sequence: Sequence, error: LegatoError) -> None:
-        """Stop whoever steps the scheduler."""
-        raise error
-
-
-def _warm_up_requests(assembly: Assembly) -> None:
-    """Run a picture and a question on a scheduler of their own, so that no estimate knows them."""
-    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=assembly.config.pipeline_depth)
-    frontend = assembly.frontend
-    sampling = SamplingParams(max_tokens=_WARM_UP_TOKENS, seed=0)
-    info = ImageInfo(image_id="warm-up", width=64, height=48, cache_hit=False)
-    picture = Image.fromarray(np.zeros((48, 64, 3), np.uint8))
-    named = CachedImage(image_id=info.image_id)
-    if "caption" in frontend.tasks:
-        request = Request(request_id="0", task=CaptionTask(), image=named, sampling=sampling)
-        image = frontend.prepare_image(picture, info.image_id, info)
-        scheduler.submit(make_sequence(frontend, request, image))
-    if "query" in frontend.tasks:
-        request = Request(request_id="1", task=QueryTask(question="?"), sampling=sampling)
-        scheduler.submit(make_sequence(frontend, request, None))
-    scheduler.drain()
 
 
 def _dtype(name: str, device: Device) -> torch.dtype:

@@ -13,9 +13,10 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from legato_engine.assembly import Assembly, SilentSink
+from legato_engine.assembly import Assembly
 from legato_engine.costs import predicted_speedup, row_share, zombie_tax
 from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.step_stats import step_parts
 from legato_engine.timeline import Step, StepFeed, Timeline
 from legato_engine.workload import Workload

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from legato_engine.assembly import Assembly, SilentSink
+from legato_engine.assembly import Assembly
 from legato_engine.core import Event, FinishReason, TaskResult
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.scheduler.runner import LaunchTimes
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken, Task

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console
 
-from legato_engine.assembly import SilentSink, assemble
+from legato_engine.assembly import assemble
 from legato_engine.bench import add_model_arguments, model_config
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.timeline import StepFeed, Timeline
 from legato_engine.workload import Workload
 

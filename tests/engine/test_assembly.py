@@ -26,7 +26,7 @@ def test_pictures_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch
     """The runner decides, not the device: here it has none of the kernels, unless it says so."""
     if encodes is not None:
         monkeypatch.setattr(ModelRunner, "encodes_pictures", encodes)
-        monkeypatch.setattr(assembly, "_warm_up_requests", lambda made: None)
+        monkeypatch.setattr(assembly, "warm_up", lambda frontend, scheduler: None)
     made = assembly.assemble(CONFIG)
     try:
         image = made.frontend.prepare_image(np.zeros((200, 300, 3), np.uint8), "key", INFO)

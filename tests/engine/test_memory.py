@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from legato_engine.assembly import Assembly, SilentSink, assemble
+from legato_engine.assembly import Assembly, assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -23,6 +23,7 @@ from legato_engine.core import (
 from legato_engine.engine import make_sequence
 from legato_engine.messages import KVReport
 from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence
 from PIL import Image
 

@@ -6,7 +6,7 @@ import random
 import msgspec
 import numpy as np
 import pytest
-from legato_engine.assembly import SilentSink, assemble, speculating
+from legato_engine.assembly import assemble, speculating
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -22,6 +22,7 @@ from legato_engine.core import (
 )
 from legato_engine.engine import make_sequence
 from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.speculative.replay import ReplayProposer, known_history
 from PIL import Image
 

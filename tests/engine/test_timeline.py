@@ -5,10 +5,11 @@ import json
 
 import pytest
 from legato_engine import trace
-from legato_engine.assembly import SilentSink, assemble
+from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
 from legato_engine.scheduler.launch import Launch, LaunchKind, Plan
 from legato_engine.scheduler.runner import LaunchTimes
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.timeline import LANES, StepFeed, Timeline, trace_events
 from legato_engine.workload import Workload

@@ -1,10 +1,11 @@
 """Requests of fixed length."""
 
 import pytest
-from legato_engine.assembly import SilentSink, assemble
+from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import DetectResult, FinishReason
 from legato_engine.errors import InvalidField
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.tasks import Constraint
 from legato_engine.timeline import StepFeed, Timeline
 from legato_engine.workload import KINDS, Workload, endless

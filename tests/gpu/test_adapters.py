@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from legato_engine.assembly import Assembly, SilentSink, assemble
+from legato_engine.assembly import Assembly, assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -25,6 +25,7 @@ from legato_engine.kernels import ops, reference
 from legato_engine.kernels.low_rank import AdapterRows
 from legato_engine.models.model import Adapter
 from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence
 from PIL import Image
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 
 import pytest
 import torch
-from legato_engine.assembly import Assembly, SilentSink, assemble
+from legato_engine.assembly import Assembly, assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -27,6 +27,7 @@ from legato_engine.core import (
 )
 from legato_engine.device.select import open_device
 from legato_engine.engine import make_sequence
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence
 from legato_engine.token_events import tokens_of
 

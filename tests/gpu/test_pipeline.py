@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from legato_engine.assembly import Assembly, SilentSink, assemble
+from legato_engine.assembly import Assembly, assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -33,6 +33,7 @@ from legato_engine.models.model import PreparedImage
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.scheduler.decode import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence
 from legato_engine.token_events import tokens_of

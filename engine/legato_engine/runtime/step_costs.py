@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from legato_engine.device.base import Device
+from legato_engine.megakernel.costs import CostTable
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.drafts import Drafts
 from legato_engine.runtime.program import Program
@@ -40,6 +41,15 @@ class StepCosts:
         self._drafts = drafts
         self._num_rows = num_rows
         self._context = min(_CONTEXT, max_context // 2)
+
+    def table(self) -> CostTable:
+        """All of it, as the policies weigh by."""
+        steps: list[tuple[int, float]] = []
+        for bucket, seconds in self.steps():
+            if steps and bucket > steps[-1][0] + 1:
+                steps.append((steps[-1][0] + 1, seconds))  # a step is padded to its bucket
+            steps.append((bucket, seconds))
+        return CostTable(steps=tuple(steps), prefill=0.0, propose=self.propose())
 
     def steps(self) -> tuple[tuple[int, float], ...]:
         """Seconds of a step of so many tokens, by each size that there is.

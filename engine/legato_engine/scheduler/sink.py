@@ -32,3 +32,20 @@ class Sink(Protocol):
     def failed(self, sequence: Sequence, error: LegatoError) -> None:
         """It ended without a result."""
         ...
+
+
+class SilentSink:
+    """A `Sink` for requests that nobody waits for; a failure of theirs is raised."""
+
+    def started(self, sequence: Sequence) -> None:
+        """Nobody asked."""
+
+    def delta(self, sequence: Sequence, events: Many[Event]) -> None:
+        """Nobody asked."""
+
+    def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
+        """Nobody asked."""
+
+    def failed(self, sequence: Sequence, error: LegatoError) -> None:
+        """Stop whoever steps the scheduler."""
+        raise error

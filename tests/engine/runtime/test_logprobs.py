@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from legato_engine.assembly import SilentSink, assemble
+from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -22,6 +22,7 @@ from legato_engine.core import (
 from legato_engine.engine import make_sequence
 from legato_engine.runtime.logprobs import token_logprobs
 from legato_engine.runtime.sampler import constraint_table
+from legato_engine.scheduler.sink import SilentSink
 from legato_engine.tasks import Constraint
 from PIL import Image
 

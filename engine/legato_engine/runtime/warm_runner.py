@@ -1,0 +1,93 @@
+"""A model's runner as a configuration asks for it: who proposes, and what its steps cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from legato_engine.config import (
+    LOOKUP_DRAFT,
+    MOST_PICTURES,
+    MOST_PREFILL_ROWS,
+    EngineConfig,
+    largest_block,
+)
+from legato_engine.device.base import Device
+from legato_engine.errors import InvalidField
+from legato_engine.layers.lora import AdapterBank
+from legato_engine.megakernel.costs import CostTable
+from legato_engine.models import registry
+from legato_engine.models.model import KVCache, MaskRefiner, Model
+from legato_engine.runtime.draft_model import DraftModel
+from legato_engine.runtime.kv_pool import decode_buckets
+from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.speculative.lookup import LookupProposer
+from legato_engine.speculative.proposer import Proposer
+
+
+def warm_runner(
+    config: EngineConfig,
+    model: Model,
+    device: Device,
+    kv: KVCache,
+    *,
+    bank: AdapterBank | None,
+    refiner: MaskRefiner | None,
+    draft: Path | None,
+    proposer: Proposer | None = None,
+) -> tuple[ModelRunner, CostTable | None]:
+    """A warm runner, and its steps' costs where proposals are weighed against them.
+
+    It proposes if the configuration has tokens proposed: by `proposer`, or by whom the
+    configuration names; `draft` is what the model brings. Raises `InvalidField` for a setting of
+    speculation that is unknown, a draft that cannot be used, and where more prompts or pictures are
+    to share a launch than ever could.
+    """
+    if proposer is None:
+        proposer = _proposer(config, draft, model, device, kv)
+    block = largest_block(config.speculation)
+    if not 0 <= config.max_prefill_rows <= MOST_PREFILL_ROWS:
+        raise InvalidField(f"0 to {MOST_PREFILL_ROWS}", field="max_prefill_rows")
+    if not 1 <= config.pictures_per_launch <= MOST_PICTURES:
+        raise InvalidField(f"1 to {MOST_PICTURES}", field="pictures_per_launch")
+    runner = ModelRunner(
+        model,
+        device,
+        kv,
+        max_running=config.max_running,
+        buckets=decode_buckets(device, config.max_running * (1 + block)),
+        cuda_graphs=config.cuda_graphs,
+        adapters=bank,
+        proposer=proposer if block else None,
+        max_block=block,
+        max_prompts=config.max_prefill_rows,
+        max_pictures=config.pictures_per_launch,
+        refiner=refiner,
+    )
+    runner.warm_up()
+    costs = runner.costs().table() if config.speculation == "budget" else None
+    return runner, costs
+
+
+def _proposer(
+    config: EngineConfig, draft: Path | None, model: Model, device: Device, kv: KVCache
+) -> Proposer | None:
+    """Who the configuration says; `draft` is what the model brings."""
+    if not largest_block(config.speculation):
+        return None
+    name, colon, folder = config.draft.partition(":")
+    if colon:
+        drafting = registry.resolve(name, folder).load(device.torch_device, model.dtype)
+        rows, vocab_size = config.max_running, model.vocab_size
+        return DraftModel(drafting, device, num_rows=rows, vocab_size=vocab_size)
+    path = Path(config.draft) if config.draft else draft
+    if path is None or config.draft == LOOKUP_DRAFT:
+        return _lookup(device)
+    return model.draft_proposer(path, kv)
+
+
+def _lookup(device: Device) -> Proposer:
+    if device.torch_device.type != "cuda":
+        return LookupProposer()
+    from legato_engine.kernels.cuda.drafting import LookupKernel
+
+    return LookupKernel()
