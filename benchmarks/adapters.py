@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import DecodeBatch, StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.paged_cache import DecodeBatch
+from legato_engine.models.step_kernels import StepInputs
 
 from benchmarks import record
 from benchmarks.kernels import BANDWIDTH, DEVICE, ROWS, Bench, context_bytes, floor_ms, timed

@@ -27,7 +27,6 @@ from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, Stages
 from legato_engine.kernels.cuda.streams import tiles_for
 from legato_engine.kernels.experts import Routes
 from legato_engine.layers.moe import ExpertLinear
-from legato_engine.models.model import DecodeBatch, KVCache, StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.fused import FusedMoondream
 from legato_engine.models.moondream.fused_sizes import can_fuse
@@ -38,6 +37,8 @@ from legato_engine.models.moondream.presets import (
     moondream3_config,
 )
 from legato_engine.models.moondream.weights import random_weights
+from legato_engine.models.paged_cache import DecodeBatch, KVCache
+from legato_engine.models.step_kernels import StepInputs
 from legato_engine.runtime.kv_pool import kv_dtype
 
 from benchmarks import record

@@ -22,7 +22,8 @@ from legato_engine.core import (
     TaskResult,
 )
 from legato_engine.engine import make_sequence
-from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan, PreparedImage
+from legato_engine.models.model import PreparedImage
+from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.tasks import SampledToken, Task
 from PIL import Image

@@ -27,7 +27,8 @@ from legato_engine.messages import ModelInfo, RequestReport
 from legato_engine.models import registry
 from legato_engine.models.bundle import ModelBundle
 from legato_engine.models.checkpoint_plan import dtype_name
-from legato_engine.models.model import KVCache, MaskRefiner, Model, ModelFrontend, PreparedImage
+from legato_engine.models.model import MaskRefiner, Model, ModelFrontend, PreparedImage
+from legato_engine.models.paged_cache import KVCache
 from legato_engine.pixel_memory import PixelMemory, Pixels, host_slab
 from legato_engine.preprocess import Preprocessor
 from legato_engine.quota import image_quota

@@ -11,9 +11,10 @@ import pytest
 import torch
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.layers.lora import AdapterBank, AdapterWeights, MlpWeights
-from legato_engine.models.model import DecodeBatch, KVCache, StepInputs
 from legato_engine.models.moondream.fused import FusedMoondream
 from legato_engine.models.moondream.model import MoondreamModel
+from legato_engine.models.paged_cache import DecodeBatch, KVCache
+from legato_engine.models.step_kernels import StepInputs
 
 from tests.gpu import test_kernels
 from tests.gpu.test_kernels import (

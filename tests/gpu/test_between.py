@@ -14,8 +14,8 @@ import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.cuda import compiler
 from legato_engine.kernels.cuda.between import FEWEST_TOKENS, MOST_TOKENS, Between
-from legato_engine.models.model import StepInputs
 from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.step_kernels import StepInputs
 
 from tests.gpu.test_kernels import DEVICE, World, indexable, make_world
 

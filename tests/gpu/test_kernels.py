@@ -21,7 +21,6 @@ from legato_engine.kernels import ops, pages
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.kernels.experts import Routes
 from legato_engine.layers.moe import ExpertLinear
-from legato_engine.models.model import DecodeBatch, KVCache, StepInputs
 from legato_engine.models.moondream.config import (
     ARCHITECTURE_3,
     Gelu,
@@ -38,6 +37,8 @@ from legato_engine.models.moondream.presets import (
 )
 from legato_engine.models.moondream.region import Region
 from legato_engine.models.moondream.weights import random_weights
+from legato_engine.models.paged_cache import DecodeBatch, KVCache
+from legato_engine.models.step_kernels import StepInputs
 
 pytestmark = [
     pytest.mark.gpu,

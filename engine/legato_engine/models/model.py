@@ -11,103 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from legato_engine.core import ImageInfo, Outline, Request
-from legato_engine.kernels.layer_cache import LayerCache
+from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.step_kernels import StepKernels
 from legato_engine.tasks import Constraint, Task
 
 if TYPE_CHECKING:
     import torch  # frontends import this module, and they never load torch
 
-    from legato_engine.kernels.cuda.sampling import RowTensors
-    from legato_engine.layers.lora import AdaptedRows, AdapterBank, AdapterWeights
+    from legato_engine.layers.lora import AdapterBank, AdapterWeights
     from legato_engine.speculative.proposer import Proposer
-
-
-@dataclasses.dataclass(slots=True)
-class KVCache:
-    """Paged keys and values of all layers.
-
-    `k_LNHSE`, `v_LNHSE`: layer, page, kv head, slot within page, head dim. Page 0 is scratch: rows
-    that pad a batch write there and nobody reads it. They are of the model's dtype, or of e4m3 in
-    units of `scale_L2` (float32): each layer's of keys and of values.
-    """
-
-    k_LNHSE: torch.Tensor
-    v_LNHSE: torch.Tensor
-    scale_L2: torch.Tensor | None = None
-
-    def layer(self, index: int) -> LayerCache:
-        """One layer's."""
-        scale_2 = None if self.scale_L2 is None else self.scale_L2[index]
-        return LayerCache(self.k_LNHSE[index], self.v_LNHSE[index], scale_2)
-
-    @property
-    def page_size(self) -> int:
-        """Positions per page."""
-        return self.k_LNHSE.shape[3]
-
-
-@dataclasses.dataclass(slots=True)
-class DecodeBatch:
-    """Where B single-token rows stand: `positions_B` int64 and `page_table_BM` int64 page ids.
-
-    `adapters`: which of them each row reads; None where no row has one.
-    """
-
-    positions_B: torch.Tensor
-    page_table_BM: torch.Tensor
-    adapters: AdaptedRows | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepInputs:
-    """B tokens of a step, each in a row of its own or several of one row, at fixed addresses.
-
-    All int64 but payloads (float32). Token b is `token_R[source_B[b]]` with its payload, the last
-    that its row sampled; where the source is -1 it is the prompt's, at index b. `row_B` names its
-    row of the page table, `fresh_B` the first position of its sequence that this very step writes:
-    one behind its own position marks padding, whose results mean nothing.
-    `adapter_slot_R` is each row's slot of the bank, None where no row has an adapter.
-
-    Successive tokens of one row form groups that read their keys and values once. `num_groups` is
-    how many the step is laid out for: only its speed depends on that.
-    """
-
-    source_B: torch.Tensor
-    row_B: torch.Tensor
-    position_B: torch.Tensor
-    fresh_B: torch.Tensor
-    prompt_token_B: torch.Tensor
-    prompt_payload_B2: torch.Tensor
-    token_R: torch.Tensor
-    payload_R2: torch.Tensor
-    page_table_RM: torch.Tensor
-    adapter_slot_R: torch.Tensor | None = None
-    num_groups: int = 1 << 30
-
-    def part(self, of: slice) -> StepInputs:
-        """Some of the tokens."""
-        return dataclasses.replace(
-            self,
-            source_B=self.source_B[of],
-            row_B=self.row_B[of],
-            position_B=self.position_B[of],
-            fresh_B=self.fresh_B[of],
-            prompt_token_B=self.prompt_token_B[of],
-            prompt_payload_B2=self.prompt_payload_B2[of],
-        )
-
-
-@dataclasses.dataclass(slots=True)
-class PrefillSpan:
-    """T consecutive positions of one sequence, from `start`; `pages_M` int64 covers 0..start+T.
-
-    `bidirectional`: all T positions see each other (image prefix, `start` 0); otherwise causal.
-    """
-
-    start: int
-    pages_M: torch.Tensor
-    bidirectional: bool
-    adapters: AdaptedRows | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,30 +48,6 @@ class PreparedImage:
     info: ImageInfo
     num_bytes: int
     num_crops: int = 0  # for a `PictureEncoder`; 0: it takes none, `prefix_embeddings` does
-
-
-class StepKernels(Protocol):
-    """A whole decode step as a few kernels, for a device that has them; only fixed addresses.
-
-    A token's results have the same bits in every batch. Steps share scratch memory.
-    """
-
-    def forward(
-        self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor | None
-    ) -> None:
-        """Fill the final residual stream and the float32 logits, if wanted; writes K and V."""
-        ...
-
-    def payload(
-        self,
-        state: RowTensors,
-        hidden_BD: torch.Tensor,
-        token_B: torch.Tensor,
-        row_B: torch.Tensor,
-        payload_B2: torch.Tensor,
-    ) -> None:
-        """Write the values that go with sampled tokens, here and in their rows' state."""
-        ...
 
 
 class PictureEncoder(Protocol):

@@ -12,7 +12,7 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.grouped_attention import Attend, Heads
 from legato_engine.layers.rope import Rope
-from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 
 
 def span_places(span: PrefillSpan, rope: Rope) -> ops.Span:

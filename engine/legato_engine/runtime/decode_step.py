@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import DecodeBatch, KVCache, Model
+from legato_engine.models.model import Model
+from legato_engine.models.paged_cache import DecodeBatch, KVCache
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import greedy, sample

@@ -10,7 +10,8 @@ import torch
 
 from legato_engine.device.base import Device
 from legato_engine.errors import InvalidField
-from legato_engine.models.model import DecodeBatch, Model
+from legato_engine.models.model import Model
+from legato_engine.models.paged_cache import DecodeBatch
 from legato_engine.runtime.kv_pool import allocate
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 

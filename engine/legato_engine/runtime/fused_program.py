@@ -20,12 +20,9 @@ from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.kernels.cuda.sampling import Sampler
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import (
-    KVCache,
-    Model,
-    StepInputs,
-    StepKernels,
-)
+from legato_engine.models.model import Model
+from legato_engine.models.paged_cache import KVCache
+from legato_engine.models.step_kernels import StepInputs, StepKernels
 from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES, DecodeSlot
 from legato_engine.runtime.graphs import Graphs, Work
 from legato_engine.runtime.logprobs import LogprobStep

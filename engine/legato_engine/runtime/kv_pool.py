@@ -6,7 +6,8 @@ import torch
 
 from legato_engine.device.base import Device
 from legato_engine.errors import InvalidField
-from legato_engine.models.model import KVCache, Model
+from legato_engine.models.model import Model
+from legato_engine.models.paged_cache import KVCache
 
 _SHARED_PREFIXES = 8  # full contexts kept beside the running rows for prefixes in the cache
 _MOST_PREFIXES = 1024  # more are never kept, however much memory there is

@@ -13,7 +13,9 @@ from typing import Any
 
 from legato_engine.device.base import Device, Event
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import KVCache, MaskRefiner, Model, StepKernels
+from legato_engine.models.model import MaskRefiner, Model
+from legato_engine.models.paged_cache import KVCache
+from legato_engine.models.step_kernels import StepKernels
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.drafts import Drafts
 from legato_engine.runtime.program import Program

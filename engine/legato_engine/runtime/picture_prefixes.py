@@ -13,7 +13,8 @@ import torch
 
 from legato_engine.device.base import Device
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import KVCache, Model, PictureEncoder, PrefillSpan
+from legato_engine.models.model import Model, PictureEncoder
+from legato_engine.models.paged_cache import KVCache, PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.graphs import Graphs, Work
 from legato_engine.scheduler.launch import Row

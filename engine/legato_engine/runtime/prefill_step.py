@@ -6,7 +6,8 @@ from collections.abc import Sequence as Many
 
 from legato_engine.kernels import ops
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import Adapter, KVCache, Model, PrefillSpan
+from legato_engine.models.model import Adapter, Model
+from legato_engine.models.paged_cache import KVCache, PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.scheduler.launch import Row
 from legato_engine.sequence import Sequence, TokenKey

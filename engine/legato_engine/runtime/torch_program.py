@@ -7,7 +7,8 @@ from itertools import product
 
 from legato_engine.device.base import Device
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import KVCache, Model
+from legato_engine.models.model import Model
+from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.decode_step import DecodeStep
 from legato_engine.runtime.logprobs import LogprobStep

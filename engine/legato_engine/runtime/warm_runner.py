@@ -16,7 +16,8 @@ from legato_engine.errors import InvalidField
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.megakernel.costs import CostTable
 from legato_engine.models import registry
-from legato_engine.models.model import KVCache, MaskRefiner, Model
+from legato_engine.models.model import MaskRefiner, Model
+from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.draft_model import DraftModel
 from legato_engine.runtime.kv_pool import decode_buckets
 from legato_engine.runtime.model_runner import ModelRunner

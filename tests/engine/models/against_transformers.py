@@ -9,7 +9,7 @@ from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import FinishReason, PromptToken, QueryTask, Request, SamplingParams
 from legato_engine.engine import make_sequence
-from legato_engine.models.model import PrefillSpan
+from legato_engine.models.paged_cache import PrefillSpan
 from legato_engine.models.registry import resolve
 from legato_engine.token_events import tokens_of
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from legato_engine.assembly import assemble
 from legato_engine.core import CaptionTask, DetectTask, QueryTask
-from legato_engine.models.model import DecodeBatch
 from legato_engine.models.moondream.preprocess import crop_image
 from legato_engine.models.moondream.presets import tiny_random_config
+from legato_engine.models.paged_cache import DecodeBatch
 from legato_engine.runtime import fused_program
 from legato_engine.runtime.decode_slot import MAX_PASSES
 from legato_engine.runtime.kv_pool import allocate

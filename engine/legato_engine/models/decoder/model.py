@@ -14,16 +14,9 @@ from legato_engine.errors import AdapterUnusable, InvalidField
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.decoder.frontend import FREE
 from legato_engine.models.decoder.network import DecoderNetwork
-from legato_engine.models.model import (
-    Adapter,
-    DecodeBatch,
-    KVCache,
-    MaskRefiner,
-    PictureEncoder,
-    PrefillSpan,
-    PreparedImage,
-    StepKernels,
-)
+from legato_engine.models.model import Adapter, MaskRefiner, PictureEncoder, PreparedImage
+from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.step_kernels import StepKernels
 from legato_engine.speculative.proposer import Proposer
 
 

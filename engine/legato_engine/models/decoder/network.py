@@ -17,13 +17,13 @@ from legato_engine.layers.grouped_attention import Attend, GroupedAttention
 from legato_engine.layers.linear import Linear
 from legato_engine.layers.rope import Rope
 from legato_engine.models.decoder.config import DecoderConfig
-from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.models.paged import (
     span_attention,
     span_places,
     step_attention,
     step_places,
 )
+from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 
 
 class GatedBlock(nn.Module):

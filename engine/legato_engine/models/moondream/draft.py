@@ -29,9 +29,9 @@ from legato_engine.kernels.cuda.draft_layer import (
     DraftWeights,
     supported,
 )
-from legato_engine.models.model import KVCache
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.text import Text
+from legato_engine.models.paged_cache import KVCache
 from legato_engine.speculative.proposer import Proposer, RowHistory
 
 _INNER = "fc1.weight"  # [F, D]

@@ -30,7 +30,6 @@ from legato_engine.kernels.cuda.regions import (
 )
 from legato_engine.kernels.cuda.sampling import PayloadReader, RowTensors
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import KVCache, StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.fused_adapters import FusedAdapters
 from legato_engine.models.moondream.fused_sizes import (
@@ -47,6 +46,8 @@ from legato_engine.models.moondream.fused_weights import (
 )
 from legato_engine.models.moondream.region import Region
 from legato_engine.models.moondream.text import Text, TextBlock
+from legato_engine.models.paged_cache import KVCache
+from legato_engine.models.step_kernels import StepInputs
 
 Layers = Callable[
     [

@@ -9,8 +9,8 @@ from legato_engine.kernels.cuda.decoder import supported
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.gained_stages import ExpertSizes, GainedSizes
 from legato_engine.kernels.cuda.regions import RegionSizes
-from legato_engine.models.model import KVCache
 from legato_engine.models.moondream.config import Gelu, MoondreamConfig
+from legato_engine.models.paged_cache import KVCache
 
 
 def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:

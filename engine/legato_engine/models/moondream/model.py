@@ -12,16 +12,7 @@ import torch
 from torch import nn
 
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import (
-    Adapter,
-    DecodeBatch,
-    KVCache,
-    MaskRefiner,
-    PictureEncoder,
-    PrefillSpan,
-    PreparedImage,
-    StepKernels,
-)
+from legato_engine.models.model import Adapter, MaskRefiner, PictureEncoder, PreparedImage
 from legato_engine.models.moondream.adapters import bank_sizes, parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
@@ -32,6 +23,8 @@ from legato_engine.models.moondream.preprocess import Crops
 from legato_engine.models.moondream.region import Region
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision
+from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.step_kernels import StepKernels
 from legato_engine.speculative.proposer import Proposer
 
 

@@ -19,11 +19,12 @@ from legato_engine.kernels.cuda.pictures import (
     stage,
 )
 from legato_engine.kernels.cut_plan import MAX_WORDS
-from legato_engine.models.model import KVCache, PreparedImage
+from legato_engine.models.model import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.preprocess import WholePicture, crop_geometry, most_crops
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision, normalised
+from legato_engine.models.paged_cache import KVCache
 
 Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 _LEVELS = 256

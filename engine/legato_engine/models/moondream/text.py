@@ -22,7 +22,6 @@ from legato_engine.layers.mlp import MLP
 from legato_engine.layers.moe import MoE
 from legato_engine.layers.rope import Rope
 from legato_engine.layers.tau import Tau
-from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.models.moondream.config import TextConfig
 from legato_engine.models.paged import (
     span_attention,
@@ -32,6 +31,7 @@ from legato_engine.models.paged import (
     step_attention,
     step_places,
 )
+from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 
 # What the residual stream is the sum of.
 Terms = tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]

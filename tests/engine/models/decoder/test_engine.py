@@ -10,7 +10,7 @@ from legato_engine.core import FinishReason, PromptToken, QueryTask, Request
 from legato_engine.errors import InvalidField
 from legato_engine.models.decoder.bundle import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
-from legato_engine.models.model import DecodeBatch, KVCache
+from legato_engine.models.paged_cache import DecodeBatch, KVCache
 from legato_engine.models.registry import resolve
 from legato_engine.tasks import SampledToken
 from legato_engine.token_events import tokens_of

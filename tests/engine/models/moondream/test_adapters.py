@@ -8,10 +8,10 @@ import torch
 from legato_engine.core import PromptToken
 from legato_engine.errors import AdapterUnusable
 from legato_engine.layers.lora import AdapterBank, BankSizes
-from legato_engine.models.model import DecodeBatch, PrefillSpan
 from legato_engine.models.moondream.adapters import parse_adapter
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.weights import random_weights
+from legato_engine.models.paged_cache import DecodeBatch, PrefillSpan
 
 from tests.adapters import (
     own_names,

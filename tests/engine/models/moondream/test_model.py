@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from legato_engine.core import Box, Point, PromptToken
-from legato_engine.models.model import DecodeBatch, PrefillSpan
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.prompts import Prompts
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
+from legato_engine.models.paged_cache import DecodeBatch, PrefillSpan
 
 from tests.engine.models.paged_session import PagedSession
 from tests.engine.models.reference_moondream import ReferenceMoondream

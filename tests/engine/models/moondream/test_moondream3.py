@@ -10,11 +10,11 @@ import torch
 from legato_engine.core import PromptToken
 from legato_engine.layers.mlp import MLP
 from legato_engine.layers.moe import MoE
-from legato_engine.models.model import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.models.moondream import fused_sizes
 from legato_engine.models.moondream.config import Gelu, TauConfig
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
+from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 
 from tests.engine.models.paged_session import PAGE_SIZE, PagedSession
 
