@@ -5,7 +5,6 @@ For load tests, for clients' tests, and for measuring what everything around the
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 import time
@@ -13,7 +12,7 @@ from collections.abc import Callable
 
 from legato_engine.blob_reader import BlobReader
 from legato_engine.config import EngineConfig
-from legato_engine.core import FinishReason, ImageInfo, Request, Timings, Usage
+from legato_engine.core import FinishReason, Request
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -35,12 +34,12 @@ from legato_engine.messages import (
     RequestReport,
     Started,
 )
-from legato_engine.null_answer import Answer, answer
+from legato_engine.null_answer import answer
+from legato_engine.null_job import IMAGE_TOKENS, NullJob
 from legato_engine.null_pictures import NullPictures
 
 NAME = "null"
 _MAX_CONTEXT = 8192
-_IMAGE_TOKENS = 729
 
 
 def info(config: EngineConfig) -> ModelInfo:
@@ -50,27 +49,12 @@ def info(config: EngineConfig) -> ModelInfo:
         device="none",
         tasks=("query", "caption", "detect", "point", "segment"),
         max_context_tokens=_MAX_CONTEXT,
-        max_output_tokens=_MAX_CONTEXT - _IMAGE_TOKENS - 1,
+        max_output_tokens=_MAX_CONTEXT - IMAGE_TOKENS - 1,
         max_running=config.max_running,
         max_waiting=config.max_waiting,
         num_parameters=0,
         dtype="none",
     )
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Job:
-    """A request with its answer; times are monotonic seconds, 0 until they come."""
-
-    request: Request
-    answer: Answer
-    deadline: float
-    image: ImageInfo | None
-    arrival: float
-    image_seconds: float
-    started: float = 0.0
-    first_token: float = 0.0
-    num_tokens: int = 0
 
 
 class NullEngine:
@@ -90,8 +74,8 @@ class NullEngine:
         self._num_objects = config.null_objects
         self._send = send
         self._pictures = NullPictures(config, blobs)
-        self._waiting: dict[str, _Job] = {}
-        self._running: dict[str, _Job] = {}
+        self._waiting: dict[str, NullJob] = {}
+        self._running: dict[str, NullJob] = {}
         self._next_step = 0.0
         self.steps_committed = 0
 
@@ -110,7 +94,7 @@ class NullEngine:
             self._fail(request, error)
             return
         must_wait = self._full
-        self._waiting[request.request_id] = _Job(
+        self._waiting[request.request_id] = NullJob(
             request=request,
             answer=answer(request.task, request.sampling, num_objects=self._num_objects),
             deadline=math.inf if request.deadline is None else request.deadline,
@@ -196,7 +180,7 @@ class NullEngine:
             self._advance(job)
         self._admit(now)
 
-    def _advance(self, job: _Job) -> None:
+    def _advance(self, job: NullJob) -> None:
         """One token, or all at once when neither the clock nor anybody who reads them waits."""
         events = job.answer.events
         at_once = not (self._period or job.request.deltas)
@@ -209,15 +193,15 @@ class NullEngine:
         if job.num_tokens == len(events):
             self._end(job, job.answer.finish_reason)
 
-    def _end(self, job: _Job, finish_reason: FinishReason) -> None:
+    def _end(self, job: NullJob, finish_reason: FinishReason) -> None:
         self.abort(job.request.request_id)
         self._send(
             Done(
                 request_id=job.request.request_id,
                 result=job.answer.result(job.num_tokens),
                 finish_reason=finish_reason,
-                usage=_usage(job),
-                timings=_timings(job),
+                usage=job.usage(),
+                timings=job.timings(),
                 image=job.image,
                 tokens=job.answer.tokens(job.num_tokens, job.request),
             )
@@ -253,7 +237,7 @@ class NullEngine:
         for job in list(self._waiting.values())[:room]:
             self._start(job, now)
 
-    def _start(self, job: _Job, now: float) -> None:
+    def _start(self, job: NullJob, now: float) -> None:
         request_id = job.request.request_id
         self._running[request_id] = self._waiting.pop(request_id)
         job.started = now
@@ -263,9 +247,9 @@ class NullEngine:
             Started(
                 request_id=request_id,
                 model=NAME,
-                input_tokens=_input_tokens(job),
-                cached_tokens=_cached_tokens(job),
-                queue_time=_queue_time(job),
+                input_tokens=job.input_tokens,
+                cached_tokens=job.cached_tokens,
+                queue_time=job.queue_time,
                 image=job.image,
             )
         )
@@ -282,39 +266,3 @@ class NullEngine:
 
     def _fail(self, request: Request, error: LegatoError) -> None:
         self._send(Failed(request_id=request.request_id, error=to_value(error)))
-
-
-def _input_tokens(job: _Job) -> int:
-    """BOS, the picture, and a token for each word."""
-    return 1 + (_IMAGE_TOKENS if job.image else 0) + job.answer.num_words
-
-
-def _cached_tokens(job: _Job) -> int:
-    return 1 + _IMAGE_TOKENS if job.image and job.image.cache_hit else 0
-
-
-def _queue_time(job: _Job) -> float:
-    return max(0.0, job.started - job.arrival - job.image_seconds)
-
-
-def _usage(job: _Job) -> Usage:
-    return Usage(
-        input_tokens=_input_tokens(job),
-        output_tokens=job.num_tokens,
-        cached_tokens=_cached_tokens(job),
-        image_tokens=_IMAGE_TOKENS if job.image else 0,
-        reasoning_tokens=min(job.num_tokens, job.answer.num_thoughts),
-    )
-
-
-def _timings(job: _Job) -> Timings:
-    now = time.monotonic()
-    first_token = job.first_token or now
-    return Timings(
-        queue=_queue_time(job),
-        image=job.image_seconds,
-        prefill=first_token - (job.started or now),
-        first_token=first_token - job.arrival,
-        decode=now - first_token,
-        total=now - job.arrival,
-    )
