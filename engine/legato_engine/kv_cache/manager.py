@@ -8,7 +8,8 @@ from legato_engine.kv_cache.adapter_slots import NO_ADAPTER, AdapterSlots
 from legato_engine.kv_cache.block_pool import BlockPool
 from legato_engine.kv_cache.holding import Holding, check_owners
 from legato_engine.kv_cache.prefix_work import PrefixWork
-from legato_engine.kv_cache.radix_tree import Match, RadixTree
+from legato_engine.kv_cache.radix_tree import RadixTree
+from legato_engine.kv_cache.room import Room
 from legato_engine.kv_cache.sharing import Sharing
 from legato_engine.kv_cache.slot_pool import SlotPool
 from legato_engine.kv_cache.tally import Tally
@@ -36,6 +37,7 @@ class KVCacheManager:
         """`num_pages` counts the scratch page; `max_context` is the model's, in positions."""
         self._pool = BlockPool(num_pages)
         self._tree = RadixTree(self._pool, page_size)
+        self._room = Room(self._pool, self._tree, page_size)
         self._sharing = Sharing(self._tree, self._pool, page_size)
         self._rows = SlotPool(num_rows)
         self._adapters = AdapterSlots(num_adapter_slots)
@@ -75,7 +77,7 @@ class KVCacheManager:
     @property
     def pages_used(self) -> int:
         """Pages held by live sequences and zombies, what they share counted once."""
-        return self._pool.num_usable - self._pool.num_free - self._tree.idle_pages
+        return self._pool.num_usable - self._room.num_pages
 
     @property
     def prefix_pages(self) -> int:
@@ -98,7 +100,7 @@ class KVCacheManager:
         if sequence.max_length > self.max_length:
             return False
         tail = sequence.prefix_key is not None and sequence.unit_length % self._page_size > 0
-        return self._pages(sequence.max_length) + tail <= self._pool.num_usable
+        return self._room.pages_for(sequence.max_length) + tail <= self._pool.num_usable
 
     def can_admit(self, sequence: Sequence) -> bool:
         """Whether `admit` would succeed now, and leave a page for everybody who still grows.
@@ -108,14 +110,15 @@ class KVCacheManager:
         """
         if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
-        available = self._pool.num_free + self._tree.idle_pages - self._num_growing()
+        available = self._room.num_pages - self._num_growing()
         if available <= sequence.refused_at:
             return False
         match = self._sharing.match(sequence)
         if match is not None and not match.node.ready:
             return False
-        fits = self._fits(sequence, match, available) or (
-            match is not None and self._fits(sequence, self._sharing.uncopied(match), available)
+        fits = self._room.fits(sequence, match, available) or (
+            match is not None
+            and self._room.fits(sequence, self._sharing.uncopied(match), available)
         )
         if not fits:
             sequence.refused_at = available
@@ -145,15 +148,14 @@ class KVCacheManager:
     def _admit_pages(self, sequence: Sequence) -> PrefixWork:
         match, holding = self._sharing.match(sequence), Holding()
         if match is not None:
-            available = self._pool.num_free + self._tree.idle_pages
-            fits = self._fits(sequence, match, available)
+            fits = self._room.fits(sequence, match, self._room.num_pages)
             match = match if fits else self._sharing.uncopied(match)
             self._sharing.hold(holding, match)
-        self._tree.make_room(self._num_missing(sequence, match))
+        self._tree.make_room(self._room.missing_pages(sequence, match))
         if match is None and sequence.prefix_key is not None:
             self._sharing.hold(holding, self._sharing.open(sequence))
         shared = () if holding.node is None else self._sharing.full_pages(holding.node)
-        private = self._pool.allocate(self._num_first_pages(sequence) - len(shared))
+        private = self._pool.allocate(self._room.first_pages(sequence) - len(shared))
         holding.private.update(private)
         self._held[sequence] = holding
         sequence.row = self._rows.allocate()
@@ -164,7 +166,7 @@ class KVCacheManager:
         compute: tuple[int, ...] = ()
         if sequence.num_cached == 0:
             unit = holding.node.pages if holding.node is not None else ()
-            compute = unit or sequence.page_ids[: self._pages(sequence.prefix_length)]
+            compute = unit or sequence.page_ids[: self._room.pages_for(sequence.prefix_length)]
         source = holding.source
         return PrefixWork(compute, None if source is None else (source.pages[-1], private[0]))
 
@@ -190,8 +192,8 @@ class KVCacheManager:
         holding = self._held[sequence]
         if holding.draft:
             page = holding.draft.pop(0)
-        elif self._has_room(1) or self._sharing.merge(sequence, holding):
-            (page,) = self._take(1)
+        elif self._room.num_pages > 0 or self._sharing.merge(sequence, holding):
+            (page,) = self._room.take(1)
             sequence.page_ids += (page,)
         else:
             return False
@@ -207,12 +209,12 @@ class KVCacheManager:
         who still grows. `length` is at most `sequence.max_length`.
         """
         assert length <= sequence.max_length, f"{length} positions are more than it may ever have"
-        missing = self._pages(length) - len(sequence.page_ids)
+        missing = self._room.pages_for(length) - len(sequence.page_ids)
         if missing <= 0:
             return True
-        if not self._has_room(missing + self._num_growing(besides=sequence)):
+        if missing + self._num_growing(besides=sequence) > self._room.num_pages:
             return False
-        pages = self._take(missing)
+        pages = self._room.take(missing)
         self._held[sequence].draft.extend(pages)
         sequence.page_ids += pages
         self._tally.drafted += missing
@@ -227,11 +229,11 @@ class KVCacheManager:
         """
         draft = self._held[sequence].draft
         num_committed = len(sequence.page_ids) - len(draft)
-        kept = max(0, self._pages(length) - num_committed)
+        kept = max(0, self._room.pages_for(length) - num_committed)
         assert kept <= len(draft), f"{length} positions stand without a page"
         for _ in range(kept):
             self.grow(sequence)
-        held = max(num_committed + kept, self._pages(reserved))
+        held = max(num_committed + kept, self._room.pages_for(reserved))
         rejected = sequence.page_ids[held:]
         self._tally.discarded += len(rejected)
         sequence.page_ids = sequence.page_ids[:held]
@@ -276,41 +278,10 @@ class KVCacheManager:
         """Assert that every page has one owner and every table is made of what is held."""
         check_owners(self._pool, self._tree, self._held, self._page_size)
 
-    # ------------------------------------------------------------ how many
-
-    def _fits(self, sequence: Sequence, match: Match | None, available: int) -> bool:
-        """Whether so many pages, of which some are idle and to be held, are enough."""
-        if match is not None:
-            needed = {*match.node.path, match.source or match.node}
-            available -= sum(len(node.pages) for node in needed if node.holders == 0)
-        return self._num_missing(sequence, match) <= available
-
-    def _take(self, count: int) -> tuple[int, ...]:
-        self._tree.make_room(count)
-        return self._pool.allocate(count)
-
-    def _has_room(self, count: int) -> bool:
-        return count <= self._pool.num_free + self._tree.idle_pages
-
     def _num_growing(self, besides: Sequence | None = None) -> int:
+        """Who may need one more page."""
         return sum(
             each.capacity < each.max_length
             for each in self._held
             if not each.finalized and each is not besides
         )
-
-    def _num_first_pages(self, sequence: Sequence) -> int:
-        return self._pages(min(sequence.length + 1, sequence.max_length))
-
-    def _num_missing(self, sequence: Sequence, match: Match | None) -> int:
-        """Pages to allocate: private ones, and a unit's own when nobody has computed it."""
-        first = self._num_first_pages(sequence)
-        if match is not None:
-            return first - match.node.length // self._page_size
-        if sequence.prefix_key is None:
-            return first
-        unit = sequence.unit_length
-        return first - unit // self._page_size + self._pages(unit)
-
-    def _pages(self, length: int) -> int:
-        return -(-length // self._page_size)
