@@ -23,7 +23,9 @@ from legato_engine.models.paged_cache import DecodeBatch
 from legato_engine.models.step_kernels import StepInputs
 
 from benchmarks import record
-from benchmarks.kernels import BANDWIDTH, DEVICE, ROWS, Bench, context_bytes, floor_ms, timed
+from benchmarks.kernels import timed
+from benchmarks.step_bench import DEVICE, ROWS, Bench
+from benchmarks.step_floor import BANDWIDTH, context_bytes, experts_touched, floor_ms
 
 SLOTS = 8
 
@@ -68,7 +70,7 @@ def measure(
             out = bench.empty(batch)
             step_ms = timed(device, functools.partial(kernels.forward, inputs, *out))
             expert_LBK = None if kernels.expert_LBK is None else kernels.expert_LBK[:, :batch]
-            touched = _touched(bench.config, expert_LBK)
+            touched = experts_touched(bench.config, expert_LBK)
             figures = {
                 "model": bench.config.name,
                 "rank": rank,
@@ -83,14 +85,6 @@ def measure(
                 figures["torch_ms"] = timed(device, work, repeats=10)
             rows.append(figures)
     return rows
-
-
-def _touched(config: MoondreamConfig, expert_LBK: torch.Tensor | None) -> list[int]:
-    """Experts that the last step read, by layer."""
-    if expert_LBK is None or config.text.moe is None:
-        return [0] * config.text.num_layers
-    first = config.text.moe.first_layer
-    return [0] * first + [len(layer.unique()) for layer in expert_LBK[first:]]
 
 
 def _adapter_ms(
