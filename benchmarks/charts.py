@@ -1,26 +1,22 @@
 """Charts like those in reports: flat areas, axes and small text, reproducible by seed.
 
-Coordinates are in units of a picture of 850x600, drawn finer than it is and made smaller, so that
-edges are as soft as those of real charts.
+Coordinates are those of `Pen`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
-Point = tuple[float, float]
-_UNITS = 850, 600
-_FINER = 2
+from benchmarks.pen import INK, Pen
+
 _LEFT, _TOP, _RIGHT, _BOTTOM = 84.0, 92.0, 828.0, 506.0  # of the area that data are drawn in
 _PALETTES = (
     ("#2f6fb2", "#e07b39", "#5a9e4b", "#b8413b", "#7f62a8"),
@@ -29,7 +25,7 @@ _PALETTES = (
     ("#3e4a61", "#f2b134", "#ed553b", "#06838f", "#a1c3d1"),
 )
 _BACKGROUNDS = ("#ffffff", "#ffffff", "#f7f7f5", "#eef3f8")
-_INK, _FAINT, _GRID = "#2b2b2b", "#6d6d6d", "#d9d9d9"
+_FAINT, _GRID = "#6d6d6d", "#d9d9d9"
 _SUBJECTS: tuple[str, ...] = (
     "Internet users",
     "Net revenue",
@@ -133,7 +129,7 @@ def invent(rng: random.Random) -> Chart:
 
 def draw(chart: Chart, size: tuple[int, int]) -> Image.Image:
     """The chart as an RGB picture of `size` (width, height)."""
-    pen = _Pen(size, chart.background)
+    pen = Pen(size, chart.background)
     pen.text((_LEFT - 60, 22), chart.title, 23, anchor="lm")
     pen.text((_LEFT - 60, 50), chart.subtitle, 15, _FAINT, anchor="lm")
     KINDS[chart.kind](pen, chart)
@@ -151,52 +147,11 @@ def ticks(top: float) -> list[float]:
     return [step * place for place in range(math.ceil(top / step) + 1)]
 
 
-class _Pen:
-    """Draws on a picture in its own units."""
-
-    def __init__(self, size: tuple[int, int], background: str) -> None:
-        self._x, self._y = (_FINER * now / then for now, then in zip(size, _UNITS, strict=True))
-        self._image = Image.new("RGB", (_FINER * size[0], _FINER * size[1]), background)
-        self._draw = ImageDraw.Draw(self._image)
-
-    def text(
-        self, at: Point, text: str, size: float, color: str = _INK, anchor: str = "mm"
-    ) -> None:
-        font = _font(max(4, round(size * min(self._x, self._y))))
-        self._draw.text(self._at(at), text, color, font, anchor=anchor)
-
-    def line(self, points: Sequence[Point], color: str, width: float = 1.0) -> None:
-        thick = max(1, round(width * min(self._x, self._y)))
-        self._draw.line([self._at(each) for each in points], color, thick, joint="curve")
-
-    def box(self, start: Point, end: Point, color: str) -> None:
-        """From `start`, above and left of `end`."""
-        (left, top), (right, bottom) = self._at(start), self._at(end)
-        self._draw.rectangle((left, top, max(left, right), max(top, bottom)), color)
-
-    def slice(self, centre: Point, radius: float, turns: tuple[float, float], color: str) -> None:
-        """A part of a disc, clockwise from `turns[0]` to `turns[1]`; 0 is to the right."""
-        (x, y), reach = self._at(centre), radius * min(self._x, self._y)
-        box = (x - reach, y - reach, x + reach, y + reach)
-        self._draw.pieslice(box, 360 * turns[0], 360 * turns[1], color, "#ffffff", 2 * _FINER)
-
-    def finished(self) -> Image.Image:
-        return self._image.reduce(_FINER)
-
-    def _at(self, point: Point) -> Point:
-        return point[0] * self._x, point[1] * self._y
-
-
-@functools.cache
-def _font(size: int) -> Any:
-    return ImageFont.load_default(size)
-
-
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
-def _legend(pen: _Pen, names: Sequence[str], palette: Sequence[str]) -> None:
+def _legend(pen: Pen, names: Sequence[str], palette: Sequence[str]) -> None:
     for place, (name, color) in enumerate(zip(names, palette, strict=False)):
         x = _LEFT + 150 * place
         pen.box((x, 551), (x + 13, 564), color)
@@ -206,7 +161,7 @@ def _legend(pen: _Pen, names: Sequence[str], palette: Sequence[str]) -> None:
 # ---------------------------------------------------------------- kinds
 
 
-def _upright(pen: _Pen, chart: Chart) -> tuple[Callable[[float], float], list[float]]:
+def _upright(pen: Pen, chart: Chart) -> tuple[Callable[[float], float], list[float]]:
     """Axes with values upwards; returns where a value and where each category stands."""
     marks = ticks(chart.top)
 
@@ -215,17 +170,17 @@ def _upright(pen: _Pen, chart: Chart) -> tuple[Callable[[float], float], list[fl
 
     for mark in marks:
         y = height(mark)
-        pen.line([(_LEFT, y), (_RIGHT, y)], _GRID if mark else _INK)
+        pen.line([(_LEFT, y), (_RIGHT, y)], _GRID if mark else INK)
         pen.text((_LEFT - 8, y), _number(mark), 14, _FAINT, anchor="rm")
     apart = (_RIGHT - _LEFT) / len(chart.categories)
     middles = [_LEFT + apart * (place + 0.5) for place in range(len(chart.categories))]
     for x, name in zip(middles, chart.categories, strict=True):
-        pen.line([(x, _BOTTOM), (x, _BOTTOM + 5)], _INK)
+        pen.line([(x, _BOTTOM), (x, _BOTTOM + 5)], INK)
         pen.text((x, _BOTTOM + 17), name, 14 if apart > 90 else 12)
     return height, middles
 
 
-def _columns(pen: _Pen, chart: Chart) -> None:
+def _columns(pen: Pen, chart: Chart) -> None:
     height, middles = _upright(pen, chart)
     wide = 0.72 * (middles[1] - middles[0]) / len(chart.series)
     for nth, (values_K, color) in enumerate(zip(chart.values_SK, chart.palette, strict=False)):
@@ -236,7 +191,7 @@ def _columns(pen: _Pen, chart: Chart) -> None:
                 pen.text((x + wide / 2, y - 9), _number(value), 12)
 
 
-def _stacks(pen: _Pen, chart: Chart) -> None:
+def _stacks(pen: Pen, chart: Chart) -> None:
     height, middles = _upright(pen, chart)
     wide = 0.6 * (middles[1] - middles[0])
     for middle, values_S in zip(middles, zip(*chart.values_SK, strict=True), strict=True):
@@ -249,14 +204,14 @@ def _stacks(pen: _Pen, chart: Chart) -> None:
             below += value
 
 
-def _bars(pen: _Pen, chart: Chart) -> None:
+def _bars(pen: Pen, chart: Chart) -> None:
     """Values to the right, categories below each other."""
     left, marks = _LEFT + 40, ticks(chart.top)
     each = (_BOTTOM - _TOP) / len(chart.categories)
     thick = 0.74 * each / len(chart.series)
     for mark in marks:
         x = left + (_RIGHT - left) * mark / marks[-1]
-        pen.line([(x, _TOP), (x, _BOTTOM)], _GRID if mark else _INK)
+        pen.line([(x, _TOP), (x, _BOTTOM)], _GRID if mark else INK)
         pen.text((x, _BOTTOM + 17), _number(mark), 14, _FAINT)
     for place, name in enumerate(chart.categories):
         middle = _TOP + each * (place + 0.5)
@@ -269,7 +224,7 @@ def _bars(pen: _Pen, chart: Chart) -> None:
                 pen.text((x + 5, y + thick / 2), _number(values_K[place]), 12, anchor="lm")
 
 
-def _lines(pen: _Pen, chart: Chart) -> None:
+def _lines(pen: Pen, chart: Chart) -> None:
     height, middles = _upright(pen, chart)
     for values_K, color in zip(chart.values_SK, chart.palette, strict=False):
         points = [(x, height(value)) for x, value in zip(middles, values_K, strict=True)]
@@ -280,7 +235,7 @@ def _lines(pen: _Pen, chart: Chart) -> None:
                 pen.text((x, y - 13), _number(value), 12)
 
 
-def _pie(pen: _Pen, chart: Chart) -> None:
+def _pie(pen: Pen, chart: Chart) -> None:
     values_K, begin = chart.values_SK[0], 0.75
     centre, radius = ((_LEFT + _RIGHT) / 2, (_TOP + _BOTTOM) / 2), 185.0
     for value, color in zip(values_K, chart.palette, strict=False):
@@ -292,7 +247,7 @@ def _pie(pen: _Pen, chart: Chart) -> None:
         begin += share
 
 
-KINDS: dict[str, Callable[[_Pen, Chart], None]] = {
+KINDS: dict[str, Callable[[Pen, Chart], None]] = {
     "columns": _columns,
     "stacks": _stacks,
     "bars": _bars,
