@@ -1,0 +1,49 @@
+"""What happens to sequences of a KV cache, step by step, checked behind each."""
+
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.kv_cache.prefix_work import PrefixWork
+from legato_engine.sequence import Sequence
+
+from tests.fakes import FakeTask, make_sequence
+
+PAGE = 4
+
+
+def sequence(
+    seq_id: int, prefix_length: int, key: str | None = "k", *, prompt: int = 2, max_tokens: int = 3
+) -> Sequence:
+    """A sequence of `prefix_length + prompt + max_tokens - 1` positions."""
+    task = FakeTask(num_prompt=prompt, max_tokens=max_tokens)
+    return make_sequence(seq_id, task, prefix_key=key, prefix_length=prefix_length)
+
+
+def admit(manager: KVCacheManager, admitted: Sequence) -> PrefixWork:
+    """Ask, admit and launch."""
+    assert manager.can_admit(admitted)
+    work = manager.admit(admitted)
+    manager.check()
+    launch(manager, admitted)
+    return work
+
+
+def launch(manager: KVCacheManager, admitted: Sequence) -> None:
+    """Its prefill is enqueued."""
+    admitted.last_position = admitted.length
+    manager.launched(admitted)
+    manager.check()
+
+
+def decode(manager: KVCacheManager, decoding: Sequence, *token_ids: int) -> None:
+    """Commit tokens one by one, each fed at once; pages come as they are needed."""
+    for token_id in token_ids:
+        decoding.tokens.append((token_id, (0.0, 0.0)))
+        if decoding.last_position >= decoding.capacity:
+            assert manager.grow(decoding)
+        decoding.last_position += 1
+        manager.check()
+
+
+def release(manager: KVCacheManager, ended: Sequence) -> None:
+    """It ends."""
+    manager.release(ended)
+    manager.check()
