@@ -7,18 +7,18 @@ from legato_engine.errors import DeadlineExceeded
 from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.sequence import Sequence, SequenceStatus
 
+from tests.engine.scheduler.tasks import LONG_SEED
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask
 
 ENCODE, PREFILL, DECODE, _ = LaunchKind
-LONG_SEED = 1  # reads at least 14 tokens with any prefix and prompt used here
 TICKS_TO_PREFILL = 7  # of a picture of 13 crops: three encodes and the prefill, decodes between
 
 
 def talker(world: World, max_tokens: int = 14) -> Sequence:
     """A sequence that decodes from the next tick on."""
     sequence = world.submit(FakeTask(seed=LONG_SEED, max_tokens=max_tokens))
-    ticks(world, 1)
+    world.steps(1)
     return sequence
 
 
@@ -33,19 +33,6 @@ def picture(
     )
 
 
-def ticks(world: World, count: int) -> None:
-    """Some ticks, checked."""
-    for _ in range(count):
-        world.step()
-
-
-def drain(world: World) -> None:
-    """Checked ticks until nothing is left."""
-    while not world.scheduler.idle:
-        world.step()
-    world.check_rest()
-
-
 def crops_of(plan: Plan) -> tuple[LaunchKind, int, int]:
     """What a launch does, and which crops its first row names."""
     work = plan.rows[0].prefix
@@ -58,7 +45,7 @@ def test_a_large_picture_is_encoded_between_decodes(depth: int) -> None:
     world = World(depth=depth)
     talker(world)
     picture(world)
-    ticks(world, 1 + TICKS_TO_PREFILL)
+    world.steps(1 + TICKS_TO_PREFILL)
     assert [crops_of(plan) for plan in world.runner.plans[1:]] == [
         (DECODE, 0, 0),
         (ENCODE, 0, 5),
@@ -69,7 +56,7 @@ def test_a_large_picture_is_encoded_between_decodes(depth: int) -> None:
         (DECODE, 0, 0),
         (PREFILL, 13, 0),
     ]
-    drain(world)
+    world.drain()
 
 
 def test_whoever_waits_for_a_whole_answer_is_not_held_up() -> None:
@@ -78,22 +65,22 @@ def test_whoever_waits_for_a_whole_answer_is_not_held_up() -> None:
     sequence = talker(world)
     sequence.request = msgspec.structs.replace(sequence.request, deltas=False)
     picture(world)
-    ticks(world, 3)
+    world.steps(3)
     assert [crops_of(plan) for plan in world.runner.plans[1:]] == [
         (DECODE, 0, 0),
         (PREFILL, 0, 0),
         (DECODE, 0, 0),
     ]
-    drain(world)
+    world.drain()
 
 
 def test_nobody_to_hold_up_nothing_to_split() -> None:
     """A picture that arrives alone is prefilled in one launch."""
     world = World()
     picture(world)
-    ticks(world, 1)
+    world.steps(1)
     assert [crops_of(plan) for plan in world.runner.plans] == [(PREFILL, 0, 0)]
-    drain(world)
+    world.drain()
 
 
 @pytest.mark.parametrize(("crops_per_launch", "num_crops"), [(5, 5), (0, 13)])
@@ -104,9 +91,9 @@ def test_a_small_picture_and_a_limit_of_zero_split_nothing(
     world = World(crops_per_launch=crops_per_launch)
     talker(world)
     picture(world, num_crops)
-    ticks(world, 2)
+    world.steps(2)
     assert [crops_of(plan) for plan in world.runner.plans[2:]] == [(PREFILL, 0, 0)]
-    drain(world)
+    world.drain()
 
 
 def test_the_prefill_encodes_the_rest_when_the_last_decode_has_ended() -> None:
@@ -114,7 +101,7 @@ def test_the_prefill_encodes_the_rest_when_the_last_decode_has_ended() -> None:
     world = World()
     talker(world, max_tokens=3)
     picture(world)
-    drain(world)
+    world.drain()
     assert [crops_of(plan) for plan in world.runner.plans[1:5]] == [
         (DECODE, 0, 0),
         (ENCODE, 0, 5),
@@ -127,9 +114,9 @@ def test_a_picture_that_is_known_is_not_encoded() -> None:
     """A hit reads the prefix, however large the picture is."""
     world = World()
     picture(world)
-    ticks(world, 1)
+    world.steps(1)
     hit = picture(world)
-    drain(world)
+    world.drain()
     assert hit.cached_tokens == 9
     assert ENCODE not in {plan.kind for plan in world.runner.plans}
 
@@ -140,7 +127,7 @@ def test_nobody_is_prefilled_between_the_parts_of_a_picture() -> None:
     talker(world)
     first, same, other = picture(world), picture(world), picture(world, 6, key=None)
     text = world.submit(FakeTask(seed=LONG_SEED, max_tokens=4))
-    drain(world)
+    world.drain()
     order = [p.rows[0].sequence for p in world.runner.plans[1:] if p.kind is not DECODE]
     assert order == [first] * 4 + [same] + [other] * 3 + [text]
     assert (first.cached_tokens, same.cached_tokens) == (0, 9)
@@ -152,11 +139,11 @@ def test_a_large_picture_shares_no_launch() -> None:
     decoding = talker(world)
     small = world.submit(FakeTask(seed=LONG_SEED, max_tokens=4))
     large = picture(world)
-    ticks(world, 4)
+    world.steps(4)
     rows = [[row.sequence for row in plan.rows] for plan in world.runner.plans]
     assert (rows[2], rows[3]) == ([decoding, small], [large])
     assert world.runner.plans[3].kind is ENCODE
-    drain(world)
+    world.drain()
 
 
 def test_an_encode_samples_nothing() -> None:
@@ -164,11 +151,11 @@ def test_an_encode_samples_nothing() -> None:
     world = World()
     talker(world)
     sequence = picture(world)
-    ticks(world, 3)
+    world.steps(3)
     assert world.runner.constraints[2] == []
     assert (sequence.num_launched, sequence.num_committed) == (0, 0)
     world.abort(sequence)
-    drain(world)
+    world.drain()
     record = next(r for r in world.records if r.launch.launch_id == 2)
     assert record.launch.plan.kind is ENCODE
     assert record.zombies == 0
@@ -179,7 +166,7 @@ def test_a_request_starts_with_the_first_part_of_its_picture() -> None:
     world = World()
     talker(world)
     sequence = picture(world)
-    ticks(world, 2)
+    world.steps(2)
     started = world.clock.now()
     assert world.sink.started_ids == ["r0", "r1"]
     assert sequence.status is SequenceStatus.PREFILLING
@@ -187,10 +174,10 @@ def test_a_request_starts_with_the_first_part_of_its_picture() -> None:
     load = world.scheduler.load()
     assert (load.running, load.waiting) == (2, 0)
     world.clock.advance(1.0)
-    ticks(world, TICKS_TO_PREFILL - 1)
+    world.steps(TICKS_TO_PREFILL - 1)
     assert sequence.prefill_start == started
     assert sequence.pixels is not None, "it may have to be computed again"
-    drain(world)
+    world.drain()
     assert sequence.pixels is None
     assert world.sink.started_ids == ["r0", "r1"]
 
@@ -208,13 +195,13 @@ def test_a_picture_may_be_given_up_in_any_phase(
     world = World(depth=depth)
     decoding = talker(world)
     given_up = picture(world, key=key, seconds=5.0 if expires else None)
-    ticks(world, phase)
+    world.steps(phase)
     following = picture(world, key=key)
     if expires:
         world.clock.advance(5.0)
     else:
         world.abort(given_up)
-    drain(world)
+    world.drain()
     assert given_up.pixels is None
     if expires:
         assert type(world.sink.ended["r1"]) is DeadlineExceeded
@@ -232,7 +219,7 @@ def test_a_listener_may_give_up_when_it_is_told_of_the_first_part() -> None:
     talker(world)
     world.sink.started = world.abort  # type: ignore[method-assign]  # it gives up at once
     picture(world)
-    drain(world)
+    world.drain()
     assert [plan.kind for plan in world.runner.plans if plan.kind is not DECODE] == [
         PREFILL,
         ENCODE,

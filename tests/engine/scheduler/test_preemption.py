@@ -7,23 +7,15 @@ from legato_engine.scheduler.running import Running, standing
 from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence, SequenceStatus
 
+from tests.engine.scheduler.tasks import LONG_SEED
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask, make_sequence
-
-LONG_SEED = 1  # both kinds of task read at least 14 tokens with it, prefix 1 and prompt 1
 
 
 def talker(world: World, *, priority: int = 0, constrained: bool = False) -> Sequence:
     """A sequence that grows to 15 positions, four pages."""
     task = FakeTask(seed=LONG_SEED, max_tokens=14, constrained=constrained)
     return world.submit(task, priority=priority)
-
-
-def drain(world: World) -> None:
-    """Checked ticks until nothing is left."""
-    while not world.scheduler.idle:
-        world.step()
-    world.check_rest()
 
 
 def preempted(world: World) -> list[Sequence]:
@@ -37,7 +29,7 @@ def test_the_newest_gives_way_and_loses_nothing(depth: int, constrained: bool) -
     """It starts once, reads every token once and in order, and ends as it would have alone."""
     world = World(depth=depth, num_pages=7)
     both = [talker(world, constrained=constrained) for _ in range(2)]
-    drain(world)
+    world.drain()
     assert preempted(world) == [both[1]]
     assert world.sink.started_ids == ["r0", "r1"]
     for sequence in both:
@@ -50,7 +42,7 @@ def test_priority_goes_before_age() -> None:
     """The older one gives way to a newer one of a higher priority."""
     world = World(num_pages=7)
     old, important = talker(world), talker(world, priority=3)
-    drain(world)
+    world.drain()
     assert preempted(world) == [old]
     assert list(world.sink.ended) == [important.request.request_id, old.request.request_id]
 
@@ -59,7 +51,7 @@ def test_the_highest_is_never_preempted() -> None:
     """However many compete for however little, whoever stands highest runs through."""
     world = World(num_pages=7, num_rows=4)
     first, *others = [talker(world) for _ in range(6)]
-    drain(world)
+    world.drain()
     assert not first.num_preemptions
     assert preempted(world)
     assert next(iter(world.sink.ended)) == first.request.request_id
@@ -85,7 +77,7 @@ def test_a_victim_in_flight_waits_for_its_commits() -> None:
     assert (second.status, second.preempted, second.row) == (SequenceStatus.WAITING, False, -1)
     assert second.num_committed == second.num_launched == launched
     assert not first.finalized
-    drain(world)
+    world.drain()
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -105,7 +97,7 @@ def test_whoever_gave_way_may_be_given_up(stops: bool, waits: bool) -> None:
             give_up(second.request.request_id)
 
     world.sink.on_delta = on_delta
-    drain(world)
+    world.drain()
     assert second.finalized
     assert world.tokens(second) == committed != []
     assert world.tokens(first) == FakeTask(seed=LONG_SEED, max_tokens=14).expected_tokens(2)
@@ -122,7 +114,7 @@ def test_a_picture_is_computed_again_for_whoever_gave_way() -> None:
         FakeTask(seed=LONG_SEED, max_tokens=14), prefix_key="p", prefix_length=9, num_crops=5
     )
     big = world.submit(FakeTask(seed=LONG_SEED, num_prompt=8, max_tokens=14), priority=2)
-    drain(world)
+    world.drain()
     assert picture.num_preemptions
     assert not big.num_preemptions
     computed = [

@@ -256,9 +256,7 @@ def test_no_way_of_launching_changes_a_token(
                 world.step()
             if refines:
                 world.refine()
-        while not world.scheduler.idle:
-            world.step()
-        world.check_rest()
+        world.drain()
         check_streams(world)
         outcomes.append(([world.tokens(s) for s in world.sequences], world.sink.ended))
     assert outcomes[1:] == outcomes[:1] * 8

@@ -3,23 +3,16 @@
 import pytest
 from legato_engine.scheduler.launch import LaunchKind, Refinement
 
+from tests.engine.scheduler.tasks import LONG_SEED
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask
 
 _, PREFILL, DECODE, REFINE = LaunchKind
-LONG_SEED = 1  # reads at least 14 tokens with any prompt used here
 
 
 def kinds(world: World) -> list[LaunchKind]:
     """What was launched, in order."""
     return [plan.kind for plan in world.runner.plans]
-
-
-def drain(world: World) -> None:
-    """Checked ticks until nothing is left."""
-    while not world.scheduler.idle:
-        world.step()
-    world.check_rest()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -28,7 +21,7 @@ def test_a_refinement_alone_is_a_launch_like_any_other(depth: int) -> None:
     world = World(depth=depth)
     refinement = world.refine()
     assert not world.scheduler.idle
-    drain(world)
+    world.drain()
     assert kinds(world) == [REFINE]
     assert world.refined == [0]
     assert refinement.answer == ("better", 0)
@@ -42,7 +35,7 @@ def test_decodes_alternate_with_refinements(depth: int) -> None:
     world.step()
     for _ in range(3):
         world.refine()
-    drain(world)
+    world.drain()
     assert kinds(world)[:8] == [PREFILL, DECODE, REFINE, DECODE, REFINE, DECODE, REFINE, DECODE]
 
 
@@ -51,7 +44,7 @@ def test_a_refinement_goes_before_a_prefill() -> None:
     world = World()
     world.submit(FakeTask(max_tokens=1))
     world.refine()
-    drain(world)
+    world.drain()
     assert kinds(world) == [REFINE, PREFILL]
 
 
@@ -64,7 +57,7 @@ def test_a_refinement_holds_no_row() -> None:
     while REFINE not in kinds(world):
         world.step()
     assert world.scheduler.load().rows_used == 1
-    drain(world)
+    world.drain()
 
 
 def test_whoever_is_told_may_ask_for_the_next() -> None:
@@ -79,7 +72,7 @@ def test_whoever_is_told_may_ask_for_the_next() -> None:
             world.refine()
 
     first.done = done
-    drain(world)
+    world.drain()
     assert world.refined == [0, 1]
 
 
@@ -92,7 +85,7 @@ def test_a_picture_waits_for_its_prefill_across_a_refinement() -> None:
     while LaunchKind.ENCODE not in kinds(world):
         world.step()
     world.refine()
-    drain(world)
+    world.drain()
     order = [kind for kind in kinds(world)[1:] if kind is not DECODE]
     encode = LaunchKind.ENCODE
     assert order == [encode, REFINE, encode, encode, PREFILL] or order == [

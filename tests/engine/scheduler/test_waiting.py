@@ -110,11 +110,8 @@ def test_adapters_beyond_the_slots_take_turns() -> None:
     world = World(num_adapter_slots=1, num_rows=3, max_overtakes=2)
     for number in range(24):
         world.submit(FakeTask(seed=1, max_tokens=6), adapter=("x", "", "y", "x")[number % 4])
-    started = []
-    while not world.scheduler.idle:
-        world.step()
-        started = [int(name[1:]) for name in world.sink.started_ids]
-    world.check_rest()
+    world.drain()
+    started = [int(name[1:]) for name in world.sink.started_ids]
     adapted = [number for number in started if number % 4 != 1]
     assert started != sorted(started), "somebody went ahead of who lacked a slot"
     assert max(number - place for place, number in enumerate(adapted)) <= 2 * 24 // 4

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence as Many
 
 import msgspec
+from legato_engine.errors import LegatoError
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.messages import Load
 from legato_engine.scheduler.block_sizes import BlockSizes
@@ -168,6 +169,17 @@ class World:
         self.check()
         return progressed
 
+    def steps(self, count: int) -> None:
+        """Some checked ticks."""
+        for _ in range(count):
+            self.step()
+
+    def drain(self) -> None:
+        """Checked ticks until nothing is left."""
+        while not self.scheduler.idle:
+            self.step()
+        self.check_rest()
+
     def _check_turn(self, plan: Plan, *, due: bool, streaming: bool) -> None:
         assert not streaming or num_pictures(plan) <= 1, "pictures hold up a stream"
         if plan.decodes:
@@ -192,6 +204,12 @@ class World:
         """What the sequence's task has read."""
         assert isinstance(sequence.task, FakeTask)
         return sequence.task.tokens
+
+    def failure(self, sequence: Sequence) -> LegatoError:
+        """The error a request ended with."""
+        error = self.sink.ended[sequence.request.request_id]
+        assert isinstance(error, LegatoError)
+        return error
 
     def check(self) -> None:
         """What must hold between two ticks."""
