@@ -16,7 +16,7 @@ from legato_engine.messages import Done, Failed, Started
 from legato_engine.models.moondream.presets import tiny_random3_config, tiny_random_config
 
 from tests.adapters import published_file, random_adapter, safetensors_file
-from tests.engine.test_engine import CONFIG, World, png
+from tests.engine.engine_core.world import CONFIG, World, png
 
 TEXT = tiny_random_config().text
 TEXTS = {"random-tiny": TEXT, "random-tiny3": tiny_random3_config().text}

@@ -24,10 +24,10 @@ from legato_engine.errors import InvalidField, QueueFull
 from legato_engine.messages import Delta, Done
 from PIL import Image
 
+from tests.engine.engine_core.world import World
 from tests.engine.models.moondream.outlines import scripted
 from tests.engine.models.moondream.outlines.heads import BRIGHT, DARK
 from tests.engine.models.moondream.outlines.shapes import drawn, overlap
-from tests.engine.test_engine import World
 
 WIDTH, HEIGHT = 160, 120
 EGG = SegmentTask(object="egg")

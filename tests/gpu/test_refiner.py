@@ -10,9 +10,9 @@ from legato_engine.models.moondream.outlines import paths
 from legato_engine.models.moondream.outlines.crop import Crop
 from legato_engine.runtime.refine_step import RefineStep
 
+from tests.engine.engine_core.world import World
 from tests.engine.models.moondream.outlines import scripted
 from tests.engine.models.moondream.outlines.shapes import overlap
-from tests.engine.test_engine import World
 from tests.engine.test_refinements import HEIGHT, WIDTH, ask, outline, truth
 
 pytestmark = [

@@ -21,8 +21,8 @@ from legato_engine.runtime.sampler import greedy
 from PIL import Image
 
 from tests.adapters import random_adapter, safetensors_file
+from tests.engine.engine_core.world import CONFIG, World, png
 from tests.engine.scheduler.world import num_pictures
-from tests.engine.test_engine import CONFIG, World, png
 from tests.engine.test_sharing import Alone, asked, shared
 from tests.engine.test_speculation import Run
 
