@@ -7,11 +7,11 @@ the commit that reads `outputs.host`; nobody else may touch it in between.
 row whose last token it is, or -1: the `token` and `payload` beside it), and `fresh`, the first
 position of its sequence that the step writes: one behind its `position` marks padding; and of the
 token sampled from it the `sample_row`, which is the scratch row where none is, and the
-`sample_position`. `prompt` has a place for each
-prompt of a launch; their tokens lie one behind another, and `copied` are the page that each
-continues a copy of, and the copy: page 0 twice where there is none. `grown` names entries of the page table,
-row * M + index, that its launch fills first. With speculation `lane` counts the tokens of its row
-in front of it: a decode stages rows and lanes, and the device fills in the rest.
+`sample_position`. `prompt` has a place for each prompt of a launch; their tokens lie one behind
+another, and `copied` are the page that each continues a copy of, and the copy: page 0 twice where
+there is none. `grown` names entries of the page table, row * M + index, that its launch fills
+first. With speculation `lane` counts the tokens of its row in front of it: a decode stages rows and
+lanes, and the device fills in the rest.
 
 Shape legend: R tokens of a full batch, K prompts, M pages of a full context, D text width,
 V vocabulary.
