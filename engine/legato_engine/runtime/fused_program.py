@@ -106,7 +106,6 @@ class FusedProgram:
         adapters = (False,) if self._bank is None else (False, True)
         for slot in range(len(self._slots)):
             self._graphs.run(self._admit_work, slot)
-            self._graphs.run(self._copy_work, slot)
             self.grow(slot)
             for bucket in self.buckets:
                 for block in blocks:
@@ -152,7 +151,6 @@ class FusedProgram:
             self._pictures.embed(slot, encoded)
         stage_prompts(buffers, prompts, self._state.scratch_row)
         buffers.prompt.upload(compute)
-        self._graphs.run(self._admit_work, slot)
         steps = [
             PrefillStep(self._model, self._kv, buffers, self._bank, row, place=place)
             for place, row in enumerate(prompts)
@@ -163,8 +161,7 @@ class FusedProgram:
         if self._pictures is not None:
             self._pictures.cache(slot, encoded)
         fed = [self._behind_prefix(row, step) for row, step in zip(prompts, steps, strict=True)]
-        if any(row.prefix.copy_tail is not None for row in prompts):
-            self._graphs.run(self._copy_work, slot)
+        self._graphs.run(self._admit_work, slot)
         if sum(len(prompt.tokens) for prompt in fed) + len(decodes) > self._most_fed:
             assert len(prompts) + len(decodes) == 1, "a prompt that is too long shares nothing"
             stage_samples(buffers, prompts, self._state.scratch_row)
@@ -214,11 +211,13 @@ class FusedProgram:
         self._graphs.run(self._forward_work, slot, bucket, next(fits, bucket), adapted, sampled)
 
     def _admit_work(self, slot: int) -> Work:
-        return lambda: self._state.admit(self._slots[slot])
+        buffers, kv = self._slots[slot], self._kv
 
-    def _copy_work(self, slot: int) -> Work:
-        copied_K2 = self._slots[slot].prompt.device["copied"]
-        return lambda: ops.copy_pages(self._kv.k_LNHSE, self._kv.v_LNHSE, copied_K2)
+        def work() -> None:
+            self._state.admit(buffers)
+            ops.copy_pages(kv.k_LNHSE, kv.v_LNHSE, buffers.prompt.device["copied"])
+
+        return work
 
     def _grow_work(self, slot: int) -> Work:
         return lambda: self._state.grow(self._slots[slot])
