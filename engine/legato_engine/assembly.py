@@ -11,7 +11,7 @@ import torch
 
 from legato_engine.adapter_store import AdapterStore
 from legato_engine.blob_reader import BlobReader
-from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig
+from legato_engine.config import EngineConfig, check
 from legato_engine.device.base import Device
 from legato_engine.device.host import available_memory
 from legato_engine.device.select import open_device
@@ -49,8 +49,6 @@ from legato_engine.warm_up import warm_up
 
 Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-_VISION_DTYPES = ("auto", "fp8")
-_KV_DTYPES = ("auto", "model", "fp8")
 _PIXELS_UNDER_WAY = 64 * 1024 * 1024  # bytes of pictures beside the cache: decoded, held, uncached
 _QUICK_PIXELS = 1024 * 1024  # that are decoded in some six milliseconds
 _WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the start, by its progress
@@ -190,8 +188,10 @@ class Assembly:
 def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: None) -> Assembly:
     """Open the device, load the weights, build the runner, warm everything up.
 
-    Raises `LegatoError` for a model or device that does not exist, `OSError` for missing files.
+    Raises `LegatoError` for a model or device that does not exist and for settings that none could
+    be served with, `OSError` for missing files.
     """
+    check(config)
     progress("device", 0.0)
     device = open_device(config.device, config.threads)
     bundle = registry.resolve(
@@ -203,14 +203,6 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
     )
     progress("weights", _WEIGHTS_FROM)
     dtype = _dtype(config.dtype, device)
-    if config.vision_dtype not in _VISION_DTYPES:
-        raise InvalidField(
-            f"unknown vision_dtype {config.vision_dtype!r}; use auto or fp8", field="vision_dtype"
-        )
-    if config.kv_dtype not in _KV_DTYPES:
-        raise InvalidField(
-            f"unknown kv_dtype {config.kv_dtype!r}; use auto, model or fp8", field="kv_dtype"
-        )
     folders = _adapter_folders(config, bundle)
     free = device.free_memory()
     model = bundle.load(
@@ -292,16 +284,10 @@ def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, .
     given = Path(config.adapters) if config.adapters else None
     if given is not None and not given.is_dir():
         raise InvalidField(f"{given} is not a folder", field="adapters")
-    if config.adapter_slots < 1:
-        raise InvalidField("at least one adapter must fit", field="adapter_slots")
-    if not 1 <= config.max_adapter_rank <= HIGHEST_ADAPTER_RANK:
-        raise InvalidField(f"1 to {HIGHEST_ADAPTER_RANK}", field="max_adapter_rank")
     return tuple(folder for folder in (given, bundle.adapters) if folder is not None)
 
 
 def _dtype(name: str, device: Device) -> torch.dtype:
     if name == "auto":
         name = "f32" if device.torch_device.type == "cpu" else "bf16"
-    if name not in _DTYPES:
-        raise InvalidField(f"unknown dtype {name!r}; use auto, f32 or bf16", field="dtype")
     return _DTYPES[name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from legato_engine.errors import InvalidField
@@ -15,6 +17,17 @@ LARGEST_BLOCK = 16
 """Most tokens that a row may propose, whatever is asked for."""
 
 _ADAPTIVE_BLOCK = 8
+_WORDS = {
+    "dtype": ("auto", "f32", "bf16"),
+    "vision_dtype": ("auto", "fp8"),
+    "kv_dtype": ("auto", "model", "fp8"),
+}
+_RANGES = {
+    "adapter_slots": (1, math.inf),
+    "max_adapter_rank": (1, HIGHEST_ADAPTER_RANK),
+    "max_prefill_rows": (0, MOST_PREFILL_ROWS),
+    "pictures_per_launch": (1, MOST_PICTURES),
+}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +97,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     trace_steps: int = 4096  # launches the timeline ring remembers
     null_step_ms: float = 0.0
     null_objects: int = 3
+
+
+def check(config: EngineConfig) -> None:
+    """Raise `InvalidField` for what no model could be served with, before any is loaded."""
+    for field, words in _WORDS.items():
+        word = getattr(config, field)
+        if word not in words:
+            known = f"{', '.join(words[:-1])} or {words[-1]}"
+            raise InvalidField(f"unknown {field} {word!r}; use {known}", field=field)
+    for field, (least, most) in _RANGES.items():
+        if not least <= getattr(config, field) <= most:
+            numbers = f"at least {least}" if most == math.inf else f"{least} to {most}"
+            raise InvalidField(numbers, field=field)
+    largest_block(config.speculation)
 
 
 def largest_block(setting: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import legato_tiny
 import msgspec
 import numpy as np
@@ -33,6 +35,29 @@ def test_pictures_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch
         assert isinstance(image.pixels, kind)
     finally:
         made.device.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"dtype": "f16"}, "unknown dtype 'f16'; use auto, f32 or bf16"),
+        ({"vision_dtype": "int8"}, "unknown vision_dtype 'int8'; use auto or fp8"),
+        ({"kv_dtype": "f32"}, "unknown kv_dtype 'f32'; use auto, model or fp8"),
+        ({"max_prefill_rows": 33}, "0 to 32"),
+        ({"pictures_per_launch": 0}, "1 to 4"),
+        ({"adapter_slots": 0}, "at least 1"),
+        ({"max_adapter_rank": 513}, "1 to 512"),
+        ({"speculation": "fixed:0"}, "unknown speculation 'fixed:0'"),
+    ],
+)
+def test_settings_for_no_model_are_refused_before_one_is_loaded(settings, told):
+    """By the name of the setting and its limit."""
+    reached: list[str] = []
+    config = msgspec.structs.replace(CONFIG, **settings)
+    with pytest.raises(InvalidField, match=re.escape(told)) as caught:
+        assembly.assemble(config, lambda stage, fraction: reached.append(stage))
+    assert caught.value.metadata["field"] in settings
+    assert reached == []
 
 
 def test_a_draft_that_cannot_be_read_stops_the_start(tmp_path):

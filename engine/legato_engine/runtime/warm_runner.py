@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from legato_engine.config import (
-    LOOKUP_DRAFT,
-    MOST_PICTURES,
-    MOST_PREFILL_ROWS,
-    EngineConfig,
-    largest_block,
-)
+from legato_engine.config import LOOKUP_DRAFT, EngineConfig, largest_block
 from legato_engine.device.base import Device
-from legato_engine.errors import InvalidField
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.megakernel.costs import CostTable
 from legato_engine.models import registry
@@ -40,16 +33,11 @@ def warm_runner(
 
     It proposes if the configuration has tokens proposed: by `proposer`, or by whom the
     configuration names; `draft` is what the model brings. Raises `InvalidField` for a setting of
-    speculation that is unknown, a draft that cannot be used, and where more prompts or pictures are
-    to share a launch than ever could.
+    speculation that is unknown, and a draft that cannot be used.
     """
     if proposer is None:
         proposer = _proposer(config, draft, model, device, kv)
     block = largest_block(config.speculation)
-    if not 0 <= config.max_prefill_rows <= MOST_PREFILL_ROWS:
-        raise InvalidField(f"0 to {MOST_PREFILL_ROWS}", field="max_prefill_rows")
-    if not 1 <= config.pictures_per_launch <= MOST_PICTURES:
-        raise InvalidField(f"1 to {MOST_PICTURES}", field="pictures_per_launch")
     runner = ModelRunner(
         model,
         device,
