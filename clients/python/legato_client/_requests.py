@@ -22,6 +22,14 @@ from legato_client._tasks import (
 )
 from legato_client._types import FrameStamp, Point
 
+QuestionT = TypeVar(
+    "QuestionT",
+    inference_pb2.QueryRequest,
+    inference_pb2.CaptionRequest,
+    inference_pb2.DetectRequest,
+    inference_pb2.PointRequest,
+    inference_pb2.SegmentRequest,
+)
 RequestT = TypeVar(
     "RequestT",
     inference_pb2.QueryRequest,
@@ -33,8 +41,6 @@ RequestT = TypeVar(
     inference_pb2.GenerateRequest,
 )
 
-_DEFAULT_SAMPLING = Sampling()
-_DEFAULT_OPTIONS = Options()
 _LENGTHS: dict[str, task_pb2.CaptionLength.ValueType] = {
     "short": task_pb2.CAPTION_LENGTH_SHORT,
     "normal": task_pb2.CAPTION_LENGTH_NORMAL,
@@ -46,43 +52,28 @@ def query(
     image: media_pb2.Image | None, task: QueryTask, options: Options
 ) -> inference_pb2.QueryRequest:
     """A Query request."""
-    request = inference_pb2.QueryRequest(
-        question=task.question,
-        reasoning=task.reasoning,
-        spatial_refs=_refs(task.spatial_refs),
-        messages=to_messages(task.messages),
-        sampling=_sampling(task.sampling),
-        options=_options(options),
-        stamp=_stamp(options.stamp),
-    )
-    return _showing(request, image)
+    request = inference_pb2.QueryRequest(question=task.question, reasoning=task.reasoning)
+    if task.spatial_refs:
+        request.spatial_refs.extend(_refs(task.spatial_refs))
+    if task.messages:
+        request.messages.extend(to_messages(task.messages))
+    return _question(request, task.sampling, options, image)
 
 
 def caption(
     image: media_pb2.Image | None, task: CaptionTask, options: Options
 ) -> inference_pb2.CaptionRequest:
     """A Caption request."""
-    request = inference_pb2.CaptionRequest(
-        length=_length(task),
-        sampling=_sampling(task.sampling),
-        options=_options(options),
-        stamp=_stamp(options.stamp),
-    )
-    return _showing(request, image)
+    request = inference_pb2.CaptionRequest(length=_length(task))
+    return _question(request, task.sampling, options, image)
 
 
 def detect(
     image: media_pb2.Image | None, task: DetectTask, options: Options
 ) -> inference_pb2.DetectRequest:
     """A Detect request."""
-    request = inference_pb2.DetectRequest(
-        object=task.object,
-        max_objects=task.max_objects,
-        sampling=_sampling(task.sampling),
-        options=_options(options),
-        stamp=_stamp(options.stamp),
-    )
-    return _showing(request, image)
+    request = inference_pb2.DetectRequest(object=task.object, max_objects=task.max_objects)
+    return _question(request, task.sampling, options, image)
 
 
 def point(
@@ -93,11 +84,8 @@ def point(
         object=task.object,
         max_objects=task.max_objects,
         spatial_refs=_refs(task.spatial_refs),
-        sampling=_sampling(task.sampling),
-        options=_options(options),
-        stamp=_stamp(options.stamp),
     )
-    return _showing(request, image)
+    return _question(request, task.sampling, options, image)
 
 
 def segment(
@@ -105,35 +93,24 @@ def segment(
 ) -> inference_pb2.SegmentRequest:
     """A Segment request."""
     request = inference_pb2.SegmentRequest(
-        object=task.object,
-        spatial_refs=_refs(task.spatial_refs),
-        sampling=_sampling(task.sampling),
-        options=_options(options),
-        stamp=_stamp(options.stamp),
+        object=task.object, spatial_refs=_refs(task.spatial_refs)
     )
-    return _showing(request, image)
+    return _question(request, task.sampling, options, image)
 
 
 def run_tasks(
     image: media_pb2.Image | None, tasks: Sequence[Task], options: Options
 ) -> inference_pb2.RunTasksRequest:
     """A RunTasks request."""
-    request = inference_pb2.RunTasksRequest(
-        tasks=map(shared_task, tasks),
-        options=_options(options),
-        stamp=_stamp(options.stamp),
-    )
-    return _showing(request, image)
+    request = inference_pb2.RunTasksRequest(tasks=map(shared_task, tasks))
+    return _asking(request, options, image)
 
 
 def generate(
     image: media_pb2.Image | None, task: Task, options: Options
 ) -> inference_pb2.GenerateRequest:
     """A Generate request."""
-    request = inference_pb2.GenerateRequest(
-        task=task_message(task), options=_options(options), stamp=_stamp(options.stamp)
-    )
-    return _showing(request, image)
+    return _asking(inference_pb2.GenerateRequest(task=task_message(task)), options, image)
 
 
 def abort(
@@ -154,9 +131,20 @@ def drain(grace: float | None) -> admin_pb2.DrainRequest:
     return admin_pb2.DrainRequest(grace=None if grace is None else duration(grace))
 
 
-def _showing(request: RequestT, image: media_pb2.Image | None) -> RequestT:
-    """`request` with its picture; `CopyFrom` shares the bytes, where a constructor encodes them."""
-    if image is not None:
+def _question(
+    request: QuestionT, sampling: Sampling, options: Options, image: media_pb2.Image | None
+) -> QuestionT:
+    """`request` with what a question alone may say besides."""
+    _set_sampling(request.sampling, sampling)
+    return _asking(request, options, image)
+
+
+def _asking(request: RequestT, options: Options, image: media_pb2.Image | None) -> RequestT:
+    """`request` with its options, its frame and its picture, where it has any."""
+    _set_options(request.options, options)
+    if options.stamp is not None:
+        request.stamp.CopyFrom(stamp_message(options.stamp))
+    if image is not None:  # copied so it shares the bytes, where a constructor encodes them
         request.image.CopyFrom(image)
     return request
 
@@ -169,7 +157,8 @@ def shared_task(asked: Task) -> task_pb2.Task:
 
 def task_message(asked: Task) -> task_pb2.Task:
     """A Task message."""
-    message = task_pb2.Task(task_id=asked.task_id, sampling=_sampling(asked.sampling))
+    message = task_pb2.Task(task_id=asked.task_id)
+    _set_sampling(message.sampling, asked.sampling)
     match asked:
         case QueryTask():
             message.query.CopyFrom(
@@ -207,17 +196,20 @@ def _length(task: CaptionTask) -> task_pb2.CaptionLength.ValueType:
     return _LENGTHS[task.length]
 
 
-def _sampling(sampling: Sampling) -> task_pb2.Sampling | None:
-    if sampling == _DEFAULT_SAMPLING:
-        return None
-    return task_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        seed=sampling.seed,
-        stop=sampling.stop,
-    )
+def _set_sampling(message: task_pb2.Sampling, sampling: Sampling) -> None:
+    """Only what is not the server's to choose, so that a default leaves no message at all."""
+    if sampling.temperature is not None:
+        message.temperature = sampling.temperature
+    if sampling.top_p is not None:
+        message.top_p = sampling.top_p
+    if sampling.top_k is not None:
+        message.top_k = sampling.top_k
+    if sampling.max_tokens is not None:
+        message.max_tokens = sampling.max_tokens
+    if sampling.seed is not None:
+        message.seed = sampling.seed
+    if sampling.stop:
+        message.stop.extend(sampling.stop)
 
 
 def _refs(refs: Iterable[SpatialRef]) -> list[geometry_pb2.SpatialRef]:
@@ -231,22 +223,20 @@ def _refs(refs: Iterable[SpatialRef]) -> list[geometry_pb2.SpatialRef]:
     ]
 
 
-def _options(options: Options) -> inference_pb2.RequestOptions | None:
-    if options == _DEFAULT_OPTIONS:
-        return None
-    message = inference_pb2.RequestOptions(
-        request_id=options.request_id,
-        model=options.model,
-        adapter=options.adapter,
-        cache_image=options.cache_image,
-        return_tokens=options.return_tokens,
-        top_logprobs=options.top_logprobs,
-    )
-    return message if message.ByteSize() else None
-
-
-def _stamp(stamp: FrameStamp | None) -> media_pb2.FrameStamp | None:
-    return None if stamp is None else stamp_message(stamp)
+def _set_options(message: inference_pb2.RequestOptions, options: Options) -> None:
+    """As `_set_sampling`."""
+    if options.request_id:
+        message.request_id = options.request_id
+    if options.model:
+        message.model = options.model
+    if options.adapter:
+        message.adapter = options.adapter
+    if options.cache_image is not None:
+        message.cache_image = options.cache_image
+    if options.return_tokens:
+        message.return_tokens = True
+    if options.top_logprobs is not None:
+        message.top_logprobs = options.top_logprobs
 
 
 def stamp_message(stamp: FrameStamp) -> media_pb2.FrameStamp:

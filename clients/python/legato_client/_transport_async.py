@@ -24,7 +24,7 @@ class AsyncTransport:
     """Over a `grpc.aio` channel, which opens at the first call, in the loop that makes it."""
 
     def __init__(self, settings: Settings) -> None:
-        self.metadata = settings.metadata
+        self.metadata = grpc.aio.Metadata(*settings.metadata)  # else it is made for every call
         self._settings = settings
         self._channel: grpc.aio.Channel | None = None
         self._starts: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
