@@ -58,7 +58,6 @@ def test_the_kernel_between_layers_changes_no_bits(world, kernels, monkeypatch, 
         patch.setattr(Between, "takes", lambda self, batch: False)
         expected = world.forward(inputs)
     wanted = world.snapshot()
-    torch.cuda.synchronize()  # a capture runs its work on another stream, in the same memory
     run = Between.run
 
     def counted(*given: Any) -> None:

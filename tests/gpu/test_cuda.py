@@ -125,6 +125,24 @@ def cuda() -> Iterator[Assembly]:
     assembly.device.close()
 
 
+def test_a_capture_runs_behind_what_other_streams_do():
+    """Its first run may read what another stream is still to write."""
+    device = open_device("cuda:0", 0)
+    given, taken = (torch.zeros(1, device=device.torch_device) for _ in range(2))
+    other = torch.cuda.Stream(device.torch_device)
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(20_000_000)
+        given.fill_(1.0)
+
+    def take() -> None:
+        taken.copy_(given)
+
+    device.capture(take)
+    assert taken.item() == 1.0
+    device.close()
+
+
 def test_streams_order_and_overlap() -> None:
     """A copy behind an event sees what compute wrote, and event times follow the order."""
     device = open_device("cuda")

@@ -140,8 +140,10 @@ class CudaDevice:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """A CUDA graph of `work`, which must use fixed addresses and never synchronise.
 
-        `work` runs once for real first, so that lazy initialisation stays out of the graph.
+        `work` runs once for real first, so that lazy initialisation stays out of the graph; behind
+        what other streams still do, which may be what it reads or its scratch memory.
         """
+        torch.cuda.synchronize(self.torch_device)
         self.compute.submit(work)
         torch.cuda.synchronize(self.torch_device)
         graph = torch.cuda.CUDAGraph()
