@@ -3,7 +3,7 @@
 # its own time limit, so that one that hangs does not take the others along, and what is done is
 # packed after every part: $LEGATO_RESULTS gets records.tar.gz (records, logs) and summary.json.
 #
-#   PARTS="decode e2e"   only these, of: tests kernels decode tick e2e lone e2e_charts lone_charts hop image
+#   PARTS="decode e2e"   only these, of: tests kernels decode tick e2e lone e2e_photos lone_photos hop image
 #                        fp8 e2e_fp8 adapters decode_moondream3 speculation kv reference peers
 #   PYTHON, DEVICE       the interpreter (python3) and the device (cuda)
 #   LARGE                the model with random weights (moondream2); DEVICE=cpu LARGE=random-tiny tries
@@ -15,7 +15,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} device=${DEVICE:-cuda} model=${LARGE:-moondream2}
-parts=${PARTS:-tests kernels decode tick e2e lone e2e_charts lone_charts hop image fp8 e2e_fp8 adapters decode_moondream3 speculation kv reference peers}
+parts=${PARTS:-tests kernels decode tick e2e lone e2e_photos lone_photos hop image fp8 e2e_fp8 adapters decode_moondream3 speculation kv reference peers}
 results=${LEGATO_RESULTS:-$PWD/benchmarks/results/h200}
 budget=${BUDGET:-540} # seconds for all parts together
 export PYTHONPATH="$PWD/proto/gen:$PWD/service:$PWD/engine:$PWD/engine/tiny:$PWD/clients/python:$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -68,9 +68,9 @@ bench decode 90 "${large[@]}" --streams 1,8,32 --compare-tasks "${decode[@]}"
 bench tick 20 --ticks "$ticks"
 bench e2e 130 --calls-scale "$scale" --cell-seconds 20 --total-seconds 115 -- "${serve[@]}"
 bench lone 40 -- "${serve[@]}"
-part e2e_charts 70 "$python" -m benchmarks e2e --name e2e_charts --pictures chart --workloads new,mix --tokens 3 \
+part e2e_photos 70 "$python" -m benchmarks e2e --name e2e_photos --pictures photo --workloads new,mix --tokens 3 \
   --callers 1,64 --calls-scale "$scale" --cell-seconds 15 --total-seconds 55 -- "${serve[@]}"
-part lone_charts 30 "$python" -m benchmarks lone --name lone_charts --pictures chart -- "${serve[@]}"
+part lone_photos 30 "$python" -m benchmarks lone --name lone_photos --pictures photo -- "${serve[@]}"
 bench hop 40 "${large[@]}" --calls "$calls"
 bench image 25 "${large[@]}" --device-stages --repeats "$repeats"
 [[ $device == cpu ]] || bench fp8 30 --device "$device"

@@ -61,7 +61,7 @@ RECORDS = {
             answered("mix", 64, 3, p50=700.0, per_second=110.0),
         ]
     ),
-    "e2e_charts": record(
+    "e2e_photos": record(
         rows=[
             answered("new", 1, 3, p50=17.0, per_second=55.0),
             answered("new", 64, 3, p50=800.0, per_second=75.0),
@@ -88,8 +88,8 @@ def test_every_figure_comes_from_its_record() -> None:
     assert (result["tick_cpu_us_32"], result["detect_over_text"]) == (31.0, 1.04)
     assert (result["e2e_p50_ms_new"], result["e2e_p50_ms_cached"]) == (18.0, 5.0)
     assert (result["req_per_s_64_new"], result["req_per_s_64_mix"]) == (70.0, 110.0)
-    charts = ("e2e_p50_ms_new_chart", "req_per_s_64_new_chart", "req_per_s_64_mix_chart")
-    assert tuple(result[name] for name in charts) == (17.0, 75.0, 115.0)
+    photos = ("e2e_p50_ms_new_photo", "req_per_s_64_new_photo", "req_per_s_64_mix_photo")
+    assert tuple(result[name] for name in photos) == (17.0, 75.0, 115.0)
     assert (result["hop_ms"], result["driver"], result["commit"]) == (3, "580.1", "abc1234")
 
 
