@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import os
 import re
 import time
 from collections.abc import Container, Iterable, Iterator
@@ -19,10 +19,9 @@ _IDS_AT_ONCE = 64
 
 
 def _ids() -> Iterator[str]:
-    """32 hexadecimal digits each: ids that nobody else's are, which are no secrets."""
-    random_bytes = random.Random().randbytes  # seeded by the system, in each process
+    """32 hexadecimal digits each, which nobody else's ids are."""
     while True:
-        digits = random_bytes(_ID_BYTES * _IDS_AT_ONCE).hex()
+        digits = os.urandom(_ID_BYTES * _IDS_AT_ONCE).hex()
         for at in range(0, len(digits), 2 * _ID_BYTES):
             yield digits[at : at + 2 * _ID_BYTES]
 
@@ -33,27 +32,46 @@ _new_id = _ids().__next__
 class Call:
     """Filled while the RPC runs, by whoever knows; read once, by the log line at its end."""
 
-    # Of most calls nobody knows most of it: that is then the class's, and costs them nothing.
-    tenant = ""  # whom the call counts for, as it says
-    priority = 0
-    client = ""  # the calling software
-    trace_id = ""
-    previous_attempts = 0  # of gRPC's own retries
-    is_named = False  # by somebody else than this server
-    received = b""  # the request of a unary one
-    reply = ""  # `joined` or `kept`: another call's; see `replies`
-    deadline: float | None = None  # absolute time.monotonic() seconds
-    usage: core.Usage | None = None
-    timings: core.Timings | None = None
-    code = ""  # how it ended, by the name of the status; empty until then
-    reason = ""
-    seconds = 0.0  # that it took
-    ended_ns = 0  # when it ended, of `time.time_ns()`
+    __slots__ = (
+        "client",
+        "code",
+        "deadline",
+        "ended_ns",
+        "is_named",
+        "method",
+        "previous_attempts",
+        "priority",
+        "reason",
+        "received",
+        "reply",
+        "request_id",
+        "seconds",
+        "started",
+        "tenant",
+        "timings",
+        "trace_id",
+        "usage",
+    )
 
     def __init__(self, method: str, request_id: str = "") -> None:
         self.method = method
         self.request_id = request_id or _new_id()
+        self.is_named = False  # by somebody else than this server
         self.started = time.monotonic()
+        self.tenant = ""  # whom the call counts for, as it says
+        self.priority = 0
+        self.client = ""  # the calling software
+        self.trace_id = ""
+        self.previous_attempts = 0  # of gRPC's own retries
+        self.received = b""  # the request of a unary one
+        self.deadline: float | None = None  # absolute time.monotonic() seconds
+        self.reply = ""  # `joined` or `kept`: another call's; see `replies`
+        self.usage: core.Usage | None = None
+        self.timings: core.Timings | None = None
+        self.code = ""  # how it ended, by the name of the status; empty until then
+        self.reason = ""
+        self.seconds = 0.0  # that it took
+        self.ended_ns = 0  # when it ended, of `time.time_ns()`
 
     def adopt(self, request_id: str) -> str:
         """Take the caller's id when it gave one; raises `InvalidField` when it is malformed."""

@@ -27,10 +27,10 @@ class LineWriter:
         self._loop: asyncio.AbstractEventLoop | None = None  # that will flush
         atexit.register(self.flush)
 
-    def later(self, line: bytes) -> None:
-        """A line that can wait."""
+    def later(self, *lines: bytes) -> None:
+        """Lines that can wait."""
         with self._lock:
-            self._waiting.append(line)
+            self._waiting += lines
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import structlog
@@ -48,20 +48,24 @@ def configure(level: str, *, terminal: bool) -> None:
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
 
 
+_SECOND = 1_000_000_000  # nanoseconds
+
+
 class _Clock:
     """Moments as RFC 3339 in UTC; most lines are of the same second as the last."""
 
     def __init__(self) -> None:
-        self._second = -1
+        self._began = 0  # nanoseconds, of the last line's second
         self._text = ""
 
     def text(self, wall_ns: int) -> str:
         """A moment of `time.time_ns()`."""
-        second, fraction = divmod(wall_ns // 1000, 1_000_000)
-        if second != self._second:
-            self._second = second
+        since = wall_ns - self._began
+        if not 0 <= since < _SECOND:
+            second, since = divmod(wall_ns, _SECOND)
+            self._began = second * _SECOND
             self._text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        return f"{self._text}.{fraction:06d}Z"
+        return f"{self._text}.{since // 1000:06d}Z"
 
 
 timestamp = _Clock().text
@@ -72,6 +76,14 @@ def _stamped(_logger: object, _method: str, event: EventDict) -> EventDict:
     if "timestamp" not in event:
         event["timestamp"] = timestamp(time.time_ns())
     return event
+
+
+class Line(msgspec.Struct, omit_defaults=True):
+    """A line that is whole; who has more to tell adds its fields."""
+
+    event: str
+    level: Literal["debug", "info"]
+    timestamp: str
 
 
 class _JsonLogger(structlog.BoundLoggerBase):
@@ -102,6 +114,12 @@ class _JsonLogger(structlog.BoundLoggerBase):
     def exception(self, event: str, **fields: object) -> None:
         self.error(event, **{"exc_info": True, **fields})
 
+    def write(self, lines: Sequence[Line]) -> None:
+        """See `write` below."""
+        told = [line for line in lines if line.level == "info" or self.threshold <= logging.DEBUG]
+        if told and self.threshold <= logging.INFO:
+            self._logger.later(*map(_encode, told))
+
     def _line(self, level: str, event: str, fields: dict[str, object]) -> bytes:
         line = {**self._context, **fields} if self._context else fields
         line["event"] = event
@@ -110,6 +128,16 @@ class _JsonLogger(structlog.BoundLoggerBase):
         if "exc_info" in line:
             structlog.processors.format_exc_info(None, level, line)
         return _encode(line)
+
+
+def write(logger: Any, lines: Sequence[Line]) -> None:
+    """All of them together, which a JSON logger does at a fraction of what each costs alone."""
+    if isinstance(logger, _JsonLogger):
+        logger.write(lines)
+        return
+    for line in lines:
+        fields = msgspec.to_builtins(line)
+        getattr(logger, fields.pop("level"))(fields.pop("event"), **fields)
 
 
 _encode = msgspec.json.Encoder(enc_hook=repr).encode

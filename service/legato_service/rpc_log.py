@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 import time
 
 import structlog
 
+from legato_service import logs
 from legato_service.call import Call
-from legato_service.logs import timestamp
 
 PAUSE = 0.01  # seconds that the end of a call may wait for others
 QUIET = ("/grpc.health.", "/grpc.reflection.")  # logged at debug level
-
-_WHEN_SAID = ("reason", "tenant", "priority", "client", "trace_id", "previous_attempts", "reply")
-_when_said = operator.attrgetter(*_WHEN_SAID)
-_UNSAID = _when_said(Call)
 
 log = structlog.get_logger("legato.rpc")
 
@@ -38,8 +33,7 @@ class RpcLog:
             asyncio.get_running_loop().call_later(PAUSE, self.flush)
         call.received = b""  # megabytes, perhaps
         call.code = code
-        if reason:
-            call.reason = reason
+        call.reason = reason
         call.seconds = time.monotonic() - call.started
         call.ended_ns = time.time_ns()
         self._ended.append(call)
@@ -49,10 +43,7 @@ class RpcLog:
     def flush(self) -> None:
         """Tell of all that have ended."""
         ended, self._ended = self._ended, []
-        logger = log.bind()  # once, which is dear
-        for call in ended:
-            write = logger.debug if call.method.startswith(QUIET) else logger.info
-            write("rpc", **_fields(call))
+        logs.write(log.bind(), [_line(call) for call in ended])
 
     def close(self) -> None:
         """Tell of all, and from now on at once: the loop is about to end."""
@@ -60,24 +51,48 @@ class RpcLog:
         self.flush()
 
 
-def _fields(call: Call) -> dict[str, object]:
-    """Names, times and counts; never a prompt, a picture or an answer."""
-    fields: dict[str, object] = {
-        "request_id": call.request_id,
-        "method": call.method,
-        "code": call.code,
-    }
-    if (said := _when_said(call)) != _UNSAID:
-        fields |= {name: value for name, value in zip(_WHEN_SAID, said, strict=True) if value}
-    # Milliseconds; rounding to digits costs several times as much as this.
-    fields["total_ms"] = round(call.seconds * 1e6) / 1e3
+class _Line(logs.Line, omit_defaults=True):
+    """Names, times in milliseconds, and counts; never a prompt, a picture or an answer."""
+
+    request_id: str
+    method: str
+    code: str
+    total_ms: float
+    queue_ms: float | None = None
+    prefill_ms: float | None = None
+    decode_ms: float | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    reason: str = ""
+    tenant: str = ""
+    priority: int = 0
+    client: str = ""
+    trace_id: str = ""
+    previous_attempts: int = 0
+    reply: str = ""
+
+
+def _line(call: Call) -> _Line:
     timings, usage = call.timings, call.usage
-    if timings is not None:
-        fields["queue_ms"] = round(timings.queue * 1e6) / 1e3
-        fields["prefill_ms"] = round(timings.prefill * 1e6) / 1e3
-        fields["decode_ms"] = round(timings.decode * 1e6) / 1e3
-    if usage is not None:
-        fields["input_tokens"] = usage.input_tokens
-        fields["output_tokens"] = usage.output_tokens
-    fields["timestamp"] = timestamp(call.ended_ns)
-    return fields
+    # Rounding to digits costs several times as much as this.
+    return _Line(
+        "rpc",
+        "debug" if call.method.startswith(QUIET) else "info",
+        logs.timestamp(call.ended_ns),
+        call.request_id,
+        call.method,
+        call.code,
+        round(call.seconds * 1e6) / 1e3,
+        None if timings is None else round(timings.queue * 1e6) / 1e3,
+        None if timings is None else round(timings.prefill * 1e6) / 1e3,
+        None if timings is None else round(timings.decode * 1e6) / 1e3,
+        None if usage is None else usage.input_tokens,
+        None if usage is None else usage.output_tokens,
+        call.reason,
+        call.tenant,
+        call.priority,
+        call.client,
+        call.trace_id,
+        call.previous_attempts,
+        call.reply,
+    )
