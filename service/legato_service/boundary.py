@@ -94,6 +94,8 @@ class Boundary(grpc.GenericRpcHandler):
                 if not handler.request_streaming:
                     call.received = received
                 response = await inner(read(received), context)
+                if serialize is not None and not isinstance(response, bytes):
+                    response = serialize(response)
             except BaseException as error:
                 await self._end_with(error, call, context)
                 raise
@@ -114,10 +116,10 @@ class Boundary(grpc.GenericRpcHandler):
         if handler.request_streaming and handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(many, None, serialize)
         if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(one, None, serialize)
+            return grpc.stream_unary_rpc_method_handler(one, None, None)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(many, None, serialize)
-        return grpc.unary_unary_rpc_method_handler(one, None, serialize)
+        return grpc.unary_unary_rpc_method_handler(one, None, None)
 
     async def _write(self, responses: AsyncIterator[Any], context: Context, call: Call) -> None:
         """Write all; initial metadata goes with the first message.

@@ -2,16 +2,19 @@
 
 Each function raises `InvalidField` naming the offending field by its path from the request message.
 `path` is the prefix of that path: empty, or `task.detect.` and the like.
+
+Of most requests most is absent, and to ask a message for a part that it has not costs as much as
+for one that it has. So messages are read once, into `Fields`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from google.protobuf.message import Message
-from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
+from legato.v1 import geometry_pb2, media_pb2, task_pb2
 from legato_engine import core
 from legato_engine.errors import InvalidField, PromptTooLong
 
@@ -33,19 +36,29 @@ _LENGTHS = {
 }
 
 
-def heartbeat(message: inference_pb2.RequestOptions) -> float:
+Fields: TypeAlias = Mapping[str, Any]
+"""What a message holds, by name. Fields without presence are there where they differ from zero."""
+
+
+def fields(message: Message | None) -> Fields:
+    """All of a message, nothing of None."""
+    return {} if message is None else {field.name: each for field, each in message.ListFields()}
+
+
+def heartbeat(options: Fields) -> float:
     """Seconds of silence before a heartbeat, infinite for no heartbeats."""
-    if not message.HasField("heartbeat_interval"):
+    interval = options.get("heartbeat_interval")
+    if interval is None:
         return math.inf
-    seconds = message.heartbeat_interval.ToNanoseconds() / 1e9
+    seconds: float = interval.ToNanoseconds() / 1e9
     if seconds <= 0:
         raise InvalidField("must be positive", field="options.heartbeat_interval")
     return max(seconds, MIN_HEARTBEAT)
 
 
-def image(message: media_pb2.Image, spec: core.TaskSpec, path: str = "") -> bool:
+def image(message: media_pb2.Image | None, spec: core.TaskSpec, path: str = "") -> bool:
     """Whether there is a picture; checks that there is one where the task needs it."""
-    if message.WhichOneof("source") is not None:
+    if message is not None and message.WhichOneof("source") is not None:
         return True
     if not isinstance(spec, core.QueryTask):
         raise InvalidField("this task needs a picture", field="image")
@@ -60,7 +73,7 @@ def request(
     request_id: str,
     spec: core.TaskSpec,
     sampling: core.SamplingParams,
-    opts: inference_pb2.RequestOptions,
+    options: Fields,
     *,
     deltas: bool = True,
     progress: bool = True,
@@ -69,76 +82,68 @@ def request(
 
     `deltas` and `progress` are for who reads them.
     """
-    logprobs = opts.HasField("top_logprobs")
+    logprobs = "top_logprobs" in options
     return core.Request(
         request_id=request_id,
         task=spec,
         sampling=sampling,
-        model=opts.model,
-        adapter=opts.adapter,
-        cache_image=opts.cache_image if opts.HasField("cache_image") else True,
-        return_tokens=opts.return_tokens or logprobs,
+        model=options.get("model", ""),
+        adapter=options.get("adapter", ""),
+        cache_image=options.get("cache_image", True),
+        return_tokens=logprobs or options.get("return_tokens", False),
         logprobs=logprobs,
         deltas=deltas,
         progress=progress,
     )
 
 
-def query(
-    message: inference_pb2.QueryRequest | task_pb2.QueryTask, path: str = ""
-) -> core.QueryTask:
+def query(asked: Fields, path: str = "") -> core.QueryTask:
     """Answer a question, or the last one of a conversation."""
-    refs = _refs(message.spatial_refs, path)
-    if not message.messages:
-        question = _text(message.question, f"{path}question", MAX_QUESTION)
-        return core.QueryTask(question=question, reasoning=message.reasoning, spatial_refs=refs)
-    if message.question:
+    refs = _refs(asked, path)
+    reasoning = asked.get("reasoning", False)
+    messages = asked.get("messages")
+    if messages is None:
+        question = _text(asked, "question", path, MAX_QUESTION)
+        return core.QueryTask(question=question, reasoning=reasoning, spatial_refs=refs)
+    if "question" in asked:
         raise InvalidField("a question or messages, not both", field=f"{path}question")
-    asked = convert_chat.conversation(message.messages, f"{path}messages")
-    return core.QueryTask(reasoning=message.reasoning, spatial_refs=refs, **asked._asdict())
+    said = convert_chat.conversation(messages, f"{path}messages")
+    return core.QueryTask(reasoning=reasoning, spatial_refs=refs, **said._asdict())
 
 
-def caption(
-    message: inference_pb2.CaptionRequest | task_pb2.CaptionTask, path: str = ""
-) -> core.CaptionTask:
+def caption(asked: Fields, path: str = "") -> core.CaptionTask:
     """Describe the picture."""
-    if message.length not in _LENGTHS:
-        raise InvalidField(f"{message.length} is not a caption length", field=f"{path}length")
-    return core.CaptionTask(length=_LENGTHS[message.length])
+    length = asked.get("length", task_pb2.CAPTION_LENGTH_UNSPECIFIED)
+    if length not in _LENGTHS:
+        raise InvalidField(f"{length} is not a caption length", field=f"{path}length")
+    return core.CaptionTask(length=_LENGTHS[length])
 
 
-def detect(
-    message: inference_pb2.DetectRequest | task_pb2.DetectTask, path: str = ""
-) -> core.DetectTask:
+def detect(asked: Fields, path: str = "") -> core.DetectTask:
     """Box every instance."""
     return core.DetectTask(
-        object=_text(message.object, f"{path}object", MAX_OBJECT),
-        max_objects=_at_least_one(message, "max_objects", path),
+        object=_text(asked, "object", path, MAX_OBJECT),
+        max_objects=_at_least_one(asked, "max_objects", path),
     )
 
 
-def point(
-    message: inference_pb2.PointRequest | task_pb2.PointTask, path: str = ""
-) -> core.PointTask:
+def point(asked: Fields, path: str = "") -> core.PointTask:
     """Point at every instance."""
     return core.PointTask(
-        object=_text(message.object, f"{path}object", MAX_OBJECT),
-        max_objects=_at_least_one(message, "max_objects", path),
-        spatial_refs=_refs(message.spatial_refs, path),
+        object=_text(asked, "object", path, MAX_OBJECT),
+        max_objects=_at_least_one(asked, "max_objects", path),
+        spatial_refs=_refs(asked, path),
     )
 
 
-def segment(
-    message: inference_pb2.SegmentRequest | task_pb2.SegmentTask, path: str = ""
-) -> core.SegmentTask:
+def segment(asked: Fields, path: str = "") -> core.SegmentTask:
     """Outline an instance."""
     return core.SegmentTask(
-        object=_text(message.object, f"{path}object", MAX_OBJECT),
-        spatial_refs=_refs(message.spatial_refs, path),
+        object=_text(asked, "object", path, MAX_OBJECT), spatial_refs=_refs(asked, path)
     )
 
 
-_KINDS: dict[str, Callable[[Any, str], core.TaskSpec]] = {
+_KINDS: dict[str, Callable[[Fields, str], core.TaskSpec]] = {
     "query": query,
     "caption": caption,
     "detect": detect,
@@ -154,7 +159,7 @@ def task(message: task_pb2.Task, path: str) -> core.TaskSpec:
         raise InvalidField("a task needs its kind", field=path)
     if len(message.task_id) > MAX_TASK_ID:
         raise InvalidField(f"at most {MAX_TASK_ID} characters", field=f"{path}.task_id")
-    return _KINDS[kind](getattr(message, kind), f"{path}.{kind}.")
+    return _KINDS[kind](fields(getattr(message, kind)), f"{path}.{kind}.")
 
 
 def tasks(
@@ -173,54 +178,56 @@ def tasks(
     return [task(message, f"{field}[{index}]") for index, message in enumerate(messages)]
 
 
-def sampling(message: task_pb2.Sampling, path: str = "") -> core.SamplingParams:
+def sampling(message: task_pb2.Sampling | None, path: str = "") -> core.SamplingParams:
     """How to sample; absent fields stay None."""
-    if not message.ListFields():
+    given = fields(message)
+    if not given:
         return _ALL_DEFAULTS
     at = f"{path}sampling."
-    if message.HasField("temperature") and not 0 <= message.temperature < math.inf:
+    temperature, top_p, stop = given.get("temperature"), given.get("top_p"), given.get("stop", ())
+    if temperature is not None and not 0 <= temperature < math.inf:
         raise InvalidField("must be finite and at least 0", field=f"{at}temperature")
-    if message.HasField("top_p") and not 0 < message.top_p <= 1:
+    if top_p is not None and not 0 < top_p <= 1:
         raise InvalidField("must be in (0, 1]", field=f"{at}top_p")
-    if len(message.stop) > MAX_STOPS:
+    if len(stop) > MAX_STOPS:
         raise InvalidField(f"at most {MAX_STOPS} stop strings", field=f"{at}stop")
-    for index, stop in enumerate(message.stop):
-        if not 1 <= len(stop) <= MAX_STOP:
+    for index, text in enumerate(stop):
+        if not 1 <= len(text) <= MAX_STOP:
             raise InvalidField(f"1 to {MAX_STOP} characters", field=f"{at}stop[{index}]")
     return core.SamplingParams(
-        temperature=message.temperature if message.HasField("temperature") else None,
-        top_p=message.top_p if message.HasField("top_p") else None,
-        top_k=message.top_k if message.HasField("top_k") else None,
-        max_tokens=_at_least_one(message, "max_tokens", at),
-        seed=message.seed if message.HasField("seed") else None,
-        stop=tuple(message.stop),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=given.get("top_k"),
+        max_tokens=_at_least_one(given, "max_tokens", at),
+        seed=given.get("seed"),
+        stop=tuple(stop),
     )
 
 
-def _text(value: str, field: str, limit: int) -> str:
+def _text(given: Fields, name: str, path: str, limit: int) -> str:
+    value: str = given.get(name, "")
     if not value.strip():
-        raise InvalidField("must not be empty", field=field)
+        raise InvalidField("must not be empty", field=f"{path}{name}")
     if len(value) > limit:
         raise PromptTooLong(
             f"{len(value)} characters, the limit is {limit}",
-            field=field,
+            field=f"{path}{name}",
             limit=limit,
             actual=len(value),
         )
     return value
 
 
-def _at_least_one(message: Message, name: str, path: str) -> int | None:
-    if not message.HasField(name):
-        return None
-    value: int = getattr(message, name)
-    if value < 1:
+def _at_least_one(given: Fields, name: str, path: str) -> int | None:
+    value: int | None = given.get(name)
+    if value is not None and value < 1:
         raise InvalidField("must be at least 1", field=f"{path}{name}")
     return value
 
 
-def _refs(messages: Sequence[geometry_pb2.SpatialRef], path: str) -> tuple[core.SpatialRef, ...]:
-    if not messages:
+def _refs(given: Fields, path: str) -> tuple[core.SpatialRef, ...]:
+    messages = given.get("spatial_refs")
+    if messages is None:
         return ()
     if len(messages) > MAX_REFS:
         raise InvalidField(f"at most {MAX_REFS} places", field=f"{path}spatial_refs")

@@ -6,25 +6,22 @@ another one's constructor, which takes several times as long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
-from google.protobuf import duration_pb2
-from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from google.rpc import status_pb2
-from legato.v1 import admin_pb2, geometry_pb2, inference_pb2, media_pb2, task_pb2
+from legato.v1 import admin_pb2, geometry_pb2, inference_pb2, task_pb2
 from legato_engine import core
 from legato_engine.messages import Done, Queued, Started, StepReport
 
-_SECOND = 1_000_000_000  # nanoseconds
-_SHORT = 0.5  # seconds; of what takes no longer, no part takes a second
-_FINISH = {
-    core.FinishReason.STOP: task_pb2.FINISH_REASON_STOP,
-    core.FinishReason.LENGTH: task_pb2.FINISH_REASON_LENGTH,
-    core.FinishReason.MAX_OBJECTS: task_pb2.FINISH_REASON_MAX_OBJECTS,
-    core.FinishReason.CANCELLED: task_pb2.FINISH_REASON_CANCELLED,
-}
+from legato_service.convert_info import (
+    FINISH,
+    duration,
+    fill_timings,
+    fill_tokens,
+    fill_usage,
+    image,
+)
 
 # ---------------------------------------------------------------- results
 
@@ -73,9 +70,9 @@ def fill_segments(
 
 def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
     """How one task of a request ended, when it ended well."""
-    message = task_pb2.TaskResult(task_id=task_id, finish_reason=_FINISH[done.finish_reason])
-    _fill_usage(message.usage, done.usage)
-    _fill_timings(message.timings, done.timings)
+    message = task_pb2.TaskResult(task_id=task_id, finish_reason=FINISH[done.finish_reason])
+    fill_usage(message.usage, done.usage)
+    fill_timings(message.timings, done.timings)
     name, fill = _RESULTS[type(done.result)]
     result = getattr(message, name)
     result.SetInParent()  # also of nothing
@@ -97,50 +94,7 @@ def task_error(task_id: str, status: status_pb2.Status) -> task_pb2.TaskResult:
     return task_pb2.TaskResult(task_id=task_id, error=status)
 
 
-# ---------------------------------------------------------------- about the request
-
-
-def fill_info(
-    message: inference_pb2.ResponseInfo,
-    request_id: str,
-    model: str,
-    done: Done,
-    stamp: media_pb2.FrameStamp | None,
-) -> None:
-    """What an answer tells beside its result; `stamp` None when the request had none."""
-    message.request_id = request_id
-    message.model = model
-    message.finish_reason = _FINISH[done.finish_reason]
-    if done.image is not None:
-        _fill_image(message.image, done.image)
-    if stamp is not None:
-        message.stamp.CopyFrom(stamp)
-    _fill_usage(message.usage, done.usage)
-    _fill_timings(message.timings, done.timings)
-    fill_tokens(message.tokens, done.tokens)
-
-
-def usage(value: core.Usage) -> task_pb2.Usage:
-    """Tokens in and out."""
-    message = task_pb2.Usage()
-    _fill_usage(message, value)
-    return message
-
-
-def image(value: core.ImageInfo | None) -> media_pb2.ImageInfo | None:
-    """The picture as answered about."""
-    if value is None:
-        return None
-    message = media_pb2.ImageInfo()
-    _fill_image(message, value)
-    return message
-
-
-def duration(seconds: float) -> duration_pb2.Duration:
-    """Seconds, to the nanosecond."""
-    message = duration_pb2.Duration()
-    _fill_duration(message, seconds)
-    return message
+# ---------------------------------------------------------------- about the engine
 
 
 def decode_steps(report: StepReport) -> admin_pb2.DecodeSteps:
@@ -227,62 +181,12 @@ _FILL: dict[type, Callable[[inference_pb2.GenerateResponse, Any], None]] = {
 # ---------------------------------------------------------------- pieces
 
 
-def fill_tokens(
-    messages: RepeatedCompositeFieldContainer[inference_pb2.Token],
-    tokens: Sequence[core.TokenInfo],
-) -> None:
-    """Add the tokens of an event or of a whole answer."""
-    for token in tokens:
-        message = messages.add(token_id=token.token_id, text=token.text)
-        if token.logprob is not None:
-            message.logprob = token.logprob
-        if token.coordinate is not None:
-            message.coordinate = token.coordinate
-        if token.size is not None:
-            message.size.width, message.size.height = token.size
-
-
 def _grounding(value: core.Grounding) -> task_pb2.Grounding:
     return task_pb2.Grounding(
         start_index=value.start_index,
         end_index=value.end_index,
         points=[_point(spot) for spot in value.points],
     )
-
-
-def _fill_image(message: media_pb2.ImageInfo, value: core.ImageInfo) -> None:
-    message.image_id = value.image_id
-    message.width, message.height = value.width, value.height
-    message.cache_hit = value.cache_hit
-
-
-def _fill_usage(message: task_pb2.Usage, value: core.Usage) -> None:
-    message.input_tokens = value.input_tokens
-    message.output_tokens = value.output_tokens
-    message.cached_tokens = value.cached_tokens  # these three are told even when they are 0
-    message.image_tokens = value.image_tokens
-    message.reasoning_tokens = value.reasoning_tokens
-
-
-def _fill_timings(message: task_pb2.Timings, value: core.Timings) -> None:
-    if max(msgspec.structs.astuple(value)) < _SHORT:  # nearly always
-        message.queue.nanos = round(value.queue * 1e9)
-        message.image.nanos = round(value.image * 1e9)
-        message.prefill.nanos = round(value.prefill * 1e9)
-        message.first_token.nanos = round(value.first_token * 1e9)
-        message.decode.nanos = round(value.decode * 1e9)
-        message.total.nanos = round(value.total * 1e9)
-    else:
-        for name, seconds in msgspec.structs.asdict(value).items():
-            _fill_duration(getattr(message, name), seconds)
-
-
-def _fill_duration(message: duration_pb2.Duration, seconds: float) -> None:
-    """Not negative. Filled, it is there even when it is 0."""
-    nanos = round(seconds * 1e9)
-    if nanos >= _SECOND:
-        message.seconds, nanos = divmod(nanos, _SECOND)
-    message.nanos = nanos
 
 
 def _fill_object(message: geometry_pb2.DetectedObject, value: core.ObjectEvent) -> None:

@@ -7,6 +7,7 @@ from legato_engine.messages import Delta, Done, Queued, Started
 from legato_engine.stream import StreamReport
 
 from legato_service import convert_response
+from legato_service.convert_info import Info
 
 
 class EventStream:
@@ -51,5 +52,5 @@ class EventStream:
         message = inference_pb2.GenerateResponse()
         finished = message.finished
         finished.result.CopyFrom(convert_response.task_result(self._task_id, done))
-        convert_response.fill_info(finished.info, self._request_id, self._model, done, self._stamp)
+        Info(finished.info).fill(self._request_id, self._model, done, self._stamp)
         return message

@@ -83,12 +83,16 @@ class PictureIntake:
         self._max_bytes = max_bytes
         self._max_pixels = max_pixels
 
-    async def check(self, image: media_pb2.Image) -> Picture:
+    async def check(self, image: media_pb2.Image | None) -> Picture:
         """The picture of a request's `image` field, a long header read on a worker thread.
+
+        None where there is none.
 
         Raises `InvalidField`, `ImageUndecodable`, `ImageTooLarge`, `SharedMemoryRefused` or
         `SharedMemoryTorn`.
         """
+        if image is None:
+            return None
         source = image.WhichOneof("source")
         if source == "encoded":
             return await self._encoded(image.encoded)

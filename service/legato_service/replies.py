@@ -13,9 +13,7 @@ import hashlib
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
-
-from google.protobuf.message import Message
+from typing import Any, NamedTuple
 
 from legato_service import call
 from legato_service.dispatch import Caller
@@ -26,8 +24,8 @@ MAX_REPLIES = 1024
 MAX_BYTES = 16 * 1024 * 1024  # of all replies together, as they travel
 _GLANCE = 64 * 1024  # bytes that the event loop hashes itself
 
-Reply = TypeVar("Reply", bound=Message)
-Work = Callable[[Caller], Coroutine[Any, Any, Reply]]
+Work = Callable[[Caller], Coroutine[Any, Any, bytes]]
+"""What is done for a call: its answer, as it travels."""
 
 
 async def fingerprint(method: str, received: bytes) -> bytes:
@@ -47,7 +45,7 @@ def _hash(method: str, received: bytes) -> bytes:
 @dataclasses.dataclass(slots=True, eq=False)
 class _Running:
     fingerprint: bytes
-    task: asyncio.Task[Message]
+    task: asyncio.Task[bytes]
     waiters: int = 0
 
     @property
@@ -58,9 +56,13 @@ class _Running:
 
 class _Kept(NamedTuple):
     fingerprint: bytes
-    reply: Message | None  # None: a stream had this name
-    size: int
+    reply: bytes | None  # None: a stream had this name
     until: float  # time.monotonic() seconds
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return 0 if self.reply is None else len(self.reply)
 
 
 class _Joint:
@@ -104,7 +106,7 @@ class Replies:
         """Callers that wait for runs under way."""
         return sum(running.waiters for running in self._running.values())
 
-    async def once(self, name: str, asked: bytes, work: Work[Reply], caller: Caller) -> Reply:
+    async def once(self, name: str, asked: bytes, work: Work, caller: Caller) -> bytes:
         """The reply of `work`, of a run under way, or of one that ended a while ago.
 
         `asked` is the call's `fingerprint`. Raises `DuplicateRequest` when the name is known for
@@ -117,8 +119,9 @@ class Replies:
         if known is not None and known.fingerprint != asked:
             raise duplicate(name)
         if kept is not None:
+            assert kept.reply is not None, "a stream has no fingerprint"
             call.current().reply = "kept"
-            return cast("Reply", kept.reply)
+            return kept.reply
         if running is not None:
             rpc = call.current()
             rpc.reply, left = "joined", caller.time_remaining()
@@ -126,7 +129,7 @@ class Replies:
                 rpc.deadline = time.monotonic() + left
         else:
             running = self._start(name, asked, work, caller)
-        return cast("Reply", await self._wait(running))
+        return await self._wait(running)
 
     @contextmanager
     def exclusive(self, name: str) -> Iterator[None]:
@@ -140,13 +143,13 @@ class Replies:
         yield
         self._keep(name, b"", None)
 
-    def _start(self, name: str, asked: bytes, work: Work[Any], caller: Caller) -> _Running:
+    def _start(self, name: str, asked: bytes, work: Work, caller: Caller) -> _Running:
         task = asyncio.create_task(work(_Joint(caller)), name=f"shared {name}")
         running = self._running[name] = _Running(asked, task)
         task.add_done_callback(functools.partial(self._on_end, name))
         return running
 
-    async def _wait(self, running: _Running) -> Message:
+    async def _wait(self, running: _Running) -> bytes:
         running.waiters += 1
         try:
             return await asyncio.shield(running.task)
@@ -155,7 +158,7 @@ class Replies:
             if running.abandoned:
                 running.task.cancel()  # nothing happens to one that has ended
 
-    def _on_end(self, name: str, task: asyncio.Task[Message]) -> None:
+    def _on_end(self, name: str, task: asyncio.Task[bytes]) -> None:
         running = self._running.pop(name)
         if not task.cancelled() and task.exception() is None:
             self._keep(name, running.fingerprint, task.result())
@@ -170,12 +173,11 @@ class Replies:
         self._kept.move_to_end(name)
         return kept
 
-    def _keep(self, name: str, asked: bytes, reply: Message | None) -> None:
+    def _keep(self, name: str, asked: bytes, reply: bytes | None) -> None:
         if name in self._kept:
             self._drop(name)
-        size = 0 if reply is None else reply.ByteSize()
-        self._kept[name] = _Kept(asked, reply, size, time.monotonic() + self._keep_for)
-        self._kept_bytes += size
+        self._kept[name] = kept = _Kept(asked, reply, time.monotonic() + self._keep_for)
+        self._kept_bytes += kept.size
         while len(self._kept) > self._max_replies or self._kept_bytes > self._max_bytes:
             self._drop(next(iter(self._kept)))
 

@@ -253,7 +253,7 @@ class Waiter:
 
 def reply(size=1):
     """A reply of about so many bytes."""
-    return inference_pb2.QueryResponse(answer="x" * size)
+    return b"x" * size
 
 
 async def ask(replies, name, content=b"?", size=1):
@@ -361,8 +361,8 @@ class Walk:
 
     def __init__(self):
         self.replies = Replies()
-        self.live: dict[str, asyncio.Future[inference_pb2.QueryResponse]] = {}
-        self.callers: list[tuple[str, asyncio.Task[inference_pb2.QueryResponse]]] = []
+        self.live: dict[str, asyncio.Future[bytes]] = {}
+        self.callers: list[tuple[str, asyncio.Task[bytes]]] = []
 
     def ask(self, number):
         """One of two names, asked one of two things."""
@@ -375,7 +375,7 @@ class Walk:
                 await self.live[name]
             finally:
                 del self.live[name]
-            return inference_pb2.QueryResponse(answer=f"{name}{content.decode()}")
+            return f"{name}{content.decode()}".encode()
 
         asked = self.replies.once(name, content, work, Waiter())
         self.callers.append((f"{name}{content.decode()}", asyncio.create_task(asked)))
@@ -421,7 +421,7 @@ async def walk(drawn):
     for expected, task in world.callers:
         assert task.done()
         if not task.cancelled() and task.exception() is None:
-            assert task.result().answer == expected
+            assert task.result() == expected.encode()
         elif not task.cancelled():
             assert isinstance(task.exception(), (DuplicateRequest, errors.EngineLost))
 

@@ -11,7 +11,7 @@ from legato.v1 import admin_pb2_grpc
 from legato_engine.client import EngineState
 from legato_engine.errors import InvalidField
 
-from legato_service import call, convert_response
+from legato_service import call, convert_info, convert_response
 from legato_service.dispatch import Context
 from legato_service.engine import Engine
 from legato_service.gate import Gate
@@ -79,7 +79,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             engine_step=self._engine.step,
         )
         if self._engine.state is EngineState.READY:
-            wait = convert_response.duration(self._engine.estimated_wait)
+            wait = convert_info.duration(self._engine.estimated_wait)
             response.estimated_wait.CopyFrom(wait)
         if load.decode_steps is not None:
             response.decode_steps.CopyFrom(convert_response.decode_steps(load.decode_steps))

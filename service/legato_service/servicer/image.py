@@ -22,7 +22,7 @@ from legato_engine.errors import (
 from legato_engine.messages import DropImage, HoldImage, ImageHeld
 from legato_engine.quota import ByteQuota
 
-from legato_service import call, convert_response
+from legato_service import call, convert_info
 from legato_service.caller import caller
 from legato_service.config import ServiceConfig
 from legato_service.dispatch import Context
@@ -74,7 +74,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
                     await asyncio.sleep(0)
                     held = await self._hold(request_id, upload, header, owner)
         return pb.PutImageResponse(
-            image=convert_response.image(held.image), expire_time=_wall_time(held.until)
+            image=convert_info.image(held.image), expire_time=_wall_time(held.until)
         )
 
     async def DeleteImage(

@@ -5,28 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
+from google.protobuf.message import Message
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc, media_pb2
 from legato_engine import core
 from legato_engine.errors import InternalError
 
 from legato_service import call, convert_request, convert_response
+from legato_service.convert_info import Answers
+from legato_service.convert_request import Fields
 from legato_service.dispatch import Caller, Context, Dispatcher, answered, follow
 from legato_service.event_stream import EventStream
-from legato_service.replies import Replies, Reply, fingerprint
+from legato_service.replies import Replies, fingerprint
 from legato_service.servicer.task_run import TaskRun
 
-Ask = TypeVar(
-    "Ask",
-    pb.QueryRequest,
-    pb.CaptionRequest,
-    pb.DetectRequest,
-    pb.PointRequest,
-    pb.SegmentRequest,
-    pb.RunTasksRequest,
-)
+Answer: TypeAlias = Awaitable[Any]
+"""A message as it travels, which the boundary leaves so; generated code expects the message."""
+
+Work: TypeAlias = Callable[[Fields, Fields, str, Caller], Coroutine[Any, Any, bytes]]
+"""Answers a request of these fields and options under a name."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -49,33 +48,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             for skill in (_QUERY, _CAPTION, _DETECT, _POINT, _SEGMENT)
         )
 
-    def Query(self, request: pb.QueryRequest, context: Context) -> Awaitable[pb.QueryResponse]:
+    def Query(self, request: pb.QueryRequest, context: Context) -> Answer:
         """Answer a question."""
         return self._once(self._query, request, context)
 
-    def Caption(
-        self, request: pb.CaptionRequest, context: Context
-    ) -> Awaitable[pb.CaptionResponse]:
+    def Caption(self, request: pb.CaptionRequest, context: Context) -> Answer:
         """Describe the picture."""
         return self._once(self._caption, request, context)
 
-    def Detect(self, request: pb.DetectRequest, context: Context) -> Awaitable[pb.DetectResponse]:
+    def Detect(self, request: pb.DetectRequest, context: Context) -> Answer:
         """Box every instance."""
         return self._once(self._detect, request, context)
 
-    def Point(self, request: pb.PointRequest, context: Context) -> Awaitable[pb.PointResponse]:
+    def Point(self, request: pb.PointRequest, context: Context) -> Answer:
         """Point at every instance."""
         return self._once(self._point, request, context)
 
-    def Segment(
-        self, request: pb.SegmentRequest, context: Context
-    ) -> Awaitable[pb.SegmentResponse]:
+    def Segment(self, request: pb.SegmentRequest, context: Context) -> Answer:
         """Outline an instance."""
         return self._once(self._segment, request, context)
 
-    def RunTasks(
-        self, request: pb.RunTasksRequest, context: Context
-    ) -> Awaitable[pb.RunTasksResponse]:
+    def RunTasks(self, request: pb.RunTasksRequest, context: Context) -> Answer:
         """Several tasks, one picture."""
         return self._once(self._run_tasks, request, context)
 
@@ -83,17 +76,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         """One task, streamed."""
-        given = request.options.request_id
+        options = convert_request.fields(request.options)
+        given = options.get("request_id", "")
         request_id = self._dispatcher.name(given)
-        silence = convert_request.heartbeat(request.options)
+        silence = convert_request.heartbeat(options)
         spec = convert_request.task(request.task, "task")
         convert_request.image(request.image, spec, "task.query.")
         sampling = convert_request.sampling(request.task.sampling, "task.")
-        asked = convert_request.request(request_id, spec, sampling, request.options)
+        asked = convert_request.request(request_id, spec, sampling, options)
         alone = self._replies.exclusive(call.current().scoped(given)) if given else nullcontext()
         with alone, self._dispatcher.admit(request_id, context, self._stream_deadline) as admitted:
             self._dispatcher.check(asked, "task.")
-            events = EventStream(request_id, request.task.task_id, _stamp(request))
+            events = EventStream(
+                request_id,
+                request.task.task_id,
+                request.stamp if request.HasField("stamp") else None,
+            )
             picture = await self._dispatcher.pictures.check(request.image)
             with self._dispatcher.submit(asked, picture, admitted) as stream:
                 async with aclosing(follow(stream, silence)) as reports:
@@ -101,93 +99,89 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         for event in events.of(report):
                             yield event
 
-    def _once(
-        self,
-        work: Callable[[Ask, str, Caller], Coroutine[Any, Any, Reply]],
-        request: Ask,
-        context: Context,
-    ) -> Awaitable[Reply]:
+    def _once(self, work: Work, request: Message, context: Context) -> Answer:
         """What `work` answers; calls that their callers gave one id share it.
 
         No coroutine, as the handlers are none: every one on the way of a call is resumed with it.
         """
-        given = request.options.request_id
+        asked = convert_request.fields(request)
+        options = convert_request.fields(asked.get("options"))
+        given = options.get("request_id", "")
         name = self._dispatcher.name(given)
-        return self._shared(work, request, name, context) if given else work(request, name, context)
+        if given:
+            return self._shared(functools.partial(work, asked, options, name), name, context)
+        return work(asked, options, name, context)
 
     async def _shared(
-        self,
-        work: Callable[[Ask, str, Caller], Coroutine[Any, Any, Reply]],
-        request: Ask,
-        name: str,
-        context: Context,
-    ) -> Reply:
+        self, work: Callable[[Caller], Coroutine[Any, Any, bytes]], name: str, context: Context
+    ) -> bytes:
         rpc = call.current()
         asked = await fingerprint(rpc.method, rpc.received)
-        shared = functools.partial(work, request, name)
-        return await self._replies.once(rpc.scoped(name), asked, shared, context)
+        return await self._replies.once(rpc.scoped(name), asked, work, context)
 
     async def _run_tasks(
-        self, request: pb.RunTasksRequest, request_id: str, caller: Caller
-    ) -> pb.RunTasksResponse:
-        convert_request.heartbeat(request.options)
-        run = TaskRun(self._dispatcher, request, request_id)
+        self, asked: Fields, options: Fields, request_id: str, caller: Caller
+    ) -> bytes:
+        convert_request.heartbeat(options)
+        run = TaskRun(self._dispatcher, asked, options, request_id)
         with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
             model = run.check()
-            picture = await self._dispatcher.pictures.check(request.image)
+            picture = await self._dispatcher.pictures.check(asked.get("image"))
             outcomes = await run.execute(picture, admitted)
-        return run.response(outcomes, model, _stamp(request))
+        return run.response(outcomes, model, asked.get("stamp")).SerializeToString()
 
     async def _answer(
-        self, skill: _Skill, request: Any, request_id: str, caller: Caller
-    ) -> Any:  # messages of one RPC
+        self, skill: _Skill, asked: Fields, options: Fields, request_id: str, caller: Caller
+    ) -> bytes:
         """One task's answer."""
-        options, image = request.options, request.image
+        image: media_pb2.Image | None = asked.get("image")
         convert_request.heartbeat(options)
-        spec = skill.convert(request)
+        spec = skill.convert(asked)
         has_picture = convert_request.image(image, spec)
-        sampling = convert_request.sampling(request.sampling)
-        asked = convert_request.request(
+        sampling = convert_request.sampling(asked.get("sampling"))
+        request = convert_request.request(
             request_id, spec, sampling, options, deltas=False, progress=False
         )
         with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
-            model = self._dispatcher.check(asked)
+            model = self._dispatcher.check(request)
             picture = await self._dispatcher.pictures.check(image) if has_picture else None
-            with self._dispatcher.submit(asked, picture, admitted) as stream:
+            with self._dispatcher.submit(request, picture, admitted) as stream:
                 done = answered(await stream.done())
         if not isinstance(done.result, skill.result):
             raise InternalError(f"the engine answered with a {type(done.result).__name__}")
-        response = skill.response()
-        skill.fill(response, done.result)
-        convert_response.fill_info(response.info, request_id, model.name, done, _stamp(request))
-        return response
+        return skill.answers.write(request_id, model.name, done, asked.get("stamp"))
 
 
 class _Skill(NamedTuple):
     """What sets one skill apart: how its request is read and its answer told."""
 
-    convert: Callable[[Any], core.TaskSpec]
+    convert: Callable[[Fields], core.TaskSpec]
     result: type[core.Value]
-    response: Callable[[], Any]
-    fill: Callable[[Any, Any], None]  # a response, with a result
+    answers: Answers
 
 
 _QUERY = _Skill(
-    convert_request.query, core.QueryResult, pb.QueryResponse, convert_response.fill_query
+    convert_request.query,
+    core.QueryResult,
+    Answers(pb.QueryResponse, convert_response.fill_query),
 )
 _CAPTION = _Skill(
-    convert_request.caption, core.CaptionResult, pb.CaptionResponse, convert_response.fill_caption
+    convert_request.caption,
+    core.CaptionResult,
+    Answers(pb.CaptionResponse, convert_response.fill_caption),
 )
 _DETECT = _Skill(
-    convert_request.detect, core.DetectResult, pb.DetectResponse, convert_response.fill_objects
+    convert_request.detect,
+    core.DetectResult,
+    Answers(pb.DetectResponse, convert_response.fill_objects),
 )
 _POINT = _Skill(
-    convert_request.point, core.PointResult, pb.PointResponse, convert_response.fill_points
+    convert_request.point,
+    core.PointResult,
+    Answers(pb.PointResponse, convert_response.fill_points),
 )
 _SEGMENT = _Skill(
-    convert_request.segment, core.SegmentResult, pb.SegmentResponse, convert_response.fill_segments
+    convert_request.segment,
+    core.SegmentResult,
+    Answers(pb.SegmentResponse, convert_response.fill_segments),
 )
-
-
-def _stamp(request: Any) -> media_pb2.FrameStamp | None:
-    return request.stamp if request.HasField("stamp") else None

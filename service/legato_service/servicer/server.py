@@ -11,7 +11,7 @@ from legato.v1 import server_pb2_grpc
 from legato_engine.errors import EngineStarting, InvalidField
 from legato_engine.messages import ModelInfo
 
-from legato_service import convert_response
+from legato_service import convert_info
 from legato_service.config import ServiceConfig
 from legato_service.dispatch import Context
 from legato_service.engine import Engine
@@ -98,7 +98,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             max_running=self._config.engine.max_running,
             max_waiting=self._config.engine.max_waiting,
             max_sessions=self._config.max_sessions,
-            default_deadline=convert_response.duration(self._config.unary_deadline),
+            default_deadline=convert_info.duration(self._config.unary_deadline),
         )
 
 

@@ -12,7 +12,8 @@ from legato_engine import core
 from legato_engine.errors import LegatoError
 from legato_engine.messages import Done, ModelInfo
 
-from legato_service import call, convert_request, convert_response
+from legato_service import call, convert_info, convert_request
+from legato_service.convert_request import Fields
 from legato_service.dispatch import Dispatcher, answered, started
 from legato_service.engine import Stream
 from legato_service.gate import Admitted
@@ -24,21 +25,22 @@ class TaskRun:
     """One RunTasks call. Raises `InvalidField` when its list of tasks is malformed."""
 
     def __init__(
-        self, dispatcher: Dispatcher, request: pb.RunTasksRequest, request_id: str
+        self, dispatcher: Dispatcher, asked: Fields, options: Fields, request_id: str
     ) -> None:
+        tasks = asked.get("tasks", ())
         self._dispatcher = dispatcher
         self._request_id = request_id
-        self._image = request.image
-        self._task_ids = [message.task_id for message in request.tasks]
+        self._image = asked.get("image")
+        self._task_ids = [message.task_id for message in tasks]
         self._asked = [
-            self._ask(index, spec, message, request.options)
+            self._ask(index, spec, message, options)
             for index, (spec, message) in enumerate(
-                zip(convert_request.tasks(request.tasks), request.tasks, strict=True)
+                zip(convert_request.tasks(tasks), tasks, strict=True)
             )
         ]
 
     def _ask(
-        self, index: int, spec: core.TaskSpec, task: task_pb2.Task, options: pb.RequestOptions
+        self, index: int, spec: core.TaskSpec, task: task_pb2.Task, options: Fields
     ) -> core.Request:
         """A task's own request. No caller's id holds a `#`, so these ids are nobody else's.
 
@@ -94,12 +96,12 @@ class TaskRun:
         info = pb.ResponseInfo(
             request_id=self._request_id,
             model=model.name,
-            usage=convert_response.usage(call.total(each.usage for each in done)),
+            usage=convert_info.usage(call.total(each.usage for each in done)),
             timings=task_pb2.Timings(
-                image=convert_response.duration(image_time),
-                total=convert_response.duration(total_time),
+                image=convert_info.duration(image_time),
+                total=convert_info.duration(total_time),
             ),
-            image=convert_response.image(done[0].image) if done else None,
+            image=convert_info.image(done[0].image) if done else None,
             stamp=stamp,
         )
         results = [
@@ -110,7 +112,7 @@ class TaskRun:
         if self._asked[0].return_tokens:
             for each in outcomes:
                 tokens = each.tokens if isinstance(each, Done) else ()
-                convert_response.fill_tokens(response.tokens.add().tokens, tokens)
+                convert_info.fill_tokens(response.tokens.add().tokens, tokens)
         return response
 
     def _check_picture(self, index: int, asked: core.Request) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import msgspec
-from legato.v1 import inference_pb2, media_pb2, task_pb2
+from legato.v1 import media_pb2, task_pb2
 from legato.v1 import session_pb2 as pb
 from legato_engine import core
 from legato_engine.errors import InvalidField, LegatoError, SessionProtocol
@@ -43,7 +43,7 @@ class Planner:
 
     def __init__(self, dispatcher: Dispatcher, opening: pb.SessionOpen, max_age: float) -> None:
         self._dispatcher = dispatcher
-        self._options = inference_pb2.RequestOptions(model=opening.model, adapter=opening.adapter)
+        self._options = {"model": opening.model, "adapter": opening.adapter}
         self._deltas = opening.stream_deltas
         self._clock = CaptureClock(max_age)
         self.model: ModelInfo = dispatcher.model(opening.model, opening.adapter)

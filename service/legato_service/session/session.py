@@ -13,7 +13,7 @@ import structlog
 from legato.v1 import session_pb2 as pb
 from legato_engine.errors import InvalidField, LegatoError, SessionProtocol
 
-from legato_service import convert_response
+from legato_service import convert_info
 from legato_service.dispatch import Dispatcher
 from legato_service.errors import failure
 from legato_service.session import wire
@@ -78,7 +78,7 @@ class Session:
                 model=self._planner.model.name,
                 frame_credits=terms.frame_credits,
                 max_in_flight=terms.max_in_flight,
-                heartbeat_interval=convert_response.duration(self._heartbeat),
+                heartbeat_interval=convert_info.duration(self._heartbeat),
                 contract_revision=contract_revision,
             )
         )

@@ -12,7 +12,7 @@ from legato_engine import core
 from legato_engine.errors import InvalidField
 from legato_engine.messages import Done
 
-from legato_service import convert_request, convert_response
+from legato_service import convert_info, convert_request
 from legato_service.event_stream import EventStream
 from legato_service.one_picture import task_result
 from legato_service.session.frame import Accepted, Dropped, Event, GoAway, Notice, Result
@@ -104,7 +104,7 @@ class Script:
                 self._events.pop(message.sequence, None)
             case GoAway():
                 away = pb.SessionGoAway(
-                    time_left=convert_response.duration(message.time_left), reason=self.farewell
+                    time_left=convert_info.duration(message.time_left), reason=self.farewell
                 )
                 response = pb.SessionResponse(go_away=away)
             case Event():
@@ -145,7 +145,7 @@ class Script:
         return pb.FrameResult(
             stamp=job.stamp,
             result=result,
-            image=convert_response.image(image),
+            image=convert_info.image(image),
             last_for_frame=message.last,
         )
 
