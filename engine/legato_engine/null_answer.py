@@ -72,9 +72,7 @@ class Answer:
         return tuple(with_token([event], self._token(index, request)))
 
     def tokens(self, num_tokens: int, request: Request) -> tuple[TokenInfo, ...]:
-        """The first `num_tokens` tokens, for a request that wants them."""
-        if not request.return_tokens:
-            return ()
+        """The first `num_tokens` tokens."""
         return tuple(self._token(index, request) for index in range(num_tokens))
 
     def _token(self, index: int, request: Request) -> TokenInfo:
@@ -85,7 +83,7 @@ class Answer:
 
 
 @functools.lru_cache(1024)
-def answer(task: TaskSpec, sampling: SamplingParams, *, num_objects: int) -> Answer:
+def answer(task: TaskSpec, sampling: SamplingParams, num_objects: int) -> Answer:
     """The answer to a task; `num_objects` at most `max_objects` for those that find objects."""
     match task:
         case QueryTask():

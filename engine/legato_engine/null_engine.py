@@ -71,12 +71,14 @@ class NullEngine:
         self._period = config.null_step_ms / 1000
         self._max_running = config.max_running if self._period else sys.maxsize
         self._max_waiting = config.max_waiting
+        self._max_jobs = self._max_running + self._max_waiting
         self._num_objects = config.null_objects
         self._send = send
         self._pictures = NullPictures(config, blobs)
         self._waiting: dict[str, NullJob] = {}
         self._running: dict[str, NullJob] = {}
         self._next_step = 0.0
+        self._first_deadline = math.inf  # of all those there were since it passed
         self.steps_committed = 0
 
     # ------------------------------------------------------------ requests
@@ -84,35 +86,37 @@ class NullEngine:
     def submit(self, request: Request) -> None:
         """Begin a request; whatever is wrong with it becomes its `Failed` report."""
         arrival = time.monotonic()
+        image, image_seconds = None, 0.0
         try:
             self._check(request)
-            image = None
             if request.image is not None:
                 self._pictures.holds.expire()
                 image = self._pictures.take(request.image, keep=request.cache_image)
+                image_seconds = time.monotonic() - arrival
         except LegatoError as error:
             self._fail(request, error)
             return
+        told = answer(request.task, request.sampling, self._num_objects)
+        job = NullJob(request, told, image, arrival, image_seconds)
+        if request.deadline is not None and request.deadline < self._first_deadline:
+            self._first_deadline = request.deadline
+        if not self._waiting and len(self._running) < self._max_running:
+            self._start(job, arrival + image_seconds)
+            return
         must_wait = self._full
-        self._waiting[request.request_id] = NullJob(
-            request=request,
-            answer=answer(request.task, request.sampling, num_objects=self._num_objects),
-            deadline=math.inf if request.deadline is None else request.deadline,
-            image=image,
-            arrival=arrival,
-            image_seconds=time.monotonic() - arrival if image else 0.0,
-        )
+        self._waiting[request.request_id] = job
         if must_wait and request.progress:
             self._announce_queued(request.request_id)
 
     def stop(self, request_id: str) -> None:
         """End a request now with what it has, as cancelled; unknown ids are ignored."""
-        waiting = self._waiting.get(request_id)
+        now = time.monotonic()
+        waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
-            self._start(waiting, time.monotonic())
+            self._start(waiting, now)
         job = self._running.get(request_id)
         if job is not None:
-            self._end(job, FinishReason.CANCELLED)
+            self._end(job, FinishReason.CANCELLED, now)
 
     def abort(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
@@ -160,50 +164,53 @@ class NullEngine:
 
     def next_deadline(self) -> float:
         """Monotonic time by which `step` must be called even if nothing wakes the loop."""
-        deadlines = [job.deadline for job in (*self._waiting.values(), *self._running.values())]
-        deadlines.append(self._pictures.holds.next_expiry)
-        return min([self._next_step, *deadlines] if self._running else deadlines)
+        first = min(self._first_deadline, self._pictures.holds.next_expiry)
+        return min(first, self._next_step) if self._running else first
 
     # ------------------------------------------------------------ the tick
 
     def step(self) -> None:
         """Expire and admit; a token for everybody if it is time for one."""
         now = time.monotonic()
-        self._pictures.holds.expire()
-        self._expire(now)
-        self._admit(now)
+        if now >= self._pictures.holds.next_expiry:
+            self._pictures.holds.expire()
+        if now >= self._first_deadline:
+            self._expire(now)
+        if self._waiting:
+            self._admit(now)
         if not self._running or now < self._next_step:
             return
         self.steps_committed += 1
         self._next_step = now + self._period
         for job in list(self._running.values()):
-            self._advance(job)
-        self._admit(now)
+            self._advance(job, now)
+        if self._waiting:
+            self._admit(now)
 
-    def _advance(self, job: NullJob) -> None:
+    def _advance(self, job: NullJob, now: float) -> None:
         """One token, or all at once when neither the clock nor anybody who reads them waits."""
-        events = job.answer.events
-        at_once = not (self._period or job.request.deltas)
+        count, deltas = len(job.answer.events), job.request.deltas
         before = job.num_tokens
-        job.num_tokens = len(events) if at_once else min(before + 1, len(events))
-        job.first_token = job.first_token or time.monotonic()
-        if job.request.deltas and before < job.num_tokens:
+        job.num_tokens = min(before + 1, count) if deltas or self._period else count
+        job.first_token = job.first_token or now
+        if deltas and before < job.num_tokens:
             told = job.answer.told(before, job.request)
             self._send(Delta(request_id=job.request.request_id, events=told))
-        if job.num_tokens == len(events):
-            self._end(job, job.answer.finish_reason)
+        if job.num_tokens == count:
+            self._end(job, job.answer.finish_reason, now)
 
-    def _end(self, job: NullJob, finish_reason: FinishReason) -> None:
-        self.abort(job.request.request_id)
+    def _end(self, job: NullJob, finish_reason: FinishReason, now: float) -> None:
+        request, told = job.request, job.answer
+        del self._running[request.request_id]
         self._send(
             Done(
-                request_id=job.request.request_id,
-                result=job.answer.result(job.num_tokens),
+                request_id=request.request_id,
+                result=told.result(job.num_tokens),
                 finish_reason=finish_reason,
                 usage=job.usage(),
-                timings=job.timings(),
+                timings=job.timings(now),
                 image=job.image,
-                tokens=job.answer.tokens(job.num_tokens, job.request),
+                tokens=told.tokens(job.num_tokens, request) if request.return_tokens else (),
             )
         )
 
@@ -218,7 +225,7 @@ class NullEngine:
             raise ModelNotFound(f"this engine serves {NAME}", resource=request.model)
         if request.adapter:
             raise AdapterNotFound("no such adapter", resource=request.adapter)
-        if len(self._running) + len(self._waiting) >= self._max_running + self._max_waiting:
+        if len(self._running) + len(self._waiting) >= self._max_jobs:
             raise QueueFull(
                 "the waiting queue is full",
                 limit=self._max_waiting,
@@ -227,25 +234,23 @@ class NullEngine:
 
     def _admit(self, now: float) -> None:
         """Start those who wait, first come first served, while there is room."""
-        if not self._waiting:
-            return
         room = self._max_running - len(self._running)
         if room <= 0:
             return
-        if not self._running:
-            self._next_step = now + self._period
-        for job in list(self._waiting.values())[:room]:
-            self._start(job, now)
+        for request_id in list(self._waiting)[:room]:
+            self._start(self._waiting.pop(request_id), now)
 
     def _start(self, job: NullJob, now: float) -> None:
-        request_id = job.request.request_id
-        self._running[request_id] = self._waiting.pop(request_id)
+        if not self._running:
+            self._next_step = now + self._period
+        request = job.request
+        self._running[request.request_id] = job
         job.started = now
-        if not job.request.progress:
+        if not request.progress:
             return
         self._send(
             Started(
-                request_id=request_id,
+                request_id=request.request_id,
                 model=NAME,
                 input_tokens=job.input_tokens,
                 cached_tokens=job.cached_tokens,
@@ -259,10 +264,16 @@ class NullEngine:
         self._send(Queued(request_id=request_id, position=position, estimated_wait=wait))
 
     def _expire(self, now: float) -> None:
-        for jobs in (self._waiting, self._running):
-            for job in [job for job in jobs.values() if job.deadline <= now]:
-                self.abort(job.request.request_id)
-                self._fail(job.request, DeadlineExceeded("the deadline passed"))
+        requests = [job.request for job in (*self._waiting.values(), *self._running.values())]
+        self._first_deadline = math.inf
+        for request in requests:
+            if request.deadline is None:
+                continue
+            if request.deadline <= now:
+                self.abort(request.request_id)
+                self._fail(request, DeadlineExceeded("the deadline passed"))
+            else:
+                self._first_deadline = min(self._first_deadline, request.deadline)
 
     def _fail(self, request: Request, error: LegatoError) -> None:
         self._send(Failed(request_id=request.request_id, error=to_value(error)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 from legato_engine.core import ImageInfo, Request, Timings, Usage
 from legato_engine.null_answer import Answer
@@ -17,7 +16,6 @@ class NullJob:
 
     request: Request
     answer: Answer
-    deadline: float
     image: ImageInfo | None
     arrival: float
     image_seconds: float
@@ -50,9 +48,8 @@ class NullJob:
             reasoning_tokens=min(self.num_tokens, self.answer.num_thoughts),
         )
 
-    def timings(self) -> Timings:
+    def timings(self, now: float) -> Timings:
         """Its times, if it ends now."""
-        now = time.monotonic()
         first_token = self.first_token or now
         return Timings(
             queue=self.queue_time,

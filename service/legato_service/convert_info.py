@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 from google.protobuf import duration_pb2
@@ -13,6 +13,7 @@ from legato_engine import core
 from legato_engine.messages import Done
 
 _SECOND = 1_000_000_000  # nanoseconds
+_SHORT = 0.5  # seconds
 FINISH = {
     core.FinishReason.STOP: task_pb2.FINISH_REASON_STOP,
     core.FinishReason.LENGTH: task_pb2.FINISH_REASON_LENGTH,
@@ -54,6 +55,8 @@ class Info:
             message.ClearField("image")
         self._has_image = done.image is not None
         self._is_plain = stamp is None and not done.tokens and not took_seconds
+        if self._is_plain:
+            return
         if stamp is not None:
             message.stamp.CopyFrom(stamp)
         fill_tokens(message.tokens, done.tokens)
@@ -66,26 +69,28 @@ class Info:
 
 
 class Answers:
-    """The answers of one RPC, as they travel.
+    """The answers of one RPC, as they travel: one message that is filled and written again and again.
 
-    A result is filled into a new `response` by `fill`. `info` has the highest number of its fields,
-    and messages that stand behind each other are one.
+    `fill` fills a result into a `response`, of which it leaves no scalar field as it was.
     """
 
     def __init__(self, response: type[Any], fill: Callable[[Any, Any], None]) -> None:
-        self._response = response
+        self._message = response()
         self._fill = fill
-        self._rest = response()
-        self._info = Info(self._rest.info)
+        self._info = Info(self._message.info)
+        fields = self._message.DESCRIPTOR.fields
+        self._parts = [each.name for each in fields if each.message_type and each.name != "info"]
 
     def write(
         self, request_id: str, model: str, done: Done, stamp: media_pb2.FrameStamp | None
     ) -> bytes:
         """One answer; see `Info.fill`."""
-        message = self._response()
+        message = self._message
+        for name in self._parts:
+            message.ClearField(name)
         self._fill(message, done.result)
         self._info.fill(request_id, model, done, stamp)
-        written: bytes = message.SerializeToString() + self._rest.SerializeToString()
+        written: bytes = message.SerializeToString()
         return written
 
 
@@ -131,21 +136,28 @@ def fill_timings(message: task_pb2.Timings, value: core.Timings) -> None:
     _fill_durations(_durations(message), value)
 
 
-def _durations(message: task_pb2.Timings) -> Sequence[duration_pb2.Duration]:
-    """The parts of a `Timings`, in the order of `core.Timings`."""
-    return [getattr(message, name) for name in core.Timings.__struct_fields__]
+_Durations: TypeAlias = tuple[duration_pb2.Duration, ...]
+"""The parts of a `Timings`, in the order of `core.Timings`."""
 
 
-def _fill_durations(messages: Iterable[duration_pb2.Duration], value: core.Timings) -> bool:
+def _durations(message: task_pb2.Timings) -> _Durations:
+    return tuple(getattr(message, name) for name in core.Timings.__struct_fields__)
+
+
+def _fill_durations(messages: _Durations, value: core.Timings) -> bool:
     """Whether any has whole seconds. Filled, they are there even when they are 0."""
-    took_seconds = False
+    if value.total < _SHORT:  # nearly always; no part takes longer
+        queue, image, prefill, first_token, decode, total = messages
+        queue.nanos = round(value.queue * 1e9)
+        image.nanos = round(value.image * 1e9)
+        prefill.nanos = round(value.prefill * 1e9)
+        first_token.nanos = round(value.first_token * 1e9)
+        decode.nanos = round(value.decode * 1e9)
+        total.nanos = round(value.total * 1e9)
+        return False
     for message, seconds in zip(messages, msgspec.structs.astuple(value), strict=True):
-        nanos = round(seconds * 1e9)
-        if nanos >= _SECOND:
-            message.seconds, nanos = divmod(nanos, _SECOND)
-            took_seconds = True
-        message.nanos = nanos
-    return took_seconds
+        message.seconds, message.nanos = divmod(round(seconds * 1e9), _SECOND)
+    return True
 
 
 def fill_tokens(
