@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -32,15 +31,7 @@ class RequestStream(AsyncIterator[StreamReport]):
     One reader at a time.
     """
 
-    __slots__ = (
-        "_ended",
-        "_on_abort",
-        "_on_stop",
-        "_pending",
-        "_waiter",
-        "_waits_for_end",
-        "request",
-    )
+    __slots__ = ("_on_abort", "_on_stop", "_pending", "_result", "_waiter", "ended", "request")
 
     def __init__(
         self,
@@ -50,22 +41,18 @@ class RequestStream(AsyncIterator[StreamReport]):
         on_stop: Callable[[RequestStream], None],
     ) -> None:
         self.request = request
+        self.ended = False
+        """Whether nothing more will be added; there may still be reports to read."""
         self._on_abort = on_abort
         self._on_stop = on_stop
-        self._pending: collections.deque[StreamReport | LegatoError] = collections.deque()
-        self._ended = False
-        self._waits_for_end = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._pending: list[StreamReport | LegatoError] = []
+        self._waiter: asyncio.Future[None] | None = None  # of the next report
+        self._result: asyncio.Future[Done] | None = None
 
     @property
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will be added; there may still be reports to read."""
-        return self._ended
 
     def abort(self, error: LegatoError | None = None) -> None:
         """Forget the request: unread reports are dropped, the engine is told. Idempotent.
@@ -73,7 +60,7 @@ class RequestStream(AsyncIterator[StreamReport]):
         A request that had not ended fails with `error`; without one the stream just ends.
         """
         self._pending.clear()
-        if not self._ended:
+        if not self.ended:
             if error is not None:
                 self._pending.append(error)
             self._end()
@@ -84,44 +71,37 @@ class RequestStream(AsyncIterator[StreamReport]):
 
         Harmless after its end and when repeated.
         """
-        if not self._ended:
+        if not self.ended:
             self._on_stop(self)
 
     async def __anext__(self) -> StreamReport:
         while not self._pending:
-            if self._ended:
+            if self.ended:
                 raise StopAsyncIteration
-            await self._news()
-        head = self._pending.popleft()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        head = self._pending[0]
+        if isinstance(head, Delta) and (len(self._pending) > 1 or len(head.events) > 1):
+            return self._coalesced(head)
+        del self._pending[0]
         if isinstance(head, LegatoError):
             raise head
-        if isinstance(head, Delta) and (self._pending or len(head.events) > 1):
-            return self._coalesce(head)
         return head
 
-    async def done(self) -> Done:
+    def done(self) -> asyncio.Future[Done]:
         """The request's `Done`, woken by nothing before it; what came in between is dropped.
 
         Raises the request's own failure, and `InternalError` when the stream was aborted or read to
-        its end.
+        its end. A future and no coroutine, as every call waits here.
         """
-        self._waits_for_end = True
-        try:
-            while not self._ended:
-                await self._news()
-        finally:
-            self._waits_for_end = False
-        last = self._pending.pop() if self._pending else None
-        self._pending.clear()
-        if isinstance(last, LegatoError):
-            raise last
-        if not isinstance(last, Done):
-            raise InternalError("a stream ended without its result")
-        return last
+        result = self._result = asyncio.get_running_loop().create_future()
+        if self.ended:
+            self._settle(result)
+        return result
 
     def feed(self, report: StreamReport | Failed) -> None:
         """For the client: the next report from the engine."""
-        if self._ended:
+        if self.ended:
             return
         if isinstance(report, Failed):
             self.fail(from_value(report.error))
@@ -129,33 +109,48 @@ class RequestStream(AsyncIterator[StreamReport]):
         self._pending.append(report)
         if isinstance(report, Done):
             self._end()
-        elif not self._waits_for_end:
+        else:
             self._wake()
 
     def fail(self, error: LegatoError) -> None:
         """For the client: end with `error`, after what is still unread."""
-        if not self._ended:
+        if not self.ended:
             self._pending.append(error)
             self._end()
 
     def _end(self) -> None:
-        self._ended = True
-        self._wake()
-
-    def _news(self) -> asyncio.Future[None]:
-        """What `_wake` ends: a future and no coroutine, as every call waits here."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        return self._waiter
+        self.ended = True
+        result = self._result
+        if result is None or result.done():  # its reader may have been cancelled
+            self._wake()
+        else:
+            self._settle(result)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _coalesce(self, first: Delta) -> Delta:
-        events = list(first.events)
-        while self._pending and isinstance(following := self._pending[0], Delta):
-            self._pending.popleft()
-            events.extend(following.events)
+    def _settle(self, result: asyncio.Future[Done]) -> None:
+        """Give what came last, and forget the rest and `result`, which holds a failure's frames."""
+        self._result = None
+        last = self._pending.pop() if self._pending else None
+        self._pending.clear()
+        if isinstance(last, Done):
+            result.set_result(last)
+        elif isinstance(last, LegatoError):
+            result.set_exception(last)
+        else:
+            result.set_exception(InternalError("a stream ended without its result"))
+
+    def _coalesced(self, first: Delta) -> Delta:
+        """All deltas that wait, as one."""
+        deltas: list[Delta] = []
+        for report in self._pending:
+            if not isinstance(report, Delta):
+                break
+            deltas.append(report)
+        del self._pending[: len(deltas)]
+        events = [event for delta in deltas for event in delta.events]
         return msgspec.structs.replace(first, events=merge_events(events))
 
 

@@ -69,7 +69,7 @@ class Info:
 
 
 class Answers:
-    """The answers of one RPC, as they travel: one message that is filled and written again and again.
+    """The answers of one RPC, as they travel: one message, filled and written again and again.
 
     `fill` fills a result into a `response`, of which it leaves no scalar field as it was.
     """

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, closing
-from types import TracebackType
 from typing import Any, Protocol
 
 import grpc
@@ -16,11 +15,9 @@ from legato_engine import core
 from legato_engine.client import EngineState
 from legato_engine.errors import (
     AdapterNotFound,
-    AdapterUnusable,
     DeadlineExceeded,
     DeadlineUnreachable,
     EngineStarting,
-    ImageUndecodable,
     InternalError,
     InvalidField,
     ModelNotFound,
@@ -32,7 +29,7 @@ from legato_engine.stream import StreamReport
 from legato_service import call
 from legato_service.deadlines import Deadlines
 from legato_service.engine import Engine, Stream
-from legato_service.gate import Admitted, Gate, Visit
+from legato_service.gate import Gate, Visit
 from legato_service.patience import Patience
 from legato_service.picture import NewPicture, Picture, PictureIntake
 
@@ -119,11 +116,11 @@ class Dispatcher:
             )
         return model
 
-    def submit(self, request: core.Request, picture: Picture, admitted: Admitted) -> Submission:
-        """Start the request, for the length of a block that is to begin at once.
+    def submit(self, request: core.Request, picture: Picture, visit: Visit) -> Stream:
+        """Start the request, or a part of it, for the length of its visit.
 
         Nothing is awaited between staging, submitting and owning the stream, so no cancellation can
-        come in between. The block ends with its task at the latest, so nobody else has to be told:
+        come in between. The visit ends with its task at the latest, so nobody else has to be told:
         a callback on an RPC's context would tie the two into a cycle, and keep all that the call
         held until a garbage collection. Raises what `Engine.submit` raises.
         """
@@ -134,48 +131,14 @@ class Dispatcher:
                 request,
                 request_id=rpc.scoped(request.request_id),
                 image=image,
-                deadline=admitted.deadline,
+                deadline=visit.deadline,
                 priority=rpc.priority,
                 tenant=rpc.tenant,
             )
         )
-        admitted.own(stream)
-        return Submission(stream, picture, self._deadlines, admitted.deadline)
-
-
-class Submission:
-    """A running request; however the block ends, the engine forgets it.
-
-    Past its deadline it fails with `DeadlineExceeded`, whatever the engine does. A picture that the
-    engine cannot decode is told by the field it came in, which the engine does not know, and so is
-    an adapter that it cannot use.
-    """
-
-    __slots__ = ("_deadlines", "_picture", "_stream")
-
-    def __init__(
-        self, stream: Stream, picture: Picture, deadlines: Deadlines, deadline: float
-    ) -> None:
-        self._stream = stream
-        self._picture = picture
-        self._deadlines = deadlines
-        deadlines.watch(stream, deadline)
-
-    def __enter__(self) -> Stream:
-        return self._stream
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._deadlines.forget(self._stream)
-        self._stream.abort()
-        if isinstance(error, ImageUndecodable) and isinstance(self._picture, NewPicture):
-            error.metadata["field"] = self._picture.field
-        elif isinstance(error, AdapterUnusable):
-            error.metadata["field"] = "options.adapter"
+        field = picture.field if isinstance(picture, NewPicture) else ""
+        visit.own(stream, self._deadlines, field)
+        return stream
 
 
 async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamReport | None]:

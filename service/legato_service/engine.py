@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from legato_engine import core
@@ -22,7 +22,7 @@ class Stream(Protocol):
         """The next report; StopAsyncIteration after `Done`."""
         ...
 
-    async def done(self) -> Done:
+    def done(self) -> Awaitable[Done]:
         """The `Done`, without the reports before it."""
         ...
 

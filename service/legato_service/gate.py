@@ -6,29 +6,47 @@ import asyncio
 import collections
 import math
 from collections.abc import Callable
+from types import TracebackType
 from typing import NamedTuple, Self
 
-from legato_engine.errors import Draining
+from legato_engine.errors import AdapterUnusable, Draining, ImageUndecodable
 
+from legato_service.deadlines import Deadlines
 from legato_service.engine import Stream
 from legato_service.errors import DuplicateRequest
 
 MAX_ENDED = 4096  # ended requests that are remembered
 
 
-class Admitted:
-    """A request: its absolute monotonic `deadline`, and what of it the engine runs."""
+class Visit:
+    """A request, for the length of a `with` block; however that ends, the engine forgets it.
 
-    __slots__ = ("_streams", "deadline", "stopped")
+    `deadline` is absolute monotonic. In a `gate` it is in flight under its `name`. A picture that
+    the engine cannot decode is told by the field it came in, which the engine does not know, and so
+    is an adapter that it cannot use.
+    """
 
-    def __init__(self, deadline: float) -> None:
+    __slots__ = ("_deadlines", "_gate", "_name", "_picture", "_streams", "deadline", "stopped")
+
+    def __init__(self, deadline: float, gate: Gate | None = None, name: str = "") -> None:
         self.deadline = deadline
         self.stopped = False
-        self._streams: list[Stream] = []
+        self._gate = gate
+        self._name = name
+        self._streams: tuple[Stream, ...] = ()
+        self._deadlines: Deadlines | None = None
+        self._picture = ""
 
-    def own(self, stream: Stream) -> None:
-        """`stream` is part of the request; of a request that was stopped it stops at once."""
-        self._streams.append(stream)
+    def own(self, stream: Stream, deadlines: Deadlines, picture: str = "") -> None:
+        """`stream` is part of the request; of a request that was stopped it stops at once.
+
+        Past the deadline it fails with `DeadlineExceeded`, whatever the engine does. `picture` is
+        the request's field that brought the bytes of one.
+        """
+        self._streams += (stream,)
+        self._deadlines = deadlines
+        self._picture = self._picture or picture
+        deadlines.watch(stream, self.deadline)
         if self.stopped:
             stream.stop()
 
@@ -41,23 +59,27 @@ class Admitted:
             stream.stop()
         return True
 
-
-class Visit(Admitted):
-    """A request that is in flight, under its name, for the length of a `with` block."""
-
-    __slots__ = ("_gate", "_name")
-
-    def __init__(self, gate: Gate, name: str, deadline: float) -> None:
-        super().__init__(deadline)
-        self._gate = gate
-        self._name = name
-
     def __enter__(self) -> Self:
-        self._gate.enter(self._name, self)
+        if self._gate is not None:
+            self._gate.enter(self._name, self)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._gate.leave(self._name)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._deadlines is not None:
+            for stream in self._streams:
+                self._deadlines.forget(stream)
+                stream.abort()
+        if self._gate is not None:
+            self._gate.leave(self._name)
+        if isinstance(error, ImageUndecodable) and self._picture:
+            error.metadata["field"] = self._picture
+        elif isinstance(error, AdapterUnusable):
+            error.metadata["field"] = "options.adapter"
 
 
 class Stopped(NamedTuple):
@@ -71,7 +93,7 @@ class Gate:
     """Knows who is inside by name, until it is closed for good."""
 
     def __init__(self) -> None:
-        self._inside: dict[str, Admitted] = {}
+        self._inside: dict[str, Visit] = {}
         self._ended: collections.deque[str] = collections.deque(maxlen=MAX_ENDED)
         self._open = True
         self._empty = asyncio.Event()
@@ -99,15 +121,15 @@ class Gate:
 
     def hold(self, name: str, deadline: float = math.inf) -> Visit:
         """To be inside for the length of a block, which raises as `check` does."""
-        return Visit(self, name, deadline)
+        return Visit(deadline, self, name)
 
-    def enter(self, name: str, admitted: Admitted) -> None:
+    def enter(self, name: str, visit: Visit) -> None:
         """Be inside until `leave`. Raises as `check` does."""
         if name in self._inside or not self._open:
             self.check(name)
         if not self._inside:
             self._empty.clear()
-        self._inside[name] = admitted
+        self._inside[name] = visit
 
     def leave(self, name: str) -> None:
         """Be inside no longer."""

@@ -166,8 +166,8 @@ async def test_done_is_woken_by_the_end_alone(stream):
     waiting = asyncio.ensure_future(stream.done())
     await asyncio.sleep(0)
     stream.feed(delta(TextDelta(text="a")))
-    assert stream._waiter is not None
-    assert not stream._waiter.done()
+    await asyncio.sleep(0)
+    assert not waiting.done()
     stream.feed(DONE)
     assert await waiting == DONE
 

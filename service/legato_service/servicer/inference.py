@@ -85,7 +85,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         sampling = convert_request.sampling(request.task.sampling, "task.")
         asked = convert_request.request(request_id, spec, sampling, options)
         alone = self._replies.exclusive(call.current().scoped(given)) if given else nullcontext()
-        with alone, self._dispatcher.admit(request_id, context, self._stream_deadline) as admitted:
+        with alone, self._dispatcher.admit(request_id, context, self._stream_deadline) as visit:
             self._dispatcher.check(asked, "task.")
             events = EventStream(
                 request_id,
@@ -93,11 +93,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 request.stamp if request.HasField("stamp") else None,
             )
             picture = await self._dispatcher.pictures.check(request.image)
-            with self._dispatcher.submit(asked, picture, admitted) as stream:
-                async with aclosing(follow(stream, silence)) as reports:
-                    async for report in reports:
-                        for event in events.of(report):
-                            yield event
+            stream = self._dispatcher.submit(asked, picture, visit)
+            async with aclosing(follow(stream, silence)) as reports:
+                async for report in reports:
+                    for event in events.of(report):
+                        yield event
 
     def _once(self, work: Work, request: Message, context: Context) -> Answer:
         """What `work` answers; calls that their callers gave one id share it.
@@ -124,10 +124,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> bytes:
         convert_request.heartbeat(options)
         run = TaskRun(self._dispatcher, asked, options, request_id)
-        with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
+        with self._dispatcher.admit(request_id, caller, self._unary_deadline) as visit:
             model = run.check()
             picture = await self._dispatcher.pictures.check(asked.get("image"))
-            outcomes = await run.execute(picture, admitted)
+            outcomes = await run.execute(picture, visit)
         return run.response(outcomes, model, asked.get("stamp")).SerializeToString()
 
     async def _answer(
@@ -142,11 +142,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request = convert_request.request(
             request_id, spec, sampling, options, deltas=False, progress=False
         )
-        with self._dispatcher.admit(request_id, caller, self._unary_deadline) as admitted:
+        with self._dispatcher.admit(request_id, caller, self._unary_deadline) as visit:
             model = self._dispatcher.check(request)
             picture = await self._dispatcher.pictures.check(image) if has_picture else None
-            with self._dispatcher.submit(request, picture, admitted) as stream:
-                done = answered(await stream.done())
+            done = answered(await self._dispatcher.submit(request, picture, visit).done())
         if not isinstance(done.result, skill.result):
             raise InternalError(f"the engine answered with a {type(done.result).__name__}")
         return skill.answers.write(request_id, model.name, done, asked.get("stamp"))

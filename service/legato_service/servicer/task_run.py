@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 
 import msgspec
 from legato.v1 import inference_pb2 as pb
@@ -16,7 +15,7 @@ from legato_service import call, convert_info, convert_request
 from legato_service.convert_request import Fields
 from legato_service.dispatch import Dispatcher, answered, started
 from legato_service.engine import Stream
-from legato_service.gate import Admitted
+from legato_service.gate import Visit
 from legato_service.one_picture import SHARED_FAILURES, held_name, task_result
 from legato_service.picture import NewPicture, Picture
 
@@ -59,29 +58,26 @@ class TaskRun:
         ]
         return models[0]
 
-    async def execute(self, picture: Picture, admitted: Admitted) -> list[Done | LegatoError]:
+    async def execute(self, picture: Picture, visit: Visit) -> list[Done | LegatoError]:
         """How each task ended, in order; raises what fails them all.
 
         The first task that starts carries the picture's bytes, the others name what it put into the
         engine's cache. All run at the same time; unread reports pile up in bounded streams.
         """
         begun: list[Stream | LegatoError] = []
-        with ExitStack() as running:
-            for index, asked in enumerate(self._asked):
-                try:
-                    self._check_picture(index, asked)
-                    stream = running.enter_context(
-                        self._dispatcher.submit(asked, picture, admitted)
-                    )
-                    if isinstance(picture, NewPicture) and index + 1 < len(self._asked):
-                        picture = await _held(stream) or picture
-                except SHARED_FAILURES:
-                    raise
-                except LegatoError as error:
-                    begun.append(error)
-                else:
-                    begun.append(stream)
-            return [await _ended(each) for each in begun]
+        for index, asked in enumerate(self._asked):
+            try:
+                self._check_picture(index, asked)
+                stream = self._dispatcher.submit(asked, picture, visit)
+                if isinstance(picture, NewPicture) and index + 1 < len(self._asked):
+                    picture = await _held(stream) or picture
+            except SHARED_FAILURES:
+                raise
+            except LegatoError as error:
+                begun.append(error)
+            else:
+                begun.append(stream)
+        return [await _ended(each) for each in begun]
 
     def response(
         self,

@@ -16,7 +16,7 @@ from legato_engine.messages import Done, Started
 
 from legato_service.dispatch import Dispatcher, follow
 from legato_service.engine import Stream
-from legato_service.gate import Admitted
+from legato_service.gate import Visit
 from legato_service.one_picture import SHARED_FAILURES, held_name
 from legato_service.picture import NewPicture, Picture
 from legato_service.session.frame import Outcome, Report
@@ -193,9 +193,8 @@ class FrameRun:
         self, index: int, asked: core.Request, picture: Picture, begun: Begun
     ) -> Done:
         request = msgspec.structs.replace(asked, request_id=f"{self._request_id}.{index}")
-        admitted = Admitted(self._deadline)
-        with self._dispatcher.submit(request, picture, admitted) as stream:
-            self._streams[index] = stream
+        with Visit(self._deadline) as visit:
+            stream = self._streams[index] = self._dispatcher.submit(request, picture, visit)
             async with aclosing(follow(stream)) as reports:
                 async for report in reports:
                     if isinstance(report, Done):
