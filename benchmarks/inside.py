@@ -20,14 +20,13 @@ from legato_engine.blobs import BlobStore, new_namespace
 from legato_engine.client import EngineState
 from legato_engine.config import EngineConfig
 from legato_engine.errors import TaskUnsupported
-from legato_engine.messages import Delta, Done, Failed, Load, Queued, Report, Started
+from legato_engine.messages import Load
 from legato_engine.null_engine import NullEngine
 from legato_engine.stream import RequestStream
 from legato_service import garbage, logs
 from legato_service.config import ServiceConfig
 from legato_service.server import Server
 
-_OF_STREAMS = (Delta, Done, Started, Queued, Failed)
 CONFIG = EngineConfig(model=null_engine.NAME, null_objects=100_000)
 
 
@@ -93,13 +92,12 @@ class InsideEngine:
         if self._engine.busy:
             self._turn()
 
-    def _on_report(self, report: Report) -> None:
-        if isinstance(report, _OF_STREAMS):
-            stream = self._streams.get(report.request_id)
-            if stream is not None:
-                stream.feed(report)
-                if stream.ended:
-                    self._forget(stream)
+    def _on_report(self, report: Any) -> None:  # of streams, as nothing else is asked
+        stream = self._streams.get(report.request_id)
+        if stream is not None:
+            stream.feed(report)
+            if stream.ended:
+                self._forget(stream)
 
     def _on_abort(self, stream: RequestStream) -> None:
         self._engine.abort(stream.request_id)
@@ -109,9 +107,9 @@ class InsideEngine:
         self._engine.stop(stream.request_id)
 
     def _forget(self, stream: RequestStream) -> None:
-        self._streams.pop(stream.request_id, None)
+        self._streams.pop(stream.request.request_id, None)
         image: Any = stream.request.image
-        if isinstance(image, core.WITH_BLOB):
+        if image is not None and isinstance(image, core.WITH_BLOB):
             self.blobs.discard(image.blob)
 
 

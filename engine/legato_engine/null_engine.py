@@ -39,6 +39,7 @@ from legato_engine.null_job import IMAGE_TOKENS, NullJob
 from legato_engine.null_pictures import NullPictures
 
 NAME = "null"
+_NAMES = ("", NAME)
 _MAX_CONTEXT = 8192
 
 
@@ -88,7 +89,9 @@ class NullEngine:
         arrival = time.monotonic()
         image, image_seconds = None, 0.0
         try:
-            self._check(request)
+            num_jobs = len(self._running) + len(self._waiting)
+            if request.adapter or request.model not in _NAMES or num_jobs >= self._max_jobs:
+                raise self._refusal(request)
             if request.image is not None:
                 self._pictures.holds.expire()
                 image = self._pictures.take(request.image, keep=request.cache_image)
@@ -220,17 +223,16 @@ class NullEngine:
     def _full(self) -> bool:
         return len(self._running) + len(self._waiting) >= self._max_running
 
-    def _check(self, request: Request) -> None:
-        if request.model not in ("", NAME):
-            raise ModelNotFound(f"this engine serves {NAME}", resource=request.model)
+    def _refusal(self, request: Request) -> LegatoError:
+        if request.model not in _NAMES:
+            return ModelNotFound(f"this engine serves {NAME}", resource=request.model)
         if request.adapter:
-            raise AdapterNotFound("no such adapter", resource=request.adapter)
-        if len(self._running) + len(self._waiting) >= self._max_jobs:
-            raise QueueFull(
-                "the waiting queue is full",
-                limit=self._max_waiting,
-                retry_after_ms=max(1, round(self.estimated_wait() * 1000)),
-            )
+            return AdapterNotFound("no such adapter", resource=request.adapter)
+        return QueueFull(
+            "the waiting queue is full",
+            limit=self._max_waiting,
+            retry_after_ms=max(1, round(self.estimated_wait() * 1000)),
+        )
 
     def _admit(self, now: float) -> None:
         """Start those who wait, first come first served, while there is room."""

@@ -61,9 +61,7 @@ class RequestStream(AsyncIterator[StreamReport]):
         """
         self._pending.clear()
         if not self.ended:
-            if error is not None:
-                self._pending.append(error)
-            self._end()
+            self._end(error)
             self._on_abort(self)
 
     def stop(self) -> None:
@@ -94,53 +92,45 @@ class RequestStream(AsyncIterator[StreamReport]):
         Raises the request's own failure, and `InternalError` when the stream was aborted or read to
         its end. A future and no coroutine, as every call waits here.
         """
-        result = self._result = asyncio.get_running_loop().create_future()
+        result: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         if self.ended:
-            self._settle(result)
+            _settle(result, self._pending.pop() if self._pending else None)
+            self._pending.clear()
+        else:
+            self._result = result
         return result
 
     def feed(self, report: StreamReport | Failed) -> None:
         """For the client: the next report from the engine."""
         if self.ended:
             return
-        if isinstance(report, Failed):
-            self.fail(from_value(report.error))
-            return
-        self._pending.append(report)
         if isinstance(report, Done):
-            self._end()
+            self._end(report)
+        elif isinstance(report, Failed):
+            self._end(from_value(report.error))
         else:
+            self._pending.append(report)
             self._wake()
 
     def fail(self, error: LegatoError) -> None:
         """For the client: end with `error`, after what is still unread."""
         if not self.ended:
-            self._pending.append(error)
-            self._end()
+            self._end(error)
 
-    def _end(self) -> None:
+    def _end(self, last: Done | LegatoError | None) -> None:
         self.ended = True
-        result = self._result
-        if result is None or result.done():  # its reader may have been cancelled
-            self._wake()
+        result, self._result = self._result, None  # which would hold a failure's frames
+        if result is not None and not result.done():  # its reader may have been cancelled
+            self._pending.clear()
+            _settle(result, last)
         else:
-            self._settle(result)
+            if last is not None:
+                self._pending.append(last)
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def _settle(self, result: asyncio.Future[Done]) -> None:
-        """Give what came last, and forget the rest and `result`, which holds a failure's frames."""
-        self._result = None
-        last = self._pending.pop() if self._pending else None
-        self._pending.clear()
-        if isinstance(last, Done):
-            result.set_result(last)
-        elif isinstance(last, LegatoError):
-            result.set_exception(last)
-        else:
-            result.set_exception(InternalError("a stream ended without its result"))
 
     def _coalesced(self, first: Delta) -> Delta:
         """All deltas that wait, as one."""
@@ -152,6 +142,15 @@ class RequestStream(AsyncIterator[StreamReport]):
         del self._pending[: len(deltas)]
         events = [event for delta in deltas for event in delta.events]
         return msgspec.structs.replace(first, events=merge_events(events))
+
+
+def _settle(result: asyncio.Future[Done], last: StreamReport | LegatoError | None) -> None:
+    if isinstance(last, Done):
+        result.set_result(last)
+    elif isinstance(last, LegatoError):
+        result.set_exception(last)
+    else:
+        result.set_exception(InternalError("a stream ended without its result"))
 
 
 def merge_events(events: list[Event]) -> tuple[Event, ...]:

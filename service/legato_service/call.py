@@ -34,18 +34,14 @@ class Call:
 
     __slots__ = (
         "client",
-        "code",
         "deadline",
-        "ended_ns",
         "is_named",
         "method",
         "previous_attempts",
         "priority",
-        "reason",
         "received",
         "reply",
         "request_id",
-        "seconds",
         "started",
         "tenant",
         "timings",
@@ -68,10 +64,6 @@ class Call:
         self.reply = ""  # `joined` or `kept`: another call's; see `replies`
         self.usage: core.Usage | None = None
         self.timings: core.Timings | None = None
-        self.code = ""  # how it ended, by the name of the status; empty until then
-        self.reason = ""
-        self.seconds = 0.0  # that it took
-        self.ended_ns = 0  # when it ended, of `time.time_ns()`
 
     def adopt(self, request_id: str) -> str:
         """Take the caller's id when it gave one; raises `InvalidField` when it is malformed."""

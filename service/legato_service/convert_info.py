@@ -148,12 +148,13 @@ def _fill_durations(messages: _Durations, value: core.Timings) -> bool:
     """Whether any has whole seconds. Filled, they are there even when they are 0."""
     if value.total < _SHORT:  # nearly always; no part takes longer
         queue, image, prefill, first_token, decode, total = messages
-        queue.nanos = round(value.queue * 1e9)
-        image.nanos = round(value.image * 1e9)
-        prefill.nanos = round(value.prefill * 1e9)
-        first_token.nanos = round(value.first_token * 1e9)
-        decode.nanos = round(value.decode * 1e9)
-        total.nanos = round(value.total * 1e9)
+        # To round by a call takes as long as to set the field.
+        queue.nanos = (value.queue * 1e9 + 0.5).__trunc__()
+        image.nanos = (value.image * 1e9 + 0.5).__trunc__()
+        prefill.nanos = (value.prefill * 1e9 + 0.5).__trunc__()
+        first_token.nanos = (value.first_token * 1e9 + 0.5).__trunc__()
+        decode.nanos = (value.decode * 1e9 + 0.5).__trunc__()
+        total.nanos = (value.total * 1e9 + 0.5).__trunc__()
         return False
     for message, seconds in zip(messages, msgspec.structs.astuple(value), strict=True):
         message.seconds, message.nanos = divmod(round(seconds * 1e9), _SECOND)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from legato.v1 import geometry_pb2, media_pb2, task_pb2
 from legato_engine import core
@@ -40,9 +41,24 @@ Fields: TypeAlias = Mapping[str, Any]
 """What a message holds, by name. Fields without presence are there where they differ from zero."""
 
 
+class _Names(dict[FieldDescriptor, str]):
+    """Names of fields, which protobuf makes anew whenever it is asked."""
+
+    def __missing__(self, field: FieldDescriptor) -> str:
+        name = self[field] = field.name
+        return name
+
+
+_names = _Names()
+
+
 def fields(message: Message | None) -> Fields:
     """All of a message, nothing of None."""
-    return {} if message is None else {field.name: each for field, each in message.ListFields()}
+    found: dict[str, Any] = {}
+    if message is not None:
+        for field, value in message.ListFields():
+            found[_names[field]] = value
+    return found
 
 
 def heartbeat(options: Fields) -> float:
@@ -99,7 +115,7 @@ def request(
 
 def query(asked: Fields, path: str = "") -> core.QueryTask:
     """Answer a question, or the last one of a conversation."""
-    refs = _refs(asked, path)
+    refs = _refs(asked, path) if "spatial_refs" in asked else ()
     reasoning = asked.get("reasoning", False)
     messages = asked.get("messages")
     if messages is None:
@@ -132,14 +148,15 @@ def point(asked: Fields, path: str = "") -> core.PointTask:
     return core.PointTask(
         object=_text(asked, "object", path, MAX_OBJECT),
         max_objects=_at_least_one(asked, "max_objects", path),
-        spatial_refs=_refs(asked, path),
+        spatial_refs=_refs(asked, path) if "spatial_refs" in asked else (),
     )
 
 
 def segment(asked: Fields, path: str = "") -> core.SegmentTask:
     """Outline an instance."""
     return core.SegmentTask(
-        object=_text(asked, "object", path, MAX_OBJECT), spatial_refs=_refs(asked, path)
+        object=_text(asked, "object", path, MAX_OBJECT),
+        spatial_refs=_refs(asked, path) if "spatial_refs" in asked else (),
     )
 
 
@@ -226,9 +243,7 @@ def _at_least_one(given: Fields, name: str, path: str) -> int | None:
 
 
 def _refs(given: Fields, path: str) -> tuple[core.SpatialRef, ...]:
-    messages = given.get("spatial_refs")
-    if messages is None:
-        return ()
+    messages = given["spatial_refs"]
     if len(messages) > MAX_REFS:
         raise InvalidField(f"at most {MAX_REFS} places", field=f"{path}spatial_refs")
     return tuple(

@@ -33,6 +33,7 @@ from legato_service.gate import Gate, Visit
 from legato_service.patience import Patience
 from legato_service.picture import NewPicture, Picture, PictureIntake
 
+_CANCELLED = core.FinishReason.CANCELLED  # members of an enum are dear to look up
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -82,8 +83,8 @@ class Dispatcher:
                 estimated_wait_ms=round(wait * 1000),
                 time_left_ms=round(left * 1000),
             )
-        rpc.deadline = time.monotonic() + left
-        return self._gate.hold(name, rpc.deadline)
+        rpc.deadline = deadline = time.monotonic() + left
+        return self._gate.enter(name, deadline)
 
     def model(self, name: str, adapter: str = "") -> ModelInfo:
         """The model of this name, empty for the default one.
@@ -125,7 +126,7 @@ class Dispatcher:
         held until a garbage collection. Raises what `Engine.submit` raises.
         """
         rpc = call.current()
-        image = self.pictures.stage(picture)
+        image = None if picture is None else self.pictures.stage(picture)
         stream = self._engine.submit(
             msgspec.structs.replace(
                 request,
@@ -187,7 +188,7 @@ def answered(done: Done) -> Done:
     Raises `Preempted` where an operator stopped it.
     """
     _record(done)
-    if done.finish_reason is core.FinishReason.CANCELLED:
+    if done.finish_reason is _CANCELLED:
         raise Preempted("an operator stopped the request")
     return done
 

@@ -18,6 +18,11 @@ class Stream(Protocol):
     Unread `Delta`s are joined, so a slow reader holds at most one answer's worth of text.
     """
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will be added; there may still be reports to read."""
+        ...
+
     async def __anext__(self) -> StreamReport:
         """The next report; StopAsyncIteration after `Done`."""
         ...

@@ -60,8 +60,6 @@ class Visit:
         return True
 
     def __enter__(self) -> Self:
-        if self._gate is not None:
-            self._gate.enter(self._name, self)
         return self
 
     def __exit__(
@@ -73,12 +71,13 @@ class Visit:
         if self._deadlines is not None:
             for stream in self._streams:
                 self._deadlines.forget(stream)
-                stream.abort()
+                if not stream.ended:
+                    stream.abort()
         if self._gate is not None:
             self._gate.leave(self._name)
         if isinstance(error, ImageUndecodable) and self._picture:
             error.metadata["field"] = self._picture
-        elif isinstance(error, AdapterUnusable):
+        if isinstance(error, AdapterUnusable):
             error.metadata["field"] = "options.adapter"
 
 
@@ -120,16 +119,16 @@ class Gate:
             raise duplicate(name)
 
     def hold(self, name: str, deadline: float = math.inf) -> Visit:
-        """To be inside for the length of a block, which raises as `check` does."""
-        return Visit(deadline, self, name)
+        """Be inside, from now to the end of a block that begins at once. Raises as `check` does."""
+        self.check(name)
+        return self.enter(name, deadline)
 
-    def enter(self, name: str, visit: Visit) -> None:
-        """Be inside until `leave`. Raises as `check` does."""
-        if name in self._inside or not self._open:
-            self.check(name)
+    def enter(self, name: str, deadline: float) -> Visit:
+        """As `hold`, after a `check` of this turn of the event loop."""
         if not self._inside:
             self._empty.clear()
-        self._inside[name] = visit
+        visit = self._inside[name] = Visit(deadline, self, name)
+        return visit
 
     def leave(self, name: str) -> None:
         """Be inside no longer."""

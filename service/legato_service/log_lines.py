@@ -61,13 +61,11 @@ class LineWriter:
 
 def _batches(lines: list[bytes]) -> Iterator[bytes]:
     """The lines in pieces that a pipe takes whole: other processes may write to the same one."""
-    batch: list[bytes] = []
-    size = 0
-    for line in lines:
-        if batch and size + len(line) + 1 > select.PIPE_BUF:
-            yield b"\n".join((*batch, b""))
-            batch, size = [], 0
-        batch.append(line)
-        size += len(line) + 1
-    if batch:
-        yield b"\n".join((*batch, b""))
+    begin = size = 0
+    for at, length in enumerate(map(len, lines)):
+        size += length + 1
+        if size > select.PIPE_BUF and at > begin:
+            yield b"\n".join((*lines[begin:at], b""))
+            begin, size = at, length + 1
+    if lines:
+        yield b"\n".join((*lines[begin:], b""))

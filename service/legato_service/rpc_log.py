@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import TypeAlias
 
 import structlog
 
@@ -16,6 +17,11 @@ QUIET = ("/grpc.health.", "/grpc.reflection.")  # logged at debug level
 log = structlog.get_logger("legato.rpc")
 
 
+_Ended: TypeAlias = tuple[Call, str, str, float, int]
+"""A call, the name of the status that it ended with, why, the seconds it took, and when it ended,
+of `time.time_ns()`."""
+
+
 class RpcLog:
     """Tells the log how calls ended, in order, a moment later. Belongs to a running event loop.
 
@@ -24,7 +30,7 @@ class RpcLog:
     """
 
     def __init__(self) -> None:
-        self._ended: list[Call] = []
+        self._ended: list[_Ended] = []
         self._closed = False
 
     def tell(self, call: Call, code: str, reason: str = "") -> None:
@@ -32,18 +38,15 @@ class RpcLog:
         if not self._ended and not self._closed:
             asyncio.get_running_loop().call_later(PAUSE, self.flush)
         call.received = b""  # megabytes, perhaps
-        call.code = code
-        call.reason = reason
-        call.seconds = time.monotonic() - call.started
-        call.ended_ns = time.time_ns()
-        self._ended.append(call)
+        seconds = time.monotonic() - call.started
+        self._ended.append((call, code, reason, seconds, time.time_ns()))
         if self._closed:
             self.flush()
 
     def flush(self) -> None:
         """Tell of all that have ended."""
         ended, self._ended = self._ended, []
-        logs.write(log.bind(), [_line(call) for call in ended])
+        logs.write(log.bind(), [_line(*each) for each in ended])
 
     def close(self) -> None:
         """Tell of all, and from now on at once: the loop is about to end."""
@@ -52,7 +55,10 @@ class RpcLog:
 
 
 class _Line(logs.Line, omit_defaults=True):
-    """Names, times in milliseconds, and counts; never a prompt, a picture or an answer."""
+    """Names, times in milliseconds, and counts; never a prompt, a picture or an answer.
+
+    To round these times, by a call and to a number of digits, would be most of what a line costs.
+    """
 
     request_id: str
     method: str
@@ -72,23 +78,27 @@ class _Line(logs.Line, omit_defaults=True):
     reply: str = ""
 
 
-def _line(call: Call) -> _Line:
-    timings, usage = call.timings, call.usage
-    # Rounding to digits costs several times as much as this.
+def _line(call: Call, code: str, reason: str, seconds: float, ended_ns: int) -> _Line:
+    queue = prefill = decode = None
+    if (timings := call.timings) is not None:
+        queue = (timings.queue * 1e6 + 0.5).__trunc__() / 1e3
+        prefill = (timings.prefill * 1e6 + 0.5).__trunc__() / 1e3
+        decode = (timings.decode * 1e6 + 0.5).__trunc__() / 1e3
+    usage = call.usage
     return _Line(
         "rpc",
         "debug" if call.method.startswith(QUIET) else "info",
-        logs.timestamp(call.ended_ns),
+        logs.timestamp(ended_ns),
         call.request_id,
         call.method,
-        call.code,
-        round(call.seconds * 1e6) / 1e3,
-        None if timings is None else round(timings.queue * 1e6) / 1e3,
-        None if timings is None else round(timings.prefill * 1e6) / 1e3,
-        None if timings is None else round(timings.decode * 1e6) / 1e3,
+        code,
+        (seconds * 1e6 + 0.5).__trunc__() / 1e3,
+        queue,
+        prefill,
+        decode,
         None if usage is None else usage.input_tokens,
         None if usage is None else usage.output_tokens,
-        call.reason,
+        reason,
         call.tenant,
         call.priority,
         call.client,
