@@ -43,6 +43,7 @@ class Info:
         """Tell of this answer; `stamp` None when the request had none."""
         if not self._is_plain:
             self._make_plain()
+        self._is_plain = False  # as long as that is not known: the next answer has nothing of this
         message = self._message
         message.request_id = request_id
         message.model = model
@@ -50,10 +51,11 @@ class Info:
         fill_usage(self._usage, done.usage)
         took_seconds = _fill_durations(self._durations, done.timings)
         if done.image is not None:
+            self._has_image = True
             _fill_image(message.image, done.image)
         elif self._has_image:
             message.ClearField("image")
-        self._has_image = done.image is not None
+            self._has_image = False
         self._is_plain = stamp is None and not done.tokens and not took_seconds
         if self._is_plain:
             return
