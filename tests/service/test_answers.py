@@ -81,7 +81,11 @@ TOKEN = st.builds(
     coordinate=st.none() | UNIT,
     size=st.none(),
 )
-TIMINGS = st.builds(lambda parts: core.Timings(*parts, sum(parts)), st.tuples(*[SECONDS] * 5))
+PARTS = ("queue", "image", "prefill", "first_token", "decode", "total")
+TIMINGS = st.builds(
+    lambda parts: core.Timings(**dict(zip(PARTS, (*parts, sum(parts)), strict=True))),
+    st.tuples(*[SECONDS] * 5),
+)
 STAMP = st.builds(media_pb2.FrameStamp, frame_id=TEXT, sequence=SMALL)
 
 
