@@ -74,7 +74,7 @@ class Links:
         self._posted: set[_Link] = set()
         self._status: Loading | Ready | None = None
         self._events: list[tuple[int, int]] = []  # that `wait` saw
-        self._alert_until = 0.0  # monotonic seconds
+        self._alert_until = 0.0  # monotonic seconds; 0 where nobody tells requests ahead
         self._poller = select.epoll()
         self._poller.register(self._door, select.EPOLLIN)
         self._poller.register(wake_fd, select.EPOLLIN)
@@ -89,7 +89,8 @@ class Links:
         """Block until a command is there, unsent reports can leave, or the time is up.
 
         While a request is expected that is no sleep: to wake from one takes a lone request longer
-        than all that is done with it before the device begins.
+        than all that is done with it before the device begins. Nor is it shortly behind the last
+        answer, where requests are told ahead: who has it often asks again at once.
         """
         while not self._events and time.monotonic() < self._alert_until:
             self._events = self._poller.poll(0, _EVENTS)
@@ -221,6 +222,8 @@ class Links:
             return
         if isinstance(report, LAST):
             self._release(report.request_id, link)
+            if self._alert_until and not self._owners:
+                self._alert_until = time.monotonic() + EXPECTED
         link.unsent.add(encode(report))
         self._posted.add(link)
 

@@ -311,6 +311,23 @@ async def test_an_engine_that_expects_a_request_does_not_sleep():
         ends.engine._poller = real
 
 
+@pytest.mark.parametrize("expects", [False, True])
+async def test_an_engine_stays_awake_behind_the_last_answer(expects):
+    """Where requests are told ahead; not while others still wait."""
+    with linked() as ends:
+        service = ends.knock()
+        if expects:
+            service.link.send(Expect())
+        service.submit("a", "b")
+        await ends.received(2)
+        assert bool(ends.engine._alert_until) == expects
+        before = ends.engine._alert_until = float(expects)
+        ends.engine.send(done("a"))
+        assert ends.engine._alert_until == before
+        ends.engine.send(done("b"))
+        assert (ends.engine._alert_until > before) == expects
+
+
 async def test_only_a_lone_request_is_expected():
     """The engine is told where cores are spare, it is ready, and nothing else is open."""
     with linked() as ends:
