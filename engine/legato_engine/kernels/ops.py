@@ -64,6 +64,26 @@ class Span:
         )
 
 
+def linear_counted(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    counter: torch.Tensor | None,
+    *,
+    gelu: bool = False,
+) -> torch.Tensor | None:
+    """`linear` or its gelu (tanh form, nothing rounded before it), tiles counted in `counter`.
+
+    None where there is no counter (see `products`), or where such products do not run.
+    """
+    if bias is None or counter is None or not products.can_multiply(x, weight, bias):
+        return None
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    rows_TI, out_TO = x.flatten(0, -2), out.flatten(0, -2)
+    products.multiply(rows_TI, weight, bias, out_TO, gelu=gelu, counter=counter)
+    return out
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[..., out] of [..., in] by a weight [out, in]; inputs that x does not have are zeros.
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels import ops
+from legato_engine.kernels.cuda import products
 
 Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two of one shape that are to be added
 
@@ -16,17 +18,23 @@ _FUSES_GELU = hasattr(torch, "_addmm_activation")  # not part of torch's stable 
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` by way of `ops.linear`."""
+    """`nn.Linear` by way of `ops.linear`; `counter` belongs to `TileCounters`."""
+
+    counter: torch.Tensor | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., out] of [..., in]."""
-        return ops.linear(input, self.weight, self.bias)
+        counted = ops.linear_counted(input, self.weight, self.bias, self.counter)
+        return ops.linear(input, self.weight, self.bias) if counted is None else counted
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
         """The gelu (tanh form) of this layer of [..., in]; not rounded before it where fused.
 
         The layer has a bias.
         """
+        counted = ops.linear_counted(x, self.weight, self.bias, self.counter, gelu=True)
+        if counted is not None:
+            return counted
         if not self._fuses_gelu(x):
             return F.gelu(self(x), approximate="tanh")
         rows = x.reshape(-1, self.in_features)
@@ -52,6 +60,29 @@ class Linear(nn.Linear):
     def _fuses_gelu(self, x: torch.Tensor) -> bool:
         """On CUDA only: elsewhere torch's fused gelu is not the tanh form."""
         return _FUSES_GELU and x.device.type == "cuda" and x.dtype == torch.bfloat16
+
+
+class TileCounters:
+    """What products of some layers deal out their tiles by, cleared for all of them at once.
+
+    See `kernels.cuda.products`.
+    """
+
+    def __init__(self, layers: Sequence[Linear], device: torch.device) -> None:
+        self._layers = layers
+        self._counters = products.counters(len(layers), device)
+
+    @contextlib.contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Each of the layers runs at most once meanwhile, and nothing else uses these counters."""
+        self._counters.zero_()
+        for layer, counter in zip(self._layers, self._counters, strict=True):
+            layer.counter = counter
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.counter = None
 
 
 class PackedLinear(Linear):

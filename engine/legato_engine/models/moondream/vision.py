@@ -6,6 +6,8 @@ P values of a patch, Y and W rows and columns of the stitched grid.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,7 +16,7 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.cuda import norm
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.fp8 import Fp8Attention, Fp8MLP
-from legato_engine.layers.linear import Linear, Sum
+from legato_engine.layers.linear import Linear, Sum, TileCounters
 from legato_engine.layers.mlp import MLP
 from legato_engine.models.moondream.config import VisionConfig
 
@@ -39,6 +41,16 @@ class VisionBlock(nn.Module):
         terms = self.attn.join_onto(x_NTD, ops.full_attention(*heads))
         return self.mlp.after_norm(*terms, self.ln2)
 
+    @property
+    def tall(self) -> list[Linear]:
+        """The layers whose products have the most tiles, where they are not e4m3."""
+        tall = list[Linear]()
+        if isinstance(self.attn, Attention):
+            tall.append(self.attn.qkv)
+        if isinstance(self.mlp, MLP):
+            tall.append(self.mlp.fc1)
+        return tall
+
     def use_fp8(self, num_heads: int) -> None:
         """See `Vision`."""
         assert isinstance(self.attn, Attention), "already e4m3"
@@ -57,6 +69,7 @@ class Vision(nn.Module):
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
         self.post_ln = nn.LayerNorm(config.dim)
         self.proj_mlp: MLP | Fp8MLP = MLP(2 * config.dim, config.proj_inner_dim, text_dim)
+        self._counters: TileCounters | None = None
 
     def forward(self, pixels_NHWC: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
         """[T, X] of uint8 crops: the whole picture first, then `tiling` rows by columns of tiles.
@@ -82,6 +95,14 @@ class Vision(nn.Module):
             block.use_fp8(self._config.num_heads)
         self.proj_mlp = Fp8MLP(self.proj_mlp)
 
+    def count_apart(self) -> None:
+        """Have all products' counters cleared at once; from now on one pass runs at a time."""
+        tall = list[Linear]()
+        for block in self.blocks:
+            assert isinstance(block, VisionBlock), "a tower has one kind of block"
+            tall += block.tall
+        self._counters = TileCounters(tall, self.pos_emb.device)
+
     def encode(self, pixels_NHWC: torch.Tensor) -> torch.Tensor:
         """[N, T, D] of uint8 crops, brought to -1..1 in the model's dtype."""
         pixels = normalised(pixels_NHWC, self.pos_emb.dtype)
@@ -91,10 +112,11 @@ class Vision(nn.Module):
         self, patches_NTP: torch.Tensor, out_NTD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[N, T, D] of normalised patches, in `out_NTD` if it is given."""
-        x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
-        for block in self.blocks:
-            x_NTD, y_NTD = block(x_NTD, y_NTD)
-        _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln, out=out_NTD)
+        with self._counting():
+            x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
+            for block in self.blocks:
+                x_NTD, y_NTD = block(x_NTD, y_NTD)
+            _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln, out=out_NTD)
         return normed_NTD
 
     def encode_tapped(
@@ -109,6 +131,9 @@ class Vision(nn.Module):
                 tapped_NTD = x_NTD.clone() if y_NTD is None else x_NTD + y_NTD
         _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln)
         return tapped_NTD, normed_NTD
+
+    def _counting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._counters is None else self._counters.cleared()
 
     def reconstruct(self, tiles_NTD: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
         """[T, D]: the tiles stitched to one grid and pooled to the size of a crop."""
