@@ -60,6 +60,7 @@ class MoondreamPictureEncoder:
 
         vision.patch_emb.widen(_VALUES_PER_LOAD)
         vision.count_apart()
+        text.count_apart()
         self._num_values = 3 * sizes.patch_size**2
         self._patches_NTP = zeros(self.max_crops, sizes.num_tokens, vision.patch_emb.in_features)
         self._taken_NTP = torch.zeros_like(self._patches_NTP)

@@ -6,6 +6,7 @@ of P positions, M pages of one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import torch
@@ -16,7 +17,7 @@ from legato_engine.kernels.cuda import norm
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.attention import Attention, Heads
 from legato_engine.layers.grouped_attention import Attend
-from legato_engine.layers.linear import Linear
+from legato_engine.layers.linear import Linear, TileCounters
 from legato_engine.layers.lora import AdaptedRows, BlockAdapters, MlpAdapters
 from legato_engine.layers.mlp import MLP
 from legato_engine.layers.moe import MoE
@@ -118,6 +119,13 @@ class Text(nn.Module):
         self.post_ln = nn.LayerNorm(config.dim)
         self.lm_head = Linear(config.dim, config.vocab_size)
         self.rope = Rope(config.rope_theta, config.rotary_dim, config.max_context)
+        self._counters: TileCounters | None = None
+
+    def count_apart(self) -> None:
+        """Have all products' counters cleared at once in `cache_stacked`, which runs alone then."""
+        tall: list[Linear] = [attention.qkv for attention in self._attentions()]
+        tall += [module.fc1 for module in self.modules() if isinstance(module, MLP)]
+        self._counters = TileCounters(tall, self.wte.device)
 
     def fill(self, device: torch.device) -> None:
         """Compute the tables of positions, once the weights are on their device."""
@@ -167,8 +175,10 @@ class Text(nn.Module):
         where, attend = stacked_places(pages_CM, self.rope), stacked_attention(num_sequences)
         positions_T = torch.arange(length, device=x_CPD.device).repeat(num_sequences)
         x_TD, count = x_CPD.flatten(0, 1), len(self.blocks) - 1
-        terms = self._blocks(count, x_TD, where, positions_T, kv, attend, None)
-        self._cache(terms, where, positions_T, kv)
+        counters = self._counters
+        with contextlib.nullcontext() if counters is None else counters.cleared():
+            terms = self._blocks(count, x_TD, where, positions_T, kv, attend, None)
+            self._cache(terms, where, positions_T, kv)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream of one token per row."""
