@@ -157,11 +157,8 @@ def rotate_and_cache(
     if isinstance(where, Span):
         if num_heads == num_kv and prefill.can_rotate(qkv_TGE, where.cos_PR, k_NHSE):
             qkv_CP3HE = qkv_TGE.view(len(where.pages_CM), -1, 3, num_kv, qkv_TGE.shape[-1])
-            angles = where.cos_PR, where.sin_PR
-            for qkv_P3HE, pages_M in zip(qkv_CP3HE, where.pages_CM, strict=True):
-                prefill.rotate_and_cache(
-                    qkv_P3HE, *angles, where.start, pages_M, k_NHSE, v_NHSE, scale_2
-                )
+            places = where.cos_PR, where.sin_PR, where.start, where.pages_CM
+            prefill.rotate_and_cache(qkv_CP3HE, *places, k_NHSE, v_NHSE, scale_2)
             return q_THE, k_THE, v_THE
         where = where.places(qkv_TGE.shape[0], k_NHSE.shape[2])
     q_THE = reference.rotate(q_THE, where.cos_T1R, where.sin_T1R)

@@ -3,7 +3,8 @@
 A warp exchanges only what it has loaded itself, so that two runs stand for its lanes: the first
 notes what every lane gives, over memory that is thrown away, the second takes it.
 
-Shape legend: T tokens, H heads, E head dim, P positions, R rotated pairs, N pages, S positions per
+Shape legend: C sequences of T tokens, N all of theirs, H heads, E head dim, P positions, R rotated
+pairs, S positions per
 page, M pages of a sequence.
 """
 
@@ -14,6 +15,7 @@ import importlib.resources
 import itertools
 import shutil
 import subprocess
+from itertools import product
 
 import pytest
 import torch
@@ -125,20 +127,23 @@ def pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
 
 
-def rotate_and_cache(kernels, qkv_T3HE, rope, pages_M, caches, scale_2, start):
+def rotate_and_cache(kernels, qkv_CT3HE, rope, pages_CM, caches, scale_2, start):
     """The kernel, warp by warp."""
     kernels = kernels[caches[0].element_size()]
-    count = qkv_T3HE.shape[0]
+    num_sequences, count = qkv_CT3HE.shape[:2]
     scales = ctypes.c_void_p(None if scale_2 is None else scale_2.data_ptr())
-    fixed = pointers(rope.cos_PR, rope.sin_PR, pages_M)
-    real = pointers(qkv_T3HE), pointers(*caches)
-    for warp in range(-(-count * HEADS * 8 // 32)):
-        wasted = [x.clone() for x in (qkv_T3HE, *caches)]
+    fixed = pointers(rope.cos_PR, rope.sin_PR, pages_CM)
+    real = pointers(qkv_CT3HE), pointers(*caches)
+    numbers = start, count, pages_CM.stride(0)
+    for sequence, warp in product(range(num_sequences), range(-(-count * HEADS * 8 // 32))):
+        kernels.set_row(sequence, 0)
+        wasted = [x.clone() for x in (qkv_CT3HE, *caches)]
         waste = pointers(wasted[0]), pointers(*wasted[1:])
         for note, (qkv, pair) in ((1, waste), (0, real)):
             for lane in range(32):
                 kernels.set_lane(warp // 8, warp % 8 * 32 + lane, note)
-                kernels.rotate_and_cache(*qkv, *fixed, *pair, scales, start, count)
+                kernels.rotate_and_cache(*qkv, *fixed, *pair, scales, *numbers)
+    kernels.set_row(0, 0)
 
 
 SCALE_2 = torch.tensor([0.005, 0.3])
@@ -147,31 +152,33 @@ SCALE_2 = torch.tensor([0.005, 0.3])
 @pytest.mark.parametrize("scale_2", [None, SCALE_2], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 14), (5, 11), (7, 23)])
 def test_rotation_has_the_bits_of_the_reference(kernels, start, count, scale_2):
-    """Queries and keys turn as in torch, keys and values reach their slots, the rest stays.
+    """Of two sequences, queries and keys turn as in torch, keys and values reach their slots, and
+    the rest stays.
 
     Of keys and values in e4m3, some of which saturate, what is read back takes their place.
     """
     generator = torch.Generator().manual_seed(start)
     rope = Rope(10000.0, 32, 40)
     rope.fill(torch.device("cpu"))
-    qkv_T3HE = torch.randn(count, 3, HEADS, HEAD_DIM, generator=generator).bfloat16()
+    qkv_CT3HE = torch.randn(2, count, 3, HEADS, HEAD_DIM, generator=generator).bfloat16()
     scales = pages.units(scale_2)
-    like = torch.full((PAGES + 1, HEADS, PAGE, HEAD_DIM), 7.0).bfloat16()
+    like = torch.full((2 * PAGES + 1, HEADS, PAGE, HEAD_DIM), 7.0).bfloat16()
     caches = [pages.quantise(like, scale).clone() for scale in scales]
-    pages_M = torch.randperm(PAGES, generator=generator) + 1
+    pages_CM = (torch.randperm(2 * PAGES, generator=generator) + 1).view(2, PAGES)[:, :-1]
     positions_T = torch.arange(start, start + count)
-    angles = rope.at(positions_T)
-    q_THE, k_THE = (reference.rotate(qkv_T3HE[:, i], *angles) for i in (0, 1))
-    new = (k_THE, qkv_T3HE[:, 2].clone())
+    angles = rope.at(positions_T.repeat(2))
+    qkv_N3HE = qkv_CT3HE.flatten(0, 1)
+    q_NHE, k_NHE = (reference.rotate(qkv_N3HE[:, i], *angles) for i in (0, 1))
+    new = (k_NHE, qkv_N3HE[:, 2].clone())
     stored = [pages.quantise(x, scale) for x, scale in zip(new, scales, strict=True)]
     read = [pages.dequantise(x, s, like.dtype) for x, s in zip(stored, scales, strict=True)]
-    expected = torch.stack([q_THE, *read], 1)
+    expected = torch.stack([q_NHE, *read], 1)
     expected_caches = [cache.clone() for cache in caches]
-    where = pages_M[positions_T // PAGE], positions_T % PAGE
-    for cache, new_THE in zip(expected_caches, stored, strict=True):
-        pages.write_kv(cache, new_THE, *where)
-    rotate_and_cache(kernels, qkv_T3HE, rope, pages_M, caches, scale_2, start)
-    assert torch.equal(qkv_T3HE, expected)
+    where = pages_CM[:, positions_T // PAGE].flatten(), (positions_T % PAGE).repeat(2)
+    for cache, new_NHE in zip(expected_caches, stored, strict=True):
+        pages.write_kv(cache, new_NHE, *where)
+    rotate_and_cache(kernels, qkv_CT3HE, rope, pages_CM, caches, scale_2, start)
+    assert torch.equal(qkv_N3HE, expected)
     for cache, expected_cache in zip(caches, expected_caches, strict=True):
         assert torch.equal(pages.indexable(cache), pages.indexable(expected_cache))
 

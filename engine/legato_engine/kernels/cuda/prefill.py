@@ -1,8 +1,9 @@
-"""Kernels for many tokens of one sequence: rotation with the write to the pages, sums, and copies
+"""Kernels for many tokens of some sequences: rotation with the write to the pages, sums, and copies
 of pages.
 
-Shape legend: T tokens, H heads, E head dim (64), P positions, R rotated pairs of a head (16), N
-pages, S positions per page, M pages of a sequence, L layers, K copies; `...` any dimensions.
+Shape legend: C sequences of T tokens, H heads, E head dim (64), P positions, R rotated pairs of a
+head (16), N pages, S positions per page, M pages of a sequence, L layers, K copies; `...` any
+dimensions.
 """
 
 from __future__ import annotations
@@ -45,27 +46,27 @@ def can_rotate(qkv: torch.Tensor, cos_PR: torch.Tensor, k_NHSE: torch.Tensor) ->
 
 
 def rotate_and_cache(
-    qkv_T3HE: torch.Tensor,
+    qkv_CT3HE: torch.Tensor,
     cos_PR: torch.Tensor,
     sin_PR: torch.Tensor,
     start: int,
-    pages_M: torch.Tensor,
+    pages_CM: torch.Tensor,
     k_NHSE: torch.Tensor,
     v_NHSE: torch.Tensor,
     scale_2: torch.Tensor | None = None,
 ) -> None:
-    """Turn queries and keys in place; keys and values go to positions `start` and on of `pages_M`.
+    """Turn queries and keys in place; keys and values go to positions `start` and on of `pages_CM`.
 
-    The pages are int64 and without gaps. The bits are those of `reference.rotate`; of caches of
-    e4m3, whose units are `scale_2`, those of `pages.quantise`, and keys and values become in
-    place what is read back.
+    The pages are int64 and without gaps in a row. The bits are those of `reference.rotate`; of
+    caches of e4m3, whose units are `scale_2`, those of `pages.quantise`, and keys and values become
+    in place what is read back.
     """
-    count, _, num_heads, _ = qkv_T3HE.shape
+    num_sequences, count, _, num_heads, _ = qkv_CT3HE.shape
     page_size, kv_bytes = k_NHSE.shape[2], k_NHSE.element_size()
-    kernel = _compiled(num_heads, page_size, kv_bytes, qkv_T3HE.device).rotate_and_cache
+    kernel = _compiled(num_heads, page_size, kv_bytes, qkv_CT3HE.device).rotate_and_cache
     threads = count * num_heads * (_HEAD_DIM // _VALUES_PER_LOAD)
-    operands = (qkv_T3HE, cos_PR, sin_PR, pages_M, k_NHSE, v_NHSE, scale_2, start, count)
-    _launch(kernel, threads, operands)
+    tensors = qkv_CT3HE, cos_PR, sin_PR, pages_CM, k_NHSE, v_NHSE, scale_2
+    _launch(kernel, threads, (*tensors, start, count, pages_CM.stride(0)), num_sequences)
 
 
 def can_add(*terms: torch.Tensor) -> bool:
@@ -139,6 +140,8 @@ def _compiled(num_heads: int, page_size: int, kv_bytes: int, device: torch.devic
         return _Kernels(num_heads, page_size, kv_bytes)
 
 
-def _launch(kernel: Kernel, threads: int, operands: tuple[torch.Tensor | int | None, ...]) -> None:
-    grid = (-(-threads // _THREADS), 1, 1)
+def _launch(
+    kernel: Kernel, threads: int, operands: tuple[torch.Tensor | int | None, ...], rows: int = 1
+) -> None:
+    grid = (-(-threads // _THREADS), rows, 1)
     kernel.launch(grid, _THREADS, operands, overlap=True)

@@ -1,4 +1,4 @@
-// Many tokens of one sequence at once: what torch would do in many passes over the same memory.
+// Many tokens of some sequences at once: what torch would do in many passes over the same memory.
 //
 // Constants: HEADS heads of 64, PAGE positions per page, KV_BYTES of a key's or value's element. T tokens, P positions.
 //
@@ -71,13 +71,13 @@ typedef uint4 Kept;
 __device__ __forceinline__ Kept kept(uint4& v, float) { return v; }
 #endif
 
-// Queries and keys turn in place, and keys and values go to their slots of `pages`: token t stands at position
-// start + t. Those of e4m3 go in units of `scales`, and qkv then holds what is read back. A thread has 16 bytes of a
+// Queries and keys turn in place, and keys and values go to their slots of `pages`: token t of `count` stands at
+// position start + t. Of several sequences each is a row of blocks, and the pages of the next are `apart`. Those of e4m3 go in units of `scales`, and qkv then holds what is read back. A thread has 16 bytes of a
 // head's query, key and value; at four blocks per processor there are registers for all of them to be on their way at
 // once.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     rotate_and_cache(bf16* qkv, const float* cosines, const float* sines, const i64* pages, Kept* keys, Kept* values,
-                     const float* scales, int start, int count) {
+                     const float* scales, int start, int count, int apart) {
   const int index = blockIdx.x * THREADS + threadIdx.x;
   const int lane = index % LANES, head = index / LANES % HEADS, token = index / (LANES * HEADS);
   const int position = start + token;
@@ -85,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   Angles angles = {};
   if (turns) angles.load(cosines, sines, position, lane);
   after_previous();
-  uint4* const query = reinterpret_cast<uint4*>(qkv + (i64)token * (3 * HEADS * HEAD) + head * HEAD) + lane;
+  const i64 row = (i64)blockIdx.y * count + token;
+  uint4* const query = reinterpret_cast<uint4*>(qkv + row * (3 * HEADS * HEAD) + head * HEAD) + lane;
   uint4* const key = query + HEADS * LANES;
   uint4 q = {}, k = {}, v = {};
   i64 page = 0;
@@ -93,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   if (real) {
     k = load_fresh(key);
     v = load_fresh(key + HEADS * LANES);
-    page = load_fresh_i64(pages + position / PAGE);
+    page = load_fresh_i64(pages + (i64)blockIdx.y * apart + position / PAGE);
   }
   const uint4 turned_q = turned(q, angles), turned_k = turned(k, angles);
   constexpr bool narrow = KV_BYTES == 1;
