@@ -7,7 +7,7 @@
 constexpr int SIDE = GRID * PATCH;
 constexpr int WINDOW = (GRID - 2 * MARGIN) * PATCH;
 constexpr int TOKENS = GRID * GRID;
-constexpr int PATCH_VALUES = 3 * PATCH * PATCH;
+constexpr int PATCH_PIXELS = PATCH * PATCH;
 
 struct Pass {
     const int* starts;
@@ -33,12 +33,24 @@ __device__ Target target_of(const int* plan, int index) {
     return {words[0], words[1], words[2] != 0, pass_of(plan, words + 3), pass_of(plan, words + 6)};
 }
 
-// Sum of weighted bytes `step` apart, rounded and clipped to 8 bits.
-__device__ unsigned char weighted(const unsigned char* bytes, int step, const int* weights, int count) {
-    int sum = 1 << (PRECISION_BITS - 1);
-    for (int tap = 0; tap < count; ++tap) sum += bytes[tap * step] * weights[tap];
-    sum >>= PRECISION_BITS;
-    return static_cast<unsigned char>(sum < 0 ? 0 : sum > 255 ? 255 : sum);
+// A pixel of three 8-bit channels.
+struct Pixel {
+    unsigned char channels[3];
+};
+
+// Weighted sum of pixels `step` bytes apart, rounded and clipped to 8 bits.
+__device__ Pixel weighted(const unsigned char* bytes, int step, const int* weights, int count) {
+    int sums[3] = {1 << (PRECISION_BITS - 1), 1 << (PRECISION_BITS - 1), 1 << (PRECISION_BITS - 1)};
+    for (int tap = 0; tap < count; ++tap) {
+        const int weight = weights[tap];
+        for (int channel = 0; channel < 3; ++channel) sums[channel] += bytes[tap * step + channel] * weight;
+    }
+    Pixel out;
+    for (int channel = 0; channel < 3; ++channel) {
+        const int sum = sums[channel] >> PRECISION_BITS;
+        out.channels[channel] = static_cast<unsigned char>(sum < 0 ? 0 : sum > 255 ? 255 : sum);
+    }
+    return out;
 }
 
 // The first pass of both targets: one pixel of `between` per thread. The canvas lies behind the
@@ -59,33 +71,31 @@ extern "C" __global__ void picture_first_pass(
         const int start = pass.starts[at], count = pass.counts[at];
         const int source = target.rows_first ? start * width + x : y * width + start;
         const int step = target.rows_first ? 3 * width : 3;
-        for (int channel = 0; channel < 3; ++channel) {
-            between[3 * i + channel] =
-                weighted(pixels + 3 * source + channel, step, pass.weights + at * pass.taps, count);
-        }
+        const Pixel made = weighted(pixels + 3 * source, step, pass.weights + at * pass.taps, count);
+        for (int channel = 0; channel < 3; ++channel) between[3 * i + channel] = made.channels[channel];
     }
 }
 
-// The second pass, cut into crops and patches: one value of `patches` [num_crops, TOKENS, step], whose
-// first PATCH_VALUES are written, per thread, as `levels` has it for 8 bits. Crops that the picture
-// lacks are zeros.
+// The second pass, cut into crops and patches: one pixel of `patches` [num_crops, TOKENS, step], whose
+// first 3 * PATCH_PIXELS values are written, per thread, as `levels` has it for 8 bits. Crops that the
+// picture lacks are zeros.
 extern "C" __global__ void picture_patches(
     const unsigned char* __restrict__ between, const int* __restrict__ plan,
     const unsigned short* __restrict__ levels, unsigned short* __restrict__ patches, int step, int num_crops) {
     const int columns = plan[1], crops = plan[3];
     const Target whole = target_of(plan, 0), canvas = target_of(plan, 1);
     const unsigned char* canvas_between = between + 3 * whole.height * whole.width;
-    const int size = num_crops * TOKENS * PATCH_VALUES;
+    const int size = num_crops * TOKENS * PATCH_PIXELS;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
-        const int value = i % PATCH_VALUES, token = i / PATCH_VALUES % TOKENS;
-        const int crop = i / (PATCH_VALUES * TOKENS);
+        const int pixel = i % PATCH_PIXELS, token = i / PATCH_PIXELS % TOKENS;
+        const int crop = i / (PATCH_PIXELS * TOKENS);
+        unsigned short* const out = patches + i / PATCH_PIXELS * step + pixel;
         if (crop >= crops) {
-            patches[i / PATCH_VALUES * step + value] = 0;
+            for (int channel = 0; channel < 3; ++channel) out[channel * PATCH_PIXELS] = 0;
             continue;
         }
-        const int channel = value / (PATCH * PATCH);
-        int y = token / GRID * PATCH + value / PATCH % PATCH;
-        int x = token % GRID * PATCH + value % PATCH;
+        int y = token / GRID * PATCH + pixel / PATCH;
+        int x = token % GRID * PATCH + pixel % PATCH;
         if (crop > 0) {
             y += (crop - 1) / columns * WINDOW;
             x += (crop - 1) % columns * WINDOW;
@@ -97,8 +107,9 @@ extern "C" __global__ void picture_patches(
         const int start = pass.starts[at], count = pass.counts[at];
         const int source = target.rows_first ? y * target.width + start : start * target.width + x;
         const int stride = target.rows_first ? 3 : 3 * target.width;
-        patches[i / PATCH_VALUES * step + value] = levels[weighted(
-            bytes + 3 * source + channel, stride, pass.weights + at * pass.taps, count)];
+        const Pixel made = weighted(bytes + 3 * source, stride, pass.weights + at * pass.taps, count);
+        for (int channel = 0; channel < 3; ++channel)
+            out[channel * PATCH_PIXELS] = levels[made.channels[channel]];
     }
 }
 
