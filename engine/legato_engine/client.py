@@ -14,9 +14,10 @@ import structlog
 
 from legato_engine.blobs import new_namespace
 from legato_engine.config import EngineConfig
-from legato_engine.connection import EngineConnection, EngineState
+from legato_engine.connection import EngineConnection
 from legato_engine.errors import EngineLost
 from legato_engine.messages import Heartbeat, Loading, Ready, Shutdown
+from legato_engine.standing import EngineState
 from legato_engine.supervisor import EXIT_UNSERVABLE, Backoff, ChildProcess
 from legato_engine.transport import Doors
 

@@ -1,12 +1,9 @@
-"""A service process's view of the engine: where it stands, and the requests that it runs."""
+"""A service process's door to the engine, and the requests that it runs."""
 
 from __future__ import annotations
 
-import asyncio
-import enum
 import itertools
 import time
-from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -18,7 +15,6 @@ from legato_engine.core import WITH_BLOB, Request
 from legato_engine.errors import (
     Draining,
     EngineLost,
-    EngineStarting,
     InvalidField,
     LegatoError,
 )
@@ -36,7 +32,6 @@ from legato_engine.messages import (
     ImageHeld,
     Load,
     Loading,
-    ModelInfo,
     Queued,
     Ready,
     Report,
@@ -46,24 +41,16 @@ from legato_engine.messages import (
     Stopped,
     Submit,
 )
+from legato_engine.standing import EngineState, Standing
 from legato_engine.stream import RequestStream
 from legato_engine.transport import EngineLink
 
-_OF_STREAMS = (Delta, Done, Started, Queued, Failed)
+_OF_STREAMS = (Done, Delta, Failed, Started, Queued)
+_READY = EngineState.READY  # members of an enum are dear to look up
 _log = structlog.get_logger()
 
 
-class EngineState(enum.StrEnum):
-    """Where the engine stands, as the service sees it."""
-
-    STARTING = "starting"
-    READY = "ready"
-    LOST = "lost"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-
-
-class EngineConnection:
+class EngineConnection(Standing):
     """Hands requests to whichever engine runs, and routes its reports.
 
     All methods belong to one event loop. Picture bytes are handed over through `blobs`; a blob
@@ -72,23 +59,16 @@ class EngineConnection:
     """
 
     def __init__(self, namespace: str, number: int = 0) -> None:
+        super().__init__()
         self._prefix = f"{number}@" if number else ""
         self._streams: dict[str, RequestStream] = {}
         self._calls = PendingCalls(self._send)
         self._call_numbers = itertools.count()
-        self._subscribers: list[Callable[[EngineState], None]] = []
         self._endpoint = ""
         self._link: EngineLink | None = None
         self._awake = Awake()
         self.has_spare_cores = cores_abound()
         self.blobs = BlobStore(namespace)
-        self.state = EngineState.STARTING
-        self.model: ModelInfo | None = None
-        self.load = Load()
-        self.step = 0
-        self.last_heartbeat = 0.0
-        self.estimated_wait = 0.0
-        self.progress = Loading(stage="start", fraction=0.0)
 
     # ------------------------------------------------------------ life
 
@@ -100,19 +80,6 @@ class EngineConnection:
         self._endpoint = endpoint
         self._link = EngineLink(endpoint, self._on_report, self._on_end)
         self.last_heartbeat = time.monotonic()
-
-    async def wait_ready(self) -> None:
-        """Return once `READY`; raises `Draining` when that will not happen any more."""
-        changed = asyncio.Event()
-        unsubscribe = self.subscribe(lambda _: changed.set())
-        try:
-            while self.state is not EngineState.READY:
-                if self.state in (EngineState.DRAINING, EngineState.STOPPED):
-                    raise Draining("the engine is shutting down")
-                changed.clear()
-                await changed.wait()
-        finally:
-            unsubscribe()
 
     def drain(self) -> None:
         """Take no new requests; those that run go on. An engine lost from now on stays down."""
@@ -127,11 +94,6 @@ class EngineConnection:
         self._fail_open(Draining("the server is shutting down"))
         self._hang_up()
         self.blobs.close()
-
-    def subscribe(self, callback: Callable[[EngineState], None]) -> Callable[[], None]:
-        """Call `callback` with every new state; the returned function ends that."""
-        self._subscribers.append(callback)
-        return lambda: self._subscribers.remove(callback)
 
     # ------------------------------------------------------------ requests
 
@@ -212,20 +174,13 @@ class EngineConnection:
         return answer.count
 
     def _check_open(self, request_id: str) -> None:
-        if self.state is EngineState.READY and request_id not in self._streams:
+        if self.state is _READY and request_id not in self._streams:
             return
         if self.state in (EngineState.DRAINING, EngineState.STOPPED):
             raise Draining("the server is shutting down")
         self._check_alive()
         if request_id in self._streams:
             raise InvalidField("a request with this id is running", field="options.request_id")
-
-    def _check_alive(self) -> None:
-        if self.state is EngineState.STARTING:
-            stage, fraction = self.progress.stage, self.progress.fraction
-            raise EngineStarting(f"the engine is starting: {stage}, {fraction:.0%}")
-        if self.state is EngineState.LOST:
-            raise EngineLost("the engine is being restarted")
 
     def _on_abort(self, stream: RequestStream) -> None:
         self._forget(stream)
@@ -239,10 +194,12 @@ class EngineConnection:
             self._link.send(command, at_once=at_once)
 
     def _forget(self, stream: RequestStream) -> None:
-        self._streams.pop(stream.request_id, None)
+        request = stream.request
+        self._streams.pop(request.request_id, None)
         if self.has_spare_cores and not self._streams:
             self._awake.stay(EXPECTED)
-        self._discard_blob(stream.request)
+        if request.image is not None:
+            self._discard_blob(request)
 
     def _discard_blob(self, request: Request) -> None:
         if isinstance(request.image, WITH_BLOB):
@@ -276,25 +233,6 @@ class EngineConnection:
             case ImageHeld() | ImageDropped() | Stopped():
                 self._calls.settle(report)
 
-    def _on_heartbeat(self, beat: Heartbeat) -> None:
-        self.last_heartbeat = time.monotonic()
-        self.step = beat.step
-        self.load = beat.load
-        self.estimated_wait = beat.estimated_wait
-
-    def _on_loading(self, report: Loading) -> None:
-        self.progress = report
-        if self.state is EngineState.LOST:
-            self._set_state(EngineState.STARTING)
-
-    def _on_ready(self, report: Ready) -> None:
-        self.model = report.model
-        self.progress = Loading(stage="ready", fraction=1.0)
-        self.last_heartbeat = time.monotonic()
-        _log.info("engine ready", pid=report.pid, model=report.model.name)
-        if self.state in (EngineState.STARTING, EngineState.LOST):
-            self._set_state(EngineState.READY)
-
     # ------------------------------------------------------------ loss
 
     def _on_end(self) -> None:
@@ -323,9 +261,3 @@ class EngineConnection:
         if self._link is not None:
             self._link.close()
             self._link = None
-
-    def _set_state(self, state: EngineState) -> None:
-        if state is not self.state:
-            self.state = state
-            for callback in list(self._subscribers):
-                callback(state)

@@ -85,8 +85,10 @@ class Links:
 
     # ------------------------------------------------------------ commands
 
-    def wait(self, timeout_ms: int | None) -> None:
+    def wait(self, timeout_ms: int | None) -> bool:
         """Block until a command is there, unsent reports can leave, or the time is up.
+
+        Whether it was not the time.
 
         While a request is expected that is no sleep: to wake from one takes a lone request longer
         than all that is done with it before the device begins. Nor is it shortly behind the last
@@ -97,6 +99,7 @@ class Links:
         if not self._events:
             seconds = None if timeout_ms is None else timeout_ms / 1000
             self._events = self._poller.poll(seconds, _EVENTS)
+        return bool(self._events)
 
     def receive(self) -> list[Command]:
         """The commands that are there now; those of a link that ended come first."""

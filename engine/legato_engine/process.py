@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _GC_THRESHOLD = 50_000  # containers made and not freed
 _LINGER_MS = 500  # what was reported before the end still leaves
+_MOMENT_MS = 5  # without a command, after which the loop is taken to sleep
 _log = structlog.get_logger()
 
 
@@ -159,17 +160,22 @@ class Serving(NamedTuple):
 def _loop(serving: Serving) -> None:
     """Commands are read between ticks, and what a tick left to report leaves together behind it.
 
-    With nothing to run the loop sleeps until woken. What is published before it sleeps is
-    therefore true for as long as it sleeps.
+    With nothing to run the loop sleeps until woken. What is published before it sleeps longer than
+    a moment is therefore true for as long as it sleeps; among many short sleeps it would cost more
+    than the requests between them.
     """
     core, links, vitals = serving.core, serving.links, serving.vitals
     while True:
         links.flush()
+        if vitals.due:
+            _publish(core, serving.stats, vitals)
         if not core.busy:
-            _publish(core, serving.stats, vitals)
-            links.wait(_timeout_ms(core.next_deadline()))
-        elif vitals.due:
-            _publish(core, serving.stats, vitals)
+            deadline = core.next_deadline()
+            if deadline < time.monotonic() + _MOMENT_MS / 1000:
+                links.wait(_timeout_ms(deadline))
+            elif not links.wait(_MOMENT_MS):
+                _publish(core, serving.stats, vitals)
+                links.wait(_timeout_ms(deadline))
         for command in links.receive():
             if isinstance(command, Shutdown):
                 return

@@ -6,7 +6,8 @@ import select
 from typing import cast
 
 import pytest
-from legato_engine.connection import EngineConnection, EngineState
+from legato_engine.client import EngineState
+from legato_engine.connection import EngineConnection
 from legato_engine.core import BlobRef, CaptionTask, EncodedImage, Request, caller_id
 from legato_engine.messages import (
     Abort,
