@@ -39,11 +39,12 @@ def map_segment(descriptor: int, size: int) -> mmap.mmap:
 class _Segment:
     """The service's side of one."""
 
-    __slots__ = ("_content", "_header", "_mapping", "generation", "path", "size")
+    __slots__ = ("_content", "_header", "_mapping", "generation", "name", "path", "size")
 
     def __init__(self, path: pathlib.Path, size: int) -> None:
         """Raises `OSError`, of which ENOSPC says that shared memory is full."""
         self.path = path
+        self.name = path.name
         self.size = size
         self.generation = 0
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -76,7 +77,7 @@ class _Segment:
         self.generation += 1
         self._header[SIZE] = len(data)
         self._header[GENERATION] = self.generation
-        return BlobRef(name=self.path.name, size=len(data), generation=self.generation)
+        return BlobRef(name=self.name, size=len(data), generation=self.generation)
 
     def retire(self) -> None:
         """Give the memory up: it goes as soon as an engine that has it mapped notices."""
@@ -114,7 +115,7 @@ class SegmentPool:
         segment = self._reuse(size) or self._create(size, name)
         if segment is None:
             return None
-        self._busy[segment.path.name] = segment
+        self._busy[segment.name] = segment
         return segment.write(data)
 
     def discard(self, ref: BlobRef) -> None:

@@ -52,6 +52,7 @@ class BlobStore:
         self._folder = blob_folder()
         self._pool = SegmentPool(self._folder)
         self._live: dict[str, int] = {}  # generations by name
+        self._next_name = self._new_name()  # of the next segment
 
     def __len__(self) -> int:
         """Blobs written and not yet discarded."""
@@ -62,9 +63,11 @@ class BlobStore:
 
         Raises `QueueFull` when shared memory is full.
         """
-        ref = self._pool.put(data, self._new_name())
+        ref = self._pool.put(data, self._next_name)
         if ref is not None:
             self._live[ref.name] = ref.generation
+            if ref.name == self._next_name:
+                self._next_name = self._new_name()
             return ref
         name, descriptor = self._create()
         ref = BlobRef(name=name, size=len(data))

@@ -12,11 +12,11 @@ Pixels are uint8 RGB arrays, shape legend: H and W pixels, C channels. They may 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -40,11 +40,12 @@ _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
 _FLAT_JPEG_MODES = ("RGB", "L")  # the colour spaces that libjpeg itself brings to RGB
 _APP1 = 0xE1  # EXIF or XMP
 _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_ALONE = frozenset((0x01, *range(0xD0, 0xD8), 0xFF))
+_PIXELS_OR_END = (0xD9, 0xDA)
 _PILLOW_FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ImageHeader:
+class ImageHeader(NamedTuple):
     """What an encoded picture says of itself; `width` and `height` are before orientation."""
 
     mime_type: str
@@ -60,7 +61,7 @@ def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> Ima
     if len(data) > max_bytes:
         raise _too_large(len(data), max_bytes, "bytes")
     try:
-        header = _parse(memoryview(data))
+        header = _parse(data)
     except (struct.error, IndexError):
         raise ImageUndecodable("the image header is cut short", field="image") from None
     if header.width < 1 or header.height < 1:
@@ -78,7 +79,7 @@ def decode_encoded(data: bytes | memoryview, *, max_pixels: int, take: Take = ne
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
     is_jpeg = header.mime_type == "image/jpeg"
     try:
-        if is_jpeg and _says_nothing_else(memoryview(data)):
+        if is_jpeg and _says_nothing_else(data):
             pixels_HWC = _decode_jpeg(data, header, take)
             if pixels_HWC is not None:
                 return pixels_HWC
@@ -135,17 +136,18 @@ def _too_large(actual: int, limit: int, unit: str) -> ImageTooLarge:
     )
 
 
-def _parse(data: memoryview) -> ImageHeader:
-    if bytes(data[:3]) == b"\xff\xd8\xff":
+def _parse(data: bytes | memoryview) -> ImageHeader:
+    head = bytes(data[:16])
+    if head.startswith(b"\xff\xd8\xff"):
         return ImageHeader("image/jpeg", *_jpeg_size(data))
-    if bytes(data[:8]) == b"\x89PNG\r\n\x1a\n" and bytes(data[12:16]) == b"IHDR":
+    if head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:] == b"IHDR":
         return ImageHeader("image/png", *struct.unpack_from(">II", data, 16))
-    if bytes(data[:4]) == b"RIFF" and bytes(data[8:12]) == b"WEBP":
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return ImageHeader("image/webp", *_webp_size(data))
     raise ImageUndecodable("not a JPEG, PNG or WebP image", field="image")
 
 
-def _jpeg_size(data: memoryview) -> tuple[int, int]:
+def _jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
     """Width and height of the first frame header (SOF)."""
     for marker, start in _jpeg_segments(data):
         if marker in _FRAME_HEADERS:
@@ -154,7 +156,7 @@ def _jpeg_size(data: memoryview) -> tuple[int, int]:
     raise ImageUndecodable("JPEG without a frame header", field="image")
 
 
-def _says_nothing_else(data: memoryview) -> bool:
+def _says_nothing_else(data: bytes | memoryview) -> bool:
     """Whether a JPEG is grey or of three channels and brings neither EXIF nor XMP.
 
     Then Pillow has nothing to decide, and opening it costs a lone picture 0.3 ms.
@@ -171,27 +173,27 @@ def _says_nothing_else(data: memoryview) -> bool:
     return channels in (1, 3)
 
 
-def _jpeg_segments(data: memoryview) -> Iterator[tuple[int, int]]:
+def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
     """Markers and where their content begins, up to the pixels; reads no entropy.
 
-    Raises `ImageUndecodable`, `IndexError` or `struct.error`.
+    Raises `ImageUndecodable` or `IndexError`.
     """
     at = 2
     while True:
         if data[at] != 0xFF:
             raise ImageUndecodable("broken JPEG segment", field="image")
         marker = data[at + 1]
-        if marker == 0xFF or marker == 0x01 or 0xD0 <= marker <= 0xD7:
+        if marker in _ALONE:
             at += 1 if marker == 0xFF else 2  # fill byte, or a marker without a segment
             continue
-        if marker in (0xD9, 0xDA):
+        if marker in _PIXELS_OR_END:
             return
-        (length,) = struct.unpack_from(">H", data, at + 2)
+        length = data[at + 2] << 8 | data[at + 3]
         yield marker, at + 4
         at += 2 + max(length, 2)
 
 
-def _webp_size(data: memoryview) -> tuple[int, int]:
+def _webp_size(data: bytes | memoryview) -> tuple[int, int]:
     """Canvas size by the kind of the first chunk: extended, lossless or lossy."""
     kind = bytes(data[12:16])
     if kind == b"VP8X":

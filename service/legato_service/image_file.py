@@ -47,6 +47,6 @@ def _glance(data: bytes | memoryview, max_bytes: int, max_pixels: int) -> ImageH
     if len(data) > max_bytes:
         return None
     try:
-        return inspect(memoryview(data)[:_GLANCE], max_pixels=max_pixels, max_bytes=max_bytes)
+        return inspect(bytes(data[:_GLANCE]), max_pixels=max_pixels, max_bytes=max_bytes)
     except ImageUndecodable:
         return None
