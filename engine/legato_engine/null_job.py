@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from legato_engine.core import ImageInfo, Request, Timings, Usage
 from legato_engine.null_answer import Answer
@@ -10,8 +10,7 @@ from legato_engine.null_answer import Answer
 IMAGE_TOKENS = 729
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class NullJob:
+class NullJob(msgspec.Struct, eq=False):
     """A request with its answer; times are monotonic seconds, 0 until they come."""
 
     request: Request

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from typing import Self
 
 import msgspec
 
@@ -23,7 +24,7 @@ from legato_engine.messages import Delta, Done, Failed, Queued, Started
 StreamReport = Queued | Started | Delta | Done
 
 
-class RequestStream(AsyncIterator[StreamReport]):
+class RequestStream(msgspec.Struct, eq=False):
     """`Queued`? `Started` `Delta`* `Done`, then the end; a failure is raised once, then the end.
 
     A consumer that lags gets what piled up as one `Delta`.
@@ -31,23 +32,14 @@ class RequestStream(AsyncIterator[StreamReport]):
     One reader at a time.
     """
 
-    __slots__ = ("_on_abort", "_on_stop", "_pending", "_result", "_waiter", "ended", "request")
-
-    def __init__(
-        self,
-        request: Request,
-        *,
-        on_abort: Callable[[RequestStream], None],
-        on_stop: Callable[[RequestStream], None],
-    ) -> None:
-        self.request = request
-        self.ended = False
-        """Whether nothing more will be added; there may still be reports to read."""
-        self._on_abort = on_abort
-        self._on_stop = on_stop
-        self._pending: list[StreamReport | LegatoError] = []
-        self._waiter: asyncio.Future[None] | None = None  # of the next report
-        self._result: asyncio.Future[Done] | None = None
+    request: Request
+    on_abort: Callable[[RequestStream], None]
+    on_stop: Callable[[RequestStream], None]
+    ended: bool = False
+    """Whether nothing more will be added; there may still be reports to read."""
+    _pending: list[StreamReport | LegatoError] = []
+    _waiter: asyncio.Future[None] | None = None  # of the next report
+    _result: asyncio.Future[Done] | None = None
 
     @property
     def request_id(self) -> str:
@@ -62,7 +54,7 @@ class RequestStream(AsyncIterator[StreamReport]):
         self._pending.clear()
         if not self.ended:
             self._end(error)
-            self._on_abort(self)
+            self.on_abort(self)
 
     def stop(self) -> None:
         """Have the engine end the request now: its `Done` says CANCELLED and holds what there is.
@@ -70,7 +62,10 @@ class RequestStream(AsyncIterator[StreamReport]):
         Harmless after its end and when repeated.
         """
         if not self.ended:
-            self._on_stop(self)
+            self.on_stop(self)
+
+    def __aiter__(self) -> Self:
+        return self
 
     async def __anext__(self) -> StreamReport:
         while not self._pending:

@@ -8,7 +8,6 @@ blocks included. CancelledError is always re-raised: swallowing it leaks memory 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, closing
@@ -82,9 +81,7 @@ class Boundary(grpc.GenericRpcHandler):
 
     def _wrapped(self, handler: Handler, method: str) -> Handler:
         inner = _behaviour(handler)
-        read = functools.partial(
-            _messages if handler.request_streaming else _message, handler.request_deserializer
-        )
+        read = _reader(handler.request_deserializer, streaming=handler.request_streaming)
         serialize = handler.response_serializer
 
         async def one(received: Any, context: Context) -> Any:
@@ -178,23 +175,23 @@ def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
     return cast("Callable[[Any, Context], Any]", behaviour)
 
 
-def _message(parse: Callable[[bytes], Any] | None, data: bytes) -> Any:
-    """The request, parsed on this side.
+def _reader(parse: Callable[[bytes], Any] | None, *, streaming: bool) -> Callable[[Any], Any]:
+    """What parses the bytes of a request, or those of one after another, on this side.
 
     grpc's own parsing answers malformed bytes with UNKNOWN and the parser's text.
     """
-    try:
-        return parse(data) if parse else data
-    except DecodeError:
-        raise InvalidRequest("the request is not a valid protobuf message") from None
 
+    def message(data: bytes) -> Any:
+        try:
+            return parse(data) if parse else data
+        except DecodeError:
+            raise InvalidRequest("the request is not a valid protobuf message") from None
 
-async def _messages(
-    parse: Callable[[bytes], Any] | None, received: AsyncIterator[bytes]
-) -> AsyncIterator[Any]:
-    """Streamed requests, one by one."""
-    async for data in received:
-        yield _message(parse, data)
+    async def messages(received: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in received:
+            yield message(data)
+
+    return messages if streaming else message
 
 
 def _begin(method: str) -> Call:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Container, Iterable, Iterator
 from contextvars import ContextVar
 
+import msgspec
 from legato_engine import core
 from legato_engine.errors import InvalidField
 
@@ -29,41 +30,26 @@ def _ids() -> Iterator[str]:
 _new_id = _ids().__next__
 
 
-class Call:
-    """Filled while the RPC runs, by whoever knows; read once, by the log line at its end."""
+class Call(msgspec.Struct, eq=False):
+    """Filled while the RPC runs, by whoever knows; read once, by the log line at its end.
 
-    __slots__ = (
-        "client",
-        "deadline",
-        "is_named",
-        "method",
-        "previous_attempts",
-        "priority",
-        "received",
-        "reply",
-        "request_id",
-        "started",
-        "tenant",
-        "timings",
-        "trace_id",
-        "usage",
-    )
+    A struct, as these cost a fraction of what an `__init__` does.
+    """
 
-    def __init__(self, method: str, request_id: str = "") -> None:
-        self.method = method
-        self.request_id = request_id or _new_id()
-        self.is_named = False  # by somebody else than this server
-        self.started = time.monotonic()
-        self.tenant = ""  # whom the call counts for, as it says
-        self.priority = 0
-        self.client = ""  # the calling software
-        self.trace_id = ""
-        self.previous_attempts = 0  # of gRPC's own retries
-        self.received = b""  # the request of a unary one
-        self.deadline: float | None = None  # absolute time.monotonic() seconds
-        self.reply = ""  # `joined` or `kept`: another call's; see `replies`
-        self.usage: core.Usage | None = None
-        self.timings: core.Timings | None = None
+    method: str
+    request_id: str = msgspec.field(default_factory=_new_id)
+    is_named: bool = False  # by somebody else than this server
+    started: float = msgspec.field(default_factory=time.monotonic)
+    tenant: str = ""  # whom the call counts for, as it says
+    priority: int = 0
+    client: str = ""  # the calling software
+    trace_id: str = ""
+    previous_attempts: int = 0  # of gRPC's own retries
+    received: bytes = b""  # the request of a unary one
+    deadline: float | None = None  # absolute time.monotonic() seconds
+    reply: str = ""  # `joined` or `kept`: another call's; see `replies`
+    usage: core.Usage | None = None
+    timings: core.Timings | None = None
 
     def adopt(self, request_id: str) -> str:
         """Take the caller's id when it gave one; raises `InvalidField` when it is malformed."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, Self
 
+import msgspec
 from legato_engine.errors import AdapterUnusable, Draining, ImageUndecodable
 
 from legato_service.deadlines import Deadlines
@@ -18,7 +19,7 @@ from legato_service.errors import DuplicateRequest
 MAX_ENDED = 4096  # ended requests that are remembered
 
 
-class Visit:
+class Visit(msgspec.Struct, eq=False):
     """A request, for the length of a `with` block; however that ends, the engine forgets it.
 
     `deadline` is absolute monotonic. In a `gate` it is in flight under its `name`. A picture that
@@ -26,16 +27,13 @@ class Visit:
     is an adapter that it cannot use.
     """
 
-    __slots__ = ("_deadlines", "_gate", "_name", "_picture", "_streams", "deadline", "stopped")
-
-    def __init__(self, deadline: float, gate: Gate | None = None, name: str = "") -> None:
-        self.deadline = deadline
-        self.stopped = False
-        self._gate = gate
-        self._name = name
-        self._streams: tuple[Stream, ...] = ()
-        self._deadlines: Deadlines | None = None
-        self._picture = ""
+    deadline: float
+    _gate: Gate | None = None
+    _name: str = ""
+    _streams: tuple[Stream, ...] = ()
+    _deadlines: Deadlines | None = None
+    _picture: str = ""
+    stopped: bool = False
 
     def own(self, stream: Stream, deadlines: Deadlines, picture: str = "") -> None:
         """`stream` is part of the request; of a request that was stopped it stops at once.

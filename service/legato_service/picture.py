@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from legato.v1 import media_pb2
 from legato_engine import core
 from legato_engine.blobs import BlobDraft, BlobStore
@@ -18,8 +19,7 @@ Form = str | Layout
 """How a picture's bytes are to be read: a file of this type, or pixels laid out so."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class InlinePicture:
+class InlinePicture(msgspec.Struct, frozen=True):
     """Bytes that came with the request."""
 
     data: bytes
