@@ -43,7 +43,7 @@ class Info:
         """Tell of this answer; `stamp` None when the request had none."""
         if not self._is_plain:
             self._make_plain()
-        self._is_plain = False  # as long as that is not known: the next answer has nothing of this
+        self._is_plain = False  # until all is well
         message = self._message
         message.request_id = request_id
         message.model = model
@@ -54,14 +54,13 @@ class Info:
             self._has_image = True
             _fill_image(message.image, done.image)
         elif self._has_image:
-            message.ClearField("image")
             self._has_image = False
-        self._is_plain = stamp is None and not done.tokens and not took_seconds
-        if self._is_plain:
-            return
+            message.ClearField("image")
         if stamp is not None:
             message.stamp.CopyFrom(stamp)
-        fill_tokens(message.tokens, done.tokens)
+        if done.tokens:
+            fill_tokens(message.tokens, done.tokens)
+        self._is_plain = stamp is None and not done.tokens and not took_seconds
 
     def _make_plain(self) -> None:
         self._message.ClearField("stamp")
@@ -73,7 +72,8 @@ class Info:
 class Answers:
     """The answers of one RPC, as they travel: one message, filled and written again and again.
 
-    `fill` fills a result into a `response`, of which it leaves no scalar field as it was.
+    Belongs to one event loop. `fill` fills a result into a `response`, of which it leaves no scalar
+    field as it was.
     """
 
     def __init__(self, response: type[Any], fill: Callable[[Any, Any], None]) -> None:
@@ -148,7 +148,8 @@ def _durations(message: task_pb2.Timings) -> _Durations:
 
 def _fill_durations(messages: _Durations, value: core.Timings) -> bool:
     """Whether any has whole seconds. Filled, they are there even when they are 0."""
-    if value.total < _SHORT:  # nearly always; no part takes longer
+    parts = msgspec.structs.astuple(value)
+    if max(parts) < _SHORT:  # nearly always
         queue, image, prefill, first_token, decode, total = messages
         # To round by a call takes as long as to set the field.
         queue.nanos = (value.queue * 1e9 + 0.5).__trunc__()
@@ -158,7 +159,7 @@ def _fill_durations(messages: _Durations, value: core.Timings) -> bool:
         decode.nanos = (value.decode * 1e9 + 0.5).__trunc__()
         total.nanos = (value.total * 1e9 + 0.5).__trunc__()
         return False
-    for message, seconds in zip(messages, msgspec.structs.astuple(value), strict=True):
+    for message, seconds in zip(messages, parts, strict=True):
         message.seconds, message.nanos = divmod(round(seconds * 1e9), _SECOND)
     return True
 

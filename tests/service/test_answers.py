@@ -81,6 +81,7 @@ TOKEN = st.builds(
     coordinate=st.none() | UNIT,
     size=st.none(),
 )
+TIMES = st.sampled_from([0.0, 1.5e-6, 0.003, 0.4, 0.999_999_999_9, 1.25, 3600.5])
 PARTS = ("queue", "image", "prefill", "first_token", "decode", "total")
 TIMINGS = st.builds(
     lambda parts: core.Timings(**dict(zip(PARTS, (*parts, sum(parts)), strict=True))),
@@ -115,6 +116,21 @@ def test_an_answer_has_nothing_of_those_before_it(skill: str, data: st.DataObjec
     for answer in answers:
         own = Answers(response, fill).write(*answer)
         assert response.FromString(shared.write(*answer)) == response.FromString(own)
+
+
+@given(value=st.builds(core.Timings, **dict.fromkeys(PARTS, TIMES)))
+def test_times_are_told_to_the_nanosecond(value: core.Timings) -> None:
+    """Each part is there, rounded, with whole seconds apart."""
+    usage = core.Usage(input_tokens=1, output_tokens=1)
+    result, reason = core.CaptionResult(caption="yes"), core.FinishReason.STOP
+    done = Done(request_id="r", result=result, finish_reason=reason, usage=usage, timings=value)
+    answers = Answers(pb.CaptionResponse, convert_response.fill_caption)
+    told = pb.CaptionResponse.FromString(answers.write("r", "m", done, None)).info.timings
+    for name in PARTS:
+        assert told.HasField(name)  # type: ignore[arg-type]  # any of their names
+        part = getattr(told, name)
+        assert 0 <= part.nanos < 1_000_000_000
+        assert part.ToNanoseconds() == round(getattr(value, name) * 1e9)
 
 
 def test_an_answer_that_cannot_be_written_leaves_nothing_behind() -> None:

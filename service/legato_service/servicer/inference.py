@@ -44,7 +44,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._unary_deadline = unary_deadline
         self._stream_deadline = stream_deadline
         self._query, self._caption, self._detect, self._point, self._segment = (
-            functools.partial(self._answer, skill)
+            functools.partial(self._answer, skill, Answers(skill.response, skill.fill))
             for skill in (_QUERY, _CAPTION, _DETECT, _POINT, _SEGMENT)
         )
 
@@ -131,7 +131,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return run.response(outcomes, model, asked.get("stamp")).SerializeToString()
 
     async def _answer(
-        self, skill: _Skill, asked: Fields, options: Fields, request_id: str, caller: Caller
+        self,
+        skill: _Skill,
+        answers: Answers,
+        asked: Fields,
+        options: Fields,
+        request_id: str,
+        caller: Caller,
     ) -> bytes:
         """One task's answer."""
         image: media_pb2.Image | None = asked.get("image")
@@ -148,7 +154,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             done = answered(await self._dispatcher.submit(request, picture, visit).done())
         if not isinstance(done.result, skill.result):
             raise InternalError(f"the engine answered with a {type(done.result).__name__}")
-        return skill.answers.write(request_id, model.name, done, asked.get("stamp"))
+        return answers.write(request_id, model.name, done, asked.get("stamp"))
 
 
 class _Skill(NamedTuple):
@@ -156,31 +162,37 @@ class _Skill(NamedTuple):
 
     convert: Callable[[Fields], core.TaskSpec]
     result: type[core.Value]
-    answers: Answers
+    response: type[Message]
+    fill: Callable[[Any, Any], None]  # a response, with a result
 
 
 _QUERY = _Skill(
     convert_request.query,
     core.QueryResult,
-    Answers(pb.QueryResponse, convert_response.fill_query),
+    pb.QueryResponse,
+    convert_response.fill_query,
 )
 _CAPTION = _Skill(
     convert_request.caption,
     core.CaptionResult,
-    Answers(pb.CaptionResponse, convert_response.fill_caption),
+    pb.CaptionResponse,
+    convert_response.fill_caption,
 )
 _DETECT = _Skill(
     convert_request.detect,
     core.DetectResult,
-    Answers(pb.DetectResponse, convert_response.fill_objects),
+    pb.DetectResponse,
+    convert_response.fill_objects,
 )
 _POINT = _Skill(
     convert_request.point,
     core.PointResult,
-    Answers(pb.PointResponse, convert_response.fill_points),
+    pb.PointResponse,
+    convert_response.fill_points,
 )
 _SEGMENT = _Skill(
     convert_request.segment,
     core.SegmentResult,
-    Answers(pb.SegmentResponse, convert_response.fill_segments),
+    pb.SegmentResponse,
+    convert_response.fill_segments,
 )
