@@ -70,7 +70,12 @@ RECORDS = {
     ),
     "hop": record(
         rows=[
-            {"picture": kind, "tokens": tokens, "hop_ms": tokens + (kind == "id") * 10}
+            {
+                "picture": kind,
+                "tokens": tokens,
+                "hop_ms": tokens + (kind == "id") * 10,
+                "hop_blocking_ms": tokens + (kind == "id") * 10 - 0.5,
+            }
             for kind in ("id", "bytes")
             for tokens in (1, 3)
         ]
@@ -90,7 +95,8 @@ def test_every_figure_comes_from_its_record() -> None:
     assert (result["req_per_s_64_new"], result["req_per_s_64_mix"]) == (70.0, 110.0)
     photos = ("e2e_p50_ms_new_photo", "req_per_s_64_new_photo", "req_per_s_64_mix_photo")
     assert tuple(result[name] for name in photos) == (17.0, 75.0, 115.0)
-    assert (result["hop_ms"], result["driver"], result["commit"]) == (3, "580.1", "abc1234")
+    assert (result["hop_ms"], result["hop_ms_asyncio"]) == (2.5, 3)
+    assert (result["driver"], result["commit"]) == ("580.1", "abc1234")
 
 
 def test_what_was_not_measured_is_null_and_named() -> None:
