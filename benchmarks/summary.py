@@ -2,8 +2,9 @@
 
 Figures by number of streams are of `query` steps, pipelined; a step lasts from commit to commit.
 Gains are fractions: 0.1 is a tenth more tokens a second. `tick_cpu_us_32` is of the dearest kind of
-task, `detect_over_text` of the worst number of streams, `hop_ms` of a caller alone, who blocks: three
-tokens, the picture sent as bytes. Pictures are charts, but in figures whose names end with `_photo`.
+task, `detect_over_text` of the worst number of streams. `hop_ms` is of a caller alone, who blocks,
+of three tokens, with the picture sent as bytes. Pictures are charts, but in figures whose names end
+with `_photo`.
 """
 
 from __future__ import annotations
