@@ -13,7 +13,7 @@ from legato_engine import core
 from legato_engine.messages import Done
 
 _SECOND = 1_000_000_000  # nanoseconds
-_SHORT = 0.5  # seconds
+_SHORT = 0.9  # seconds
 FINISH = {
     core.FinishReason.STOP: task_pb2.FINISH_REASON_STOP,
     core.FinishReason.LENGTH: task_pb2.FINISH_REASON_LENGTH,
@@ -148,8 +148,9 @@ def _durations(message: task_pb2.Timings) -> _Durations:
 
 def _fill_durations(messages: _Durations, value: core.Timings) -> bool:
     """Whether any has whole seconds. Filled, they are there even when they are 0."""
-    parts = msgspec.structs.astuple(value)
-    if max(parts) < _SHORT:  # nearly always
+    # Nearly always all of them together, and so each, take less than a second.
+    together = value.queue + value.image + value.prefill + value.first_token + value.decode
+    if together + value.total < _SHORT:
         queue, image, prefill, first_token, decode, total = messages
         # To round by a call takes as long as to set the field.
         queue.nanos = (value.queue * 1e9 + 0.5).__trunc__()
@@ -159,7 +160,7 @@ def _fill_durations(messages: _Durations, value: core.Timings) -> bool:
         decode.nanos = (value.decode * 1e9 + 0.5).__trunc__()
         total.nanos = (value.total * 1e9 + 0.5).__trunc__()
         return False
-    for message, seconds in zip(messages, parts, strict=True):
+    for message, seconds in zip(messages, msgspec.structs.astuple(value), strict=True):
         message.seconds, message.nanos = divmod(round(seconds * 1e9), _SECOND)
     return True
 
