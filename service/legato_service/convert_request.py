@@ -115,7 +115,7 @@ def request(
 
 def query(asked: Fields, path: str = "") -> core.QueryTask:
     """Answer a question, or the last one of a conversation."""
-    refs = _refs(asked, path) if "spatial_refs" in asked else ()
+    refs = _refs(asked, path)
     reasoning = asked.get("reasoning", False)
     messages = asked.get("messages")
     if messages is None:
@@ -148,7 +148,7 @@ def point(asked: Fields, path: str = "") -> core.PointTask:
     return core.PointTask(
         object=_text(asked, "object", path, MAX_OBJECT),
         max_objects=_at_least_one(asked, "max_objects", path),
-        spatial_refs=_refs(asked, path) if "spatial_refs" in asked else (),
+        spatial_refs=_refs(asked, path),
     )
 
 
@@ -156,7 +156,7 @@ def segment(asked: Fields, path: str = "") -> core.SegmentTask:
     """Outline an instance."""
     return core.SegmentTask(
         object=_text(asked, "object", path, MAX_OBJECT),
-        spatial_refs=_refs(asked, path) if "spatial_refs" in asked else (),
+        spatial_refs=_refs(asked, path),
     )
 
 
@@ -243,7 +243,7 @@ def _at_least_one(given: Fields, name: str, path: str) -> int | None:
 
 
 def _refs(given: Fields, path: str) -> tuple[core.SpatialRef, ...]:
-    messages = given["spatial_refs"]
+    messages = given.get("spatial_refs", ())
     if len(messages) > MAX_REFS:
         raise InvalidField(f"at most {MAX_REFS} places", field=f"{path}spatial_refs")
     return tuple(
