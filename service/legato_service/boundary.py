@@ -76,18 +76,21 @@ class Boundary(grpc.GenericRpcHandler):
             handler = next((each for each in found if each is not None), None)
             if handler is None:
                 return None
-            wrapped = self._known[method] = self._wrapped(handler, method)
+            wrapped = self._known[method] = self._wrapped(handler)
+        # gRPC looks for a handler and runs it in one task, so the handler finds its call there. To
+        # ask its context for the metadata would convert all of it a second time.
+        CURRENT.set(Call(method, metadata=handler_call_details.invocation_metadata or ()))
         return wrapped
 
-    def _wrapped(self, handler: Handler, method: str) -> Handler:
+    def _wrapped(self, handler: Handler) -> Handler:
         inner = _behaviour(handler)
         read = _reader(handler.request_deserializer, streaming=handler.request_streaming)
         serialize = handler.response_serializer
 
         async def one(received: Any, context: Context) -> Any:
-            call = _begin(method)
+            call = CURRENT.get()
             try:
-                metadata.read(call, context.invocation_metadata())
+                metadata.read(call)
                 if not handler.request_streaming:
                     call.received = received
                 response = await inner(read(received), context)
@@ -100,9 +103,9 @@ class Boundary(grpc.GenericRpcHandler):
             return response
 
         async def many(received: Any, context: Context) -> None:
-            call = _begin(method)
+            call = CURRENT.get()
             try:
-                metadata.read(call, context.invocation_metadata())
+                metadata.read(call)
                 async with aclosing(inner(read(received), context)) as responses:
                     await self._write(responses, context, call)
             except BaseException as error:
@@ -192,13 +195,6 @@ def _reader(parse: Callable[[bytes], Any] | None, *, streaming: bool) -> Callabl
             yield message(data)
 
     return messages if streaming else message
-
-
-def _begin(method: str) -> Call:
-    """The call that is handled from here on."""
-    call = Call(method)
-    CURRENT.set(call)
-    return call
 
 
 def _code_name(context: Context) -> str:

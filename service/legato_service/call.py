@@ -37,6 +37,7 @@ class Call(msgspec.Struct, eq=False):
     """
 
     method: str
+    metadata: Iterable[tuple[str, str | bytes]] = ()  # as the peer sent it
     request_id: str = msgspec.field(default_factory=_new_id)
     is_named: bool = False  # by somebody else than this server
     started: float = msgspec.field(default_factory=time.monotonic)

@@ -197,9 +197,9 @@ def tasks(
 
 def sampling(message: task_pb2.Sampling | None, path: str = "") -> core.SamplingParams:
     """How to sample; absent fields stay None."""
-    given = fields(message)
-    if not given:
+    if message is None:
         return _ALL_DEFAULTS
+    given = fields(message)
     at = f"{path}sampling."
     temperature, top_p, stop = given.get("temperature"), given.get("top_p"), given.get("stop", ())
     if temperature is not None and not 0 <= temperature < math.inf:
@@ -243,7 +243,9 @@ def _at_least_one(given: Fields, name: str, path: str) -> int | None:
 
 
 def _refs(given: Fields, path: str) -> tuple[core.SpatialRef, ...]:
-    messages = given.get("spatial_refs", ())
+    messages = given.get("spatial_refs")
+    if messages is None:
+        return ()
     if len(messages) > MAX_REFS:
         raise InvalidField(f"at most {MAX_REFS} places", field=f"{path}spatial_refs")
     return tuple(

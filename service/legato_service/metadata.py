@@ -7,7 +7,7 @@ value is `InvalidField` naming `metadata.<key>`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from legato_engine.errors import InvalidField
 
@@ -24,10 +24,11 @@ MAX_CLIENT = 128  # characters
 _INTEGER = re.compile(r"-?[0-9]{1,3}")
 
 
-def read(call: Call, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
-    """Tell `call` what its metadata says. Raises `InvalidField`."""
+def read(call: Call) -> None:
+    """Tell `call` what its metadata says, which it needs no more then. Raises `InvalidField`."""
     seen: list[str] = []
-    for key, value in metadata or ():
+    metadata, call.metadata = call.metadata, ()
+    for key, value in metadata:
         reader = _READERS.get(key)
         if reader is None:
             continue
