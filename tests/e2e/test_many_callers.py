@@ -94,7 +94,10 @@ class Worker:
                     await caller.query(None, "hello", sampling=Sampling(max_tokens=3))
 
 
-@pytest.mark.parametrize("count", [240, pytest.param(3000, marks=pytest.mark.slow)])
+LONG = (pytest.mark.slow, pytest.mark.timeout(600))  # minutes, on a slow machine
+
+
+@pytest.mark.parametrize("count", [240, pytest.param(3000, marks=LONG)])
 async def test_memory_and_files_stay(server, count):
     """After a warm-up, hundreds of requests leave memory within a bound, and no file open."""
     worker = Worker(server.address)
