@@ -130,9 +130,10 @@ class EngineConnection(Standing):
         stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)
         self._streams[request.request_id] = stream
         # Several requests of a turn leave together; of a lone one the engine hears a turn earlier,
-        # and of one whose progress nobody reads, as it is a call's only one.
+        # and where cores abound of one whose progress nobody reads, as it is a call's only one.
         lone = len(self._streams) == 1
-        self._send(Submit(request=request), at_once=lone or not request.progress)
+        quick = self.has_spare_cores and not request.progress
+        self._send(Submit(request=request), at_once=lone or quick)
         if not lone:
             self._awake.end()
         elif self.has_spare_cores:

@@ -5,6 +5,7 @@ import os
 import select
 from typing import cast
 
+import msgspec
 import pytest
 from legato_engine.client import EngineState
 from legato_engine.connection import EngineConnection
@@ -283,6 +284,24 @@ async def test_closing_lets_the_backlog_leave():
         assert await service.told(1) == [done("a", size=3_000_000)]
         await closing
         await until(lambda: service.ends == 1)
+
+
+@pytest.mark.parametrize("spare_cores", [False, True])
+async def test_which_requests_wait_for_those_of_their_turn(spare_cores):
+    """None where cores abound and nobody reads its progress; elsewhere all but a lone one."""
+    with linked() as ends:
+        connection = connected(ends, spare_cores=spare_cores)
+        for name in ("a", "b", "c"):
+            request = msgspec.structs.replace(submit(name).request, progress=False)
+            connection.submit(request)
+        ends.engine.receive()  # lets the service in
+        ends.engine.wait(1000)
+        came = [command.request.request_id for command in ends.engine.receive()]
+        assert came == (["a", "b", "c"] if spare_cores else ["a"])
+        if not spare_cores:
+            others = await ends.received(2)
+            assert [each.request.request_id for each in others] == ["b", "c"]
+        await connection.close()
 
 
 def test_callers_ids():
