@@ -23,7 +23,7 @@ from legato_engine.errors import TaskUnsupported
 from legato_engine.messages import Load
 from legato_engine.null_engine import NullEngine
 from legato_engine.stream import RequestStream
-from legato_service import garbage, logs
+from legato_service import logs, tuning
 from legato_service.config import ServiceConfig
 from legato_service.server import Server
 
@@ -122,5 +122,5 @@ async def _serve() -> None:
 
 if __name__ == "__main__":
     logs.configure("info", terminal=False)
-    garbage.keep_out_of_the_way()
+    tuning.tune_process()
     uvloop.run(_serve())

@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     configure_logging()
     bind_to_parent(arguments.parent)
+    if config.model != null_engine.NAME:
+        _run_when_woken()
     vitals = Vitals()
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     door, vitals_door = arguments.doors
@@ -230,6 +232,16 @@ def _timeout_ms(deadline: float) -> int | None:
     if deadline == math.inf:
         return None
     return max(0, math.ceil((deadline - time.monotonic()) * 1000))
+
+
+def _run_when_woken() -> None:
+    """Have this process take a core as soon as something wakes it: a device waits for it.
+
+    Service processes let others finish, and so does whoever inherits that from one and keeps no
+    device waiting.
+    """
+    if os.sched_getscheduler(0) == os.SCHED_BATCH:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def configure_logging() -> None:

@@ -10,7 +10,7 @@ import uvloop
 from legato_engine.client import EngineClient
 from rich.console import Console
 
-from legato_service import arguments, garbage, logs
+from legato_service import arguments, logs, tuning
 from legato_service.console import Announcer, LogAnnouncer, TerminalAnnouncer
 from legato_service.life import serve
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     logs.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
-    garbage.keep_out_of_the_way()
+    tuning.tune_process()
     return uvloop.run(serve(config, announcer, lambda: EngineClient(config.engine)))
 
 

@@ -17,7 +17,7 @@ from legato_engine.connection import EngineConnection
 from legato_engine.errors import Draining
 from legato_engine.supervisor import bind_to_parent
 
-from legato_service import garbage, logs
+from legato_service import logs, tuning
 from legato_service.config import ServiceConfig
 from legato_service.last_resort import leave_or_be_ended
 from legato_service.line import Leave, Line, Serving
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bind_to_parent(arguments.parent)
     settings = msgspec.json.decode(arguments.settings, type=Settings)
     logs.configure(settings.config.log_level, terminal=sys.stderr.isatty())
-    garbage.keep_out_of_the_way()
+    tuning.tune_process()
     return uvloop.run(follow(settings, socket.socket(fileno=arguments.line)))
 
 

@@ -184,6 +184,12 @@ def open_files(pid: int) -> collections.Counter[str]:
     return kinds
 
 
+def policies(pid: int) -> set[int]:
+    """How the kernel schedules the threads of a process."""
+    threads = map(int, os.listdir(f"/proc/{pid}/task"))
+    return {os.sched_getscheduler(thread) for thread in threads}
+
+
 def children(pid: int) -> list[int]:
     """The process ids of a process's own children."""
     found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]

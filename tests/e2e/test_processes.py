@@ -7,10 +7,11 @@ import grpc
 import pytest
 from legato.v1 import inference_pb2, inference_pb2_grpc
 from legato_client import Client
+from legato_engine.awake import cores_abound
 
 from tests.e2e.jobs import ask, jobs
 from tests.e2e.scenes import long_query, two_shapes
-from tests.e2e.server import Server, failure_of, until
+from tests.e2e.server import Server, children, failure_of, policies, until
 
 CONNECTIONS = 16  # that all of them go to one of two processes is as good as impossible
 SCENE = two_shapes()
@@ -41,6 +42,16 @@ def test_both_processes_answer_alike(pair, alone):
         with Client(pair.address) as client:
             assert ask(client, job) == expected
     pair.settle()
+
+
+def test_only_the_engine_takes_a_core_from_others(pair):
+    """On few cores every thread of the service waits for its turn; none of the engine's does."""
+    (follower,) = (each["pid"] for each in pair.events("process_ready"))
+    (engine,) = set(children(pair.process.pid)) - {follower}
+    expected = os.SCHED_OTHER if cores_abound() else os.SCHED_BATCH
+    for pid in (pair.process.pid, follower):
+        assert policies(pid) == {expected}
+    assert policies(engine) == {os.SCHED_OTHER}
 
 
 def test_a_killed_process_leaves_nothing(pair, inferences):

@@ -20,6 +20,8 @@ from legato_engine.messages import Done, Load
 from legato_engine.timeline import timeline_path
 from PIL import Image
 
+from tests.e2e.server import policies
+
 CONFIG = EngineConfig(
     model="random-tiny", device="cpu", threads=1, max_running=2, heartbeat_interval=0.05
 )
@@ -193,3 +195,20 @@ def test_front_door_loads_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "then"), [("random-tiny", os.SCHED_OTHER), ("null", os.SCHED_BATCH)]
+)
+async def test_who_keeps_a_device_waiting_runs_when_woken(model, then):
+    """Whatever its service does; an engine without a device lets others finish as that does."""
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    client = EngineClient(msgspec.structs.replace(CONFIG, model=model))
+    try:
+        await client.start()
+        await client.wait_ready()
+        assert client._process is not None
+        assert policies(client._process.pid) == {then}
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        await client.close()
