@@ -2,7 +2,8 @@
 
 `python -m benchmarks.echo FILE`: it prints its port, and serves until it is ended. Requests are
 parsed and answers serialised as the real server does it, on the same event loop and with the same
-options; between the two there is nothing.
+options; between the two there is nothing. With `--tuned` it also asks of the interpreter and of the
+kernel what our service does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import grpc
 import uvloop
 from legato.v1 import inference_pb2, inference_pb2_grpc
+from legato_service import tuning
 from legato_service.config import ServiceConfig
 from legato_service.options import server_options
 
@@ -90,4 +92,6 @@ async def _serve(answers: Answers) -> None:
 
 
 if __name__ == "__main__":
+    if "--tuned" in sys.argv[2:]:
+        tuning.tune_process()
     uvloop.run(_serve(Answers.load(Path(sys.argv[1]))))

@@ -1,9 +1,10 @@
 """What the service costs around the model: the null engine against a bare grpc.aio server.
 
-Three servers run at the same time and are asked by the same callers, in turns, so that what else
+Four servers run at the same time and are asked by the same callers, in turns, so that what else
 the machine does meets all. `bare` says what was recorded from ours without looking at the question,
-`inside` is our service with the null engine in its own process, and `legato` the whole, with the
-engine in a process of its own: on two cores, callers, service and engine share them.
+`tuned` is the same server asking of the interpreter and of the kernel what ours does, `inside` is
+our service with the null engine in its own process, and `legato` the whole, with the engine in a
+process of its own: on two cores, callers, service and engine share them.
 """
 
 from __future__ import annotations
@@ -120,12 +121,13 @@ class Sample:
 
 
 @contextlib.contextmanager
-def echo_server(answers: Answers) -> Iterator[Contender]:
+def echo_server(answers: Answers, *, tuned: bool = False) -> Iterator[Contender]:
     """A bare server that says `answers`."""
+    name, options = ("tuned", ["--tuned"]) if tuned else ("bare", [])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answers.json"
         answers.save(path)
-        with _process("bare", "benchmarks.echo", str(path)) as contender:
+        with _process(name, "benchmarks.echo", str(path), *options) as contender:
             yield contender
 
 
@@ -252,17 +254,18 @@ def row(case: Case, samples: dict[str, list[Sample]]) -> list[str]:
         case.title,
         case.counted,
         f"{median('bare', 'per_second'):.0f}",
+        f"{median('tuned', 'per_second'):.0f}",
         *(f"{median('inside', 'per_second'):.0f}", share("inside")),
         *(f"{median('legato', 'per_second'):.0f}", share("legato")),
-        *(f"{median(name, 'cpu_us'):.1f}" for name in ("bare", "inside", "legato")),
+        *(f"{median(name, 'cpu_us'):.1f}" for name in ("bare", "tuned", "inside", "legato")),
         f"{median('legato', 'engine_cpu_us'):.1f}",
         f"{median('legato', 'messages_per_request'):.1f}",
     ]
 
 
 HEADS = (
-    *("request", "counted", "bare a second", "inside", "share", "legato", "share"),
-    *("CPU us: bare", "inside", "service", "engine", "messages a request"),
+    *("request", "counted", "bare a second", "tuned", "inside", "share", "legato", "share"),
+    *("CPU us: bare", "tuned", "inside", "service", "engine", "messages a request"),
 )
 
 
@@ -285,12 +288,22 @@ def main(argv: Sequence[str]) -> int:
     asked = [case for case in cases(arguments.length) if arguments.only in case.title]
     with null_server() as ours:
         answers = recorded(ours.target, asked)
-        with echo_server(answers) as bare, inside_server() as inside:
-            contenders = (bare, inside, ours)
+        with (
+            echo_server(answers) as bare,
+            echo_server(answers, tuned=True) as tuned,
+            inside_server() as inside,
+        ):
+            contenders = (bare, tuned, inside, ours)
             samples = {case.title: compare(case, contenders, arguments) for case in asked}
-            ghz = serve_ghz.measure({each.name: each.target for each in contenders})
+            asks = serve_ghz.NAME in answers.unary
+            ghz = serve_ghz.measure({each.name: each.target for each in contenders if asks})
     scaled = serve_processes.measure(
-        null_server, asked, arguments.processes, seconds=arguments.seconds, rounds=arguments.rounds
+        echo_server(answers),
+        null_server,
+        asked,
+        arguments.processes,
+        seconds=arguments.seconds,
+        rounds=arguments.rounds,
     )
     idle = serve_sessions.measure(null_server, arguments.sessions)
     figures = {

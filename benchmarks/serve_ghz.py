@@ -16,7 +16,8 @@ from legato.v1 import inference_pb2
 
 from benchmarks import record
 
-CALL = "legato.v1.InferenceService/Query"
+NAME = "Query"
+CALL = f"legato.v1.InferenceService/{NAME}"
 REQUEST = {"question": "What is in the picture?"}
 SECONDS = 5
 
@@ -35,7 +36,7 @@ def measure(targets: Mapping[str, str]) -> dict[str, dict[str, float]]:
 def text(figures: Mapping[str, Mapping[str, float]]) -> list[str]:
     """What ghz found, as Markdown."""
     if not figures:
-        return ["ghz is not installed, so nothing checks these figures from outside."]
+        return [f"No {NAME} by ghz: nothing checks these figures from outside."]
     rows = [
         [
             name,

@@ -8,7 +8,7 @@ from legato.v1 import inference_pb2_grpc
 
 from benchmarks.echo import Answers
 from benchmarks.serve import Case, Sample, _one_each, cases, echo_server, row
-from benchmarks.serve_processes import Scaled, text
+from benchmarks.serve_processes import _medians, text
 
 STREAM = [
     pb.GenerateResponse(index=0, started=pb.Started(model="null")),
@@ -45,8 +45,8 @@ def test_the_bare_server_says_what_it_was_given():
 
 
 COLUMNS = (
-    *("request", "counted", "bare a second", "inside a second", "share inside"),
-    *("legato a second", "share", "bare", "inside", "service", "engine", "messages"),
+    *("request", "counted", "bare a second", "tuned a second", "inside a second", "share inside"),
+    *("legato a second", "share", "bare", "tuned", "inside", "service", "engine", "messages"),
 )
 
 
@@ -55,22 +55,25 @@ def test_shares_are_medians_of_turns_that_met_the_same_machine():
     bare = [sample(1000, 100), sample(500, 200), sample(250, 400)]
     inside = [sample(900, 110), sample(450, 220), sample(225, 440)]
     whole = [sample(800, 125), sample(400, 250), sample(100, 1000)]
-    turns = {"bare": bare, "inside": inside, "legato": whole}
+    tuned = [sample(1200, 80), sample(600, 160), sample(300, 320)]
+    turns = {"bare": bare, "tuned": tuned, "inside": inside, "legato": whole}
     cells = dict(
         zip(COLUMNS, row(Case("Query", "Query", pb.QueryRequest(), 1), turns), strict=True)
     )
     assert (cells["share inside"], cells["share"]) == ("90%", "80%")
     assert (cells["bare a second"], cells["service"]) == ("500", "250.0")
+    assert (cells["tuned a second"], cells["tuned"]) == ("600", "160.0")
 
 
-def test_processes_are_compared_with_the_fewest():
-    """Each case's rates stand beside that of its own first row."""
-    found = [
-        Scaled(case, count, per_second, 1.0, 200.0, 10.0, 0.5)
-        for case, first in (("Query", 1000.0), ("Detect", 500.0))
-        for count, per_second in ((1, first), (4, first * 3))
-    ]
+def test_processes_are_compared_with_the_bare_server():
+    """In turns that met the same machine."""
+    rest = (1.0, 200.0, 10.0, 0.5)
+    turns: dict[int, list[tuple[float, ...]]] = {
+        0: [(1000.0, *rest), (500.0, *rest), (100.0, *rest)],
+        2: [(900.0, *rest), (400.0, *rest), (90.0, *rest)],
+    }
+    found = _medians("Query", turns)
     _, table = text(found)
     rows = [line.split(" | ") for line in table.splitlines()[2:]]
-    assert [row[3] for row in rows] == ["1.00", "3.00"] * 2
+    assert [row[1:4] for row in rows] == [["bare", "500", "100%"], ["2", "400", "90%"]]
     assert text([]) == ["Several processes were not measured."]
