@@ -78,7 +78,10 @@ class RequestStream(msgspec.Struct, eq=False):
             return self._coalesced(head)
         del self._pending[0]
         if isinstance(head, LegatoError):
-            raise head
+            try:
+                raise head
+            finally:
+                del head  # its traceback leads to this frame
         return head
 
     def done(self) -> asyncio.Future[Done]:

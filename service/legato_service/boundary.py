@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, closing
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 import structlog
@@ -21,7 +21,7 @@ from legato_engine.errors import ClientTooSlow, InternalError, InvalidRequest, L
 from legato_service import metadata
 from legato_service.call import CURRENT, Call
 from legato_service.dispatch import Context
-from legato_service.errors import failure
+from legato_service.errors import Failure, failure
 from legato_service.metadata import REQUEST_ID
 from legato_service.patience import Patience
 from legato_service.rpc_log import RpcLog
@@ -83,24 +83,44 @@ class Boundary(grpc.GenericRpcHandler):
         return wrapped
 
     def _wrapped(self, handler: Handler) -> Handler:
-        inner = _behaviour(handler)
-        read = _reader(handler.request_deserializer, streaming=handler.request_streaming)
         serialize = handler.response_serializer
+        if handler.response_streaming:
+            many = self._many(handler)
+            if handler.request_streaming:
+                return grpc.stream_stream_rpc_method_handler(many, None, serialize)
+            return grpc.unary_stream_rpc_method_handler(many, None, serialize)
+        one = self._one(handler)
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(one, None, None)
+        return grpc.unary_unary_rpc_method_handler(one, None, None)
+
+    def _one(self, handler: Handler) -> Callable[[Any, Context], Any]:
+        """What answers with one message, as bytes."""
+        inner, read = _behaviour(handler), _reader(handler)
+        streams, serialize = handler.request_streaming, handler.response_serializer
 
         async def one(received: Any, context: Context) -> Any:
             call = CURRENT.get()
             try:
                 metadata.read(call)
-                if not handler.request_streaming:
+                if not streams:
                     call.received = received
                 response = await inner(read(received), context)
                 if serialize is not None and not isinstance(response, bytes):
                     response = serialize(response)
             except BaseException as error:
-                await self._end_with(error, call, context)
-                raise
-            self._end(call, context)
-            return response
+                if (outcome := self._failed(error, call, context)) is None:
+                    raise
+            else:
+                self._end(call, context)
+                return response
+            return await _abort(outcome, call, context)
+
+        return one
+
+    def _many(self, handler: Handler) -> Callable[[Any, Context], Any]:
+        """What answers with a stream of messages."""
+        inner, read = _behaviour(handler), _reader(handler)
 
         async def many(received: Any, context: Context) -> None:
             call = CURRENT.get()
@@ -109,17 +129,14 @@ class Boundary(grpc.GenericRpcHandler):
                 async with aclosing(inner(read(received), context)) as responses:
                     await self._write(responses, context, call)
             except BaseException as error:
-                await self._end_with(error, call, context)
-                raise
-            self._end(call, context)
+                if (outcome := self._failed(error, call, context)) is None:
+                    raise
+            else:
+                self._end(call, context)
+                return
+            await _abort(outcome, call, context)
 
-        if handler.request_streaming and handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(many, None, serialize)
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(one, None, None)
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(many, None, serialize)
-        return grpc.unary_unary_rpc_method_handler(one, None, None)
+        return many
 
     async def _write(self, responses: AsyncIterator[Any], context: Context, call: Call) -> None:
         """Write all; initial metadata goes with the first message.
@@ -146,28 +163,35 @@ class Boundary(grpc.GenericRpcHandler):
         context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
         self._rpc_log.tell(call, "OK")
 
-    async def _end_with(self, error: BaseException, call: Call, context: Context) -> None:
-        """It did not: log why, and unless grpc knows already end it with the failure's status."""
+    def _failed(self, error: BaseException, call: Call, context: Context) -> Failure | None:
+        """It did not: log why. What the caller is to hear, None where grpc knows it already."""
         match error:
             case asyncio.CancelledError():
                 late = call.deadline is not None and time.monotonic() >= call.deadline
                 self._rpc_log.tell(call, "DEADLINE_EXCEEDED" if late else "CANCELLED")
+                return None
             case grpc.aio.AbortError():  # the handler answered with a status of its own
                 self._rpc_log.tell(call, _code_name(context))
-            case LegatoError():
+                return None
+            case Exception():
                 if isinstance(error, InternalError):
                     log.error("internal_error", request_id=call.request_id, exc_info=error)
-                await self._refuse(error, call, context)
-            case Exception():
-                log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
-                await self._refuse(error, call, context)
+                elif not isinstance(error, LegatoError):
+                    log.error("uncaught_exception", request_id=call.request_id, exc_info=error)
+                outcome = failure(error, call.request_id)
+                self._rpc_log.tell(call, outcome.code.name, outcome.reason)
+                return outcome
+        return None
 
-    async def _refuse(self, error: Exception, call: Call, context: Context) -> None:
-        """Log, then abort: that of a peer that reads nothing may wait as long as its connection."""
-        outcome = failure(error, call.request_id)
-        self._rpc_log.tell(call, outcome.code.name, outcome.reason)
-        trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
-        await context.abort(outcome.code, outcome.message, trailers)
+
+async def _abort(outcome: Failure, call: Call, context: Context) -> NoReturn:
+    """End the call; for a peer that reads nothing it may wait as long as its connection.
+
+    To be called when its cause is handled: gRPC keeps the exception of an abort in the call's
+    state, and with it the one in whose midst it came, and all frames that this one passed.
+    """
+    trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
+    await context.abort(outcome.code, outcome.message, trailers)
 
 
 def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
@@ -178,11 +202,12 @@ def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
     return cast("Callable[[Any, Context], Any]", behaviour)
 
 
-def _reader(parse: Callable[[bytes], Any] | None, *, streaming: bool) -> Callable[[Any], Any]:
+def _reader(handler: Handler) -> Callable[[Any], Any]:
     """What parses the bytes of a request, or those of one after another, on this side.
 
     grpc's own parsing answers malformed bytes with UNKNOWN and the parser's text.
     """
+    parse = handler.request_deserializer
 
     def message(data: bytes) -> Any:
         try:
@@ -194,7 +219,7 @@ def _reader(parse: Callable[[bytes], Any] | None, *, streaming: bool) -> Callabl
         async for data in received:
             yield message(data)
 
-    return messages if streaming else message
+    return messages if handler.request_streaming else message
 
 
 def _code_name(context: Context) -> str:

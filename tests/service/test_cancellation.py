@@ -1,6 +1,7 @@
 """However a request ends, the engine is told to forget it, once."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -10,10 +11,11 @@ import grpc
 import pytest
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine.client import EngineState
+from legato_engine.errors import Busy
 from legato_engine.stream import RequestStream
 
 from tests.grammar import Grammar, check
-from tests.service.fakes import FakeEngine, begin, delta, hold, started, words
+from tests.service.fakes import FakeEngine, answer, begin, delta, hold, started, words
 from tests.service.harness import picture, refusal, running, until
 
 QUERY = inference_pb2.QueryRequest(image=picture(), question="How many?")
@@ -43,6 +45,11 @@ def flood(engine, stream):
             await asyncio.sleep(0.001)
 
     engine.talking = asyncio.create_task(talk())
+
+
+def turn_away(engine, stream):
+    """Fail a request with an error of its own."""
+    engine.fail(stream, Busy("no room"))
 
 
 def call_of(server, rpc, **options):
@@ -126,19 +133,25 @@ async def test_an_answered_request_is_not_aborted():
 
 def streams():
     """All that there are in this process."""
-    return [each for each in gc.get_objects() if isinstance(each, RequestStream)]
+    return [each for each in gc.get_objects() if type(each) is RequestStream]
 
 
-async def test_a_call_leaves_nothing_to_collect():
+@pytest.mark.parametrize("script", [answer, turn_away], ids=["answered", "refused"])
+async def test_a_call_leaves_nothing_to_collect(script):
     """What a call held goes with its end, not with a garbage collection: it is in no cycle."""
-    async with running() as server:
-        await server.inference.Query(QUERY)  # the first one makes what stays
+
+    async def both():
+        for call in (call_of(server, "Query"), _read_all(call_of(server, "Generate"))):
+            with contextlib.suppress(grpc.RpcError):
+                await call
+
+    async with running(FakeEngine(script)) as server:
+        await both()  # the first ones make what stays
         gc.collect()
         gc.disable()
         others = set(map(id, kept := streams()))  # other tests' that something still holds
         try:
-            await server.inference.Query(QUERY)
-            check([event async for event in server.inference.Generate(STREAM)], ok=True)
+            await both()
             await settled(server)
             await until(lambda: others.issuperset(map(id, streams())))
             assert len(kept) == len(others)

@@ -44,8 +44,6 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
             session = Session(
                 session_id, opening, self._dispatcher, self._limits, CONTRACT_REVISION
             )
-            # Also when the handler never gets to run its `finally`.
-            context.add_done_callback(lambda _: session.release())  # type: ignore[arg-type]  # a nominal type in the stubs
             self._registry.opened(session_id, session)
             async with aclosing(session.messages(request_iterator)) as messages:
                 async for message in messages:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import random
 import time
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import structlog
@@ -62,7 +63,9 @@ class Session:
         self._heartbeat = wire.heartbeat(opening)
         self._silence = self._a_silence()
         self._planner = Planner(dispatcher, opening, terms.max_frame_age)
-        self._crew = Crew(dispatcher, self, session_id, patience=limits.frame_deadline)
+        # Not a reference of its own: no run outlasts `messages`, which holds this session.
+        listener = weakref.proxy(self)
+        self._crew = Crew(dispatcher, listener, session_id, patience=limits.frame_deadline)
         self._core: SessionCore[Job] = SessionCore(terms, self._crew)
         self._script = wire.Script(session_id)
         self._failure: LegatoError | None = None
@@ -102,14 +105,12 @@ class Session:
                 yield response
         finally:
             self._reader.cancel()
-            self.release()
+            self._crew.dismiss()
             await asyncio.wait({self._reader})
             await self._crew.gone()
+            # What was raised leads back to this session: kept, it would wait for a collection.
+            self._reader = self._failure = self._reason = None
             self._log_end()
-
-    def release(self) -> None:
-        """Have the engine forget all that runs. Idempotent."""
-        self._crew.dismiss()
 
     async def _next(self) -> pb.SessionResponse | None:
         """The next response, once there is one; None at the end."""

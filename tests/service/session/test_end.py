@@ -1,11 +1,14 @@
 """How a session ends, and that nothing is left of it."""
 
 import asyncio
+import gc
 
 import grpc
 import pytest
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
 from legato_service.arguments import parse
+from legato_service.session.crew import Crew
+from legato_service.session.session import Session
 
 from tests.service.fakes import FakeEngine, answer, begin, hold
 from tests.service.harness import picture, refusal, running, until
@@ -70,6 +73,39 @@ async def test_sessions_cancelled_at_any_step_leave_nothing():
                 await asyncio.sleep(0)
             call.cancel()
         await settled(server)
+
+
+def remains():
+    """All that there is of sessions in this process."""
+    return [each for each in gc.get_objects() if type(each) in (Session, Crew)]
+
+
+@pytest.mark.parametrize("way", ["half-close", "cancel", "breach", "operator"])
+async def test_a_session_leaves_nothing_to_collect(way):
+    """What it held goes with its end, not with a garbage collection: it is in no cycle."""
+    async with running(FakeEngine(hold)) as server:
+        gc.collect()
+        others = set(map(id, kept := remains()))  # other tests' that something still holds
+        gc.disable()
+        try:
+            async with session(server) as client:
+                await client.frame(1)
+                await begun(server)
+                if way == "half-close":
+                    answer_all(server.engine)
+                    await client.done()
+                    await client.end()
+                elif way == "breach":
+                    await client.say(open={})
+                    await client.failure()
+                elif way == "operator":
+                    server.server.sessions.abort_all()
+                    await client.failure()
+            await settled(server)
+            await until(lambda: others.issuperset(map(id, remains())))
+            assert len(kept) == len(others)
+        finally:
+            gc.enable()
 
 
 async def test_a_drain_says_go_away():
