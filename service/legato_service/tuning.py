@@ -8,12 +8,14 @@ import os
 
 from legato_engine.awake import cores_abound
 
-_THRESHOLD = 1_000
-"""Containers made and not freed. gRPC leaves five of each call in a cycle, this server none.
+_THRESHOLDS = (1_000, 1, 1_000)
+"""When to look for garbage: containers made and not freed, then collections of younger ones.
 
-A collection costs by what it frees, so many small ones cost what few large ones would. But they
-hold up the event loop for a tenth as long, and what they free is still in the processor's caches
-when the next call takes it."""
+gRPC leaves five containers of each call in a cycle, at the call's beginning; this server leaves
+none. So garbage is young, and a collection costs by what it frees and by what else is young: small
+ones hold up the event loop for less, and free what is still in the processor's caches. What has
+survived two is a session's or a long stream's, over a hundred containers each, and goes with its
+last reference. To look through all of it takes 0.3 s for 5,000 sessions: after two million more."""
 
 
 def tune_process() -> None:
@@ -23,9 +25,9 @@ def tune_process() -> None:
 
 
 def _keep_garbage_small() -> None:
-    """Never look again at what is imported by now, and often at little of the rest."""
+    """Never look again at what is imported by now, often at what is new, and seldom at the rest."""
     gc.freeze()
-    gc.set_threshold(_THRESHOLD)
+    gc.set_threshold(*_THRESHOLDS)
 
 
 def _let_each_other_finish() -> None:

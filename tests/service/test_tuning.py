@@ -50,7 +50,7 @@ def test_a_kernel_that_refuses_is_no_failure(monkeypatch):
     try:
         tuning.tune_process()
         assert gc.get_freeze_count() > 0
-        assert gc.get_threshold()[0] == tuning._THRESHOLD
+        assert gc.get_threshold() == tuning._THRESHOLDS
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
