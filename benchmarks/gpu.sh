@@ -62,7 +62,7 @@ if [[ $device == cpu ]]; then
   steps=(--dry)
 fi
 
-part tests 150 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
+part tests 260 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
 [[ $device == cpu ]] || bench kernels 150 --models moondream2,legato-tiny,moondream3,moondream3-e4m3,moondream3-e4m3-kv8
 bench decode 90 "${large[@]}" --streams 1,8,32 --compare-tasks "${decode[@]}"
 bench tick 20 --ticks "$ticks"
