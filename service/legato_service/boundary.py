@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing, closing
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -114,7 +114,9 @@ class Boundary(grpc.GenericRpcHandler):
             else:
                 self._end(call, context)
                 return response
-            return await _abort(outcome, call, context)
+            aborting = _abort(outcome, call, context)
+            del received, context  # the abort leads to this frame
+            return await aborting
 
         return one
 
@@ -134,7 +136,9 @@ class Boundary(grpc.GenericRpcHandler):
             else:
                 self._end(call, context)
                 return
-            await _abort(outcome, call, context)
+            aborting = _abort(outcome, call, context)
+            del received, context  # the abort leads to this frame
+            await aborting
 
         return many
 
@@ -184,14 +188,15 @@ class Boundary(grpc.GenericRpcHandler):
         return None
 
 
-async def _abort(outcome: Failure, call: Call, context: Context) -> NoReturn:
-    """End the call; for a peer that reads nothing it may wait as long as its connection.
+def _abort(outcome: Failure, call: Call, context: Context) -> Coroutine[Any, Any, NoReturn]:
+    """What ends the call; for a peer that reads nothing it may wait as long as its connection.
 
-    To be called when its cause is handled: gRPC keeps the exception of an abort in the call's
-    state, and with it the one in whose midst it came, and all frames that this one passed.
+    To be awaited when its cause is handled, by a frame that has forgotten the RPC: gRPC keeps the
+    exception of an abort in the RPC's state, and that keeps the exception in whose midst it came,
+    and the frames that both passed.
     """
     trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
-    await context.abort(outcome.code, outcome.message, trailers)
+    return context.abort(outcome.code, outcome.message, trailers)
 
 
 def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:

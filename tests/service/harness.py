@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import io
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -170,3 +171,19 @@ async def until(condition: Callable[[], bool]) -> None:
     """Return once `condition` holds; the test's own timeout bounds it."""
     while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
         await asyncio.sleep(0.005)
+
+
+def remaining(kind: type) -> set[int]:
+    """The ids of all objects of this type in this process."""
+    return {id(each) for each in gc.get_objects() if type(each) is kind}
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Nothing is freed but by its last reference."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

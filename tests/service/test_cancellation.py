@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ from legato_engine.stream import RequestStream
 
 from tests.grammar import Grammar, check
 from tests.service.fakes import FakeEngine, answer, begin, delta, hold, started, words
-from tests.service.harness import picture, refusal, running, until
+from tests.service.harness import no_collections, picture, refusal, remaining, running, until
 
 QUERY = inference_pb2.QueryRequest(image=picture(), question="How many?")
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
@@ -131,32 +130,35 @@ async def test_an_answered_request_is_not_aborted():
         await settled(server)
 
 
-def streams():
-    """All that there are in this process."""
-    return [each for each in gc.get_objects() if type(each) is RequestStream]
+async def ask_both(server):
+    """One call of either kind, which may fail."""
+    for call in (call_of(server, "Query"), _read_all(call_of(server, "Generate"))):
+        with contextlib.suppress(grpc.RpcError):
+            await call
 
 
 @pytest.mark.parametrize("script", [answer, turn_away], ids=["answered", "refused"])
 async def test_a_call_leaves_nothing_to_collect(script):
     """What a call held goes with its end, not with a garbage collection: it is in no cycle."""
-
-    async def both():
-        for call in (call_of(server, "Query"), _read_all(call_of(server, "Generate"))):
-            with contextlib.suppress(grpc.RpcError):
-                await call
-
     async with running(FakeEngine(script)) as server:
-        await both()  # the first ones make what stays
-        gc.collect()
-        gc.disable()
-        others = set(map(id, kept := streams()))  # other tests' that something still holds
-        try:
-            await both()
+        await ask_both(server)  # the first ones make what stays
+        with no_collections():
+            others = remaining(RequestStream)  # other tests' that something still holds
+            await ask_both(server)
             await settled(server)
-            await until(lambda: others.issuperset(map(id, streams())))
-            assert len(kept) == len(others)
-        finally:
-            gc.enable()
+            await until(lambda: remaining(RequestStream) <= others)
+
+
+async def test_failures_do_not_pile_up():
+    """An abort's exception, which gRPC keeps with the RPC's state, goes with that."""
+    async with running(FakeEngine(turn_away)) as server:
+        with no_collections():
+            others = remaining(grpc.aio.AbortError)
+            for _ in range(10):
+                await ask_both(server)
+            await settled(server)
+            # gRPC itself still holds the last RPC or two.
+            await until(lambda: len(remaining(grpc.aio.AbortError) - others) <= 4)
 
 
 async def test_a_lost_engine_ends_the_stream():

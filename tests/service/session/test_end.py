@@ -1,7 +1,6 @@
 """How a session ends, and that nothing is left of it."""
 
 import asyncio
-import gc
 
 import grpc
 import pytest
@@ -11,7 +10,7 @@ from legato_service.session.crew import Crew
 from legato_service.session.session import Session
 
 from tests.service.fakes import FakeEngine, answer, begin, hold
-from tests.service.harness import picture, refusal, running, until
+from tests.service.harness import no_collections, picture, refusal, remaining, running, until
 from tests.service.session.client import (
     DETECT,
     QUERY,
@@ -75,19 +74,12 @@ async def test_sessions_cancelled_at_any_step_leave_nothing():
         await settled(server)
 
 
-def remains():
-    """All that there is of sessions in this process."""
-    return [each for each in gc.get_objects() if type(each) in (Session, Crew)]
-
-
 @pytest.mark.parametrize("way", ["half-close", "cancel", "breach", "operator"])
 async def test_a_session_leaves_nothing_to_collect(way):
     """What it held goes with its end, not with a garbage collection: it is in no cycle."""
     async with running(FakeEngine(hold)) as server:
-        gc.collect()
-        others = set(map(id, kept := remains()))  # other tests' that something still holds
-        gc.disable()
-        try:
+        with no_collections():
+            others = remaining(Session) | remaining(Crew)  # other tests' that something still holds
             async with session(server) as client:
                 await client.frame(1)
                 await begun(server)
@@ -102,10 +94,7 @@ async def test_a_session_leaves_nothing_to_collect(way):
                     server.server.sessions.abort_all()
                     await client.failure()
             await settled(server)
-            await until(lambda: others.issuperset(map(id, remains())))
-            assert len(kept) == len(others)
-        finally:
-            gc.enable()
+            await until(lambda: remaining(Session) | remaining(Crew) <= others)
 
 
 async def test_a_drain_says_go_away():
