@@ -38,9 +38,9 @@ from legato_engine.messages import Done, Failed, Report
 from msgspec import structs
 
 from benchmarks import record
+from benchmarks.contenders import echo_server
 from benchmarks.echo import Answers
 from benchmarks.photos import Photographer
-from benchmarks.serve import echo_server
 
 START_TIMEOUT = 300.0
 QUESTION = "What is there?"

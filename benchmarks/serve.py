@@ -10,98 +10,17 @@ process of its own: on two cores, callers, service and engine share them.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import grpc
-from google.protobuf.message import Message
-from legato.v1 import inference_pb2 as pb
-from legato.v1 import inference_pb2_grpc, task_pb2
-from legato_client.cli.local_server import LocalServer
-from legato_client.load.plan import Plan
 from legato_client.load.record import Record
 from legato_client.load.run import run
 
-from benchmarks import cpu, record, serve_ghz, serve_processes, serve_sessions
-from benchmarks.echo import Answers
-from benchmarks.rpc import picture
-
-NULL = ("--model", "null", "--null-objects", "100000", "--max-sessions", "10000")
-START_TIMEOUT = 60.0
-SIZE = (640, 480)
-_SERVICE = "/legato.v1.InferenceService/"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Case:
-    """One kind of request; `name` is the RPC, `answers` how many of `counted` one request gets."""
-
-    title: str
-    name: str
-    request: Message
-    in_flight: int
-    counted: str = "calls"
-    answers: int = 1
-
-    @property
-    def streams(self) -> bool:
-        """Whether messages are what is counted."""
-        return self.name == "Generate"
-
-    def plan(self, target: str, seconds: float, senders: int) -> Plan:
-        """Closed loop: as much as the server gives."""
-        return Plan(
-            target=target,
-            kind="stream" if self.streams else "unary",
-            path=_SERVICE + self.name,
-            request=self.request.SerializeToString(),
-            in_flight=self.in_flight,
-            seconds=seconds,
-            warm_up=0.0,
-            senders=senders,
-        )
-
-
-def cases(length: int) -> list[Case]:
-    """What is asked; streams have `length` answers."""
-    photo = pb.DetectRequest(object="red circle", max_objects=3)
-    photo.image.encoded.data = picture(0, SIZE)
-    points = task_pb2.PointTask(object="red circle", max_objects=length)
-    points_request = pb.GenerateRequest(task=task_pb2.Task(point=points))
-    points_request.image.encoded.data = picture(0, (32, 32))
-    words = task_pb2.Task(query=task_pb2.QueryTask(question="What is in the picture?"))
-    words.sampling.max_tokens = length
-    return [
-        Case("Query", "Query", pb.QueryRequest(question="What is in the picture?"), 64),
-        Case(f"Detect, {len(photo.image.encoded.data) // 1024} KiB JPEG", "Detect", photo, 16),
-        Case(f"Generate, {length} points", "Generate", points_request, 16, "points", length),
-        Case(
-            f"Generate, {length} words",
-            "Generate",
-            pb.GenerateRequest(task=words),
-            16,
-            "words",
-            length,
-        ),
-    ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Contender:
-    """A running server; `pid` is the process that speaks gRPC, `engine` the one behind it."""
-
-    name: str
-    target: str
-    pid: int
-    engine: int | None = None
+from benchmarks import record, serve_ghz, serve_processes, serve_sessions
+from benchmarks.contenders import Contender, echo_server, inside_server, null_server, recorded
+from benchmarks.serve_cases import Case, cases
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,91 +39,13 @@ class Sample:
     messages_per_request: float
 
 
-@contextlib.contextmanager
-def echo_server(answers: Answers, *, tuned: bool = False) -> Iterator[Contender]:
-    """A bare server that says `answers`."""
-    name, options = ("tuned", ["--tuned"]) if tuned else ("bare", [])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "answers.json"
-        answers.save(path)
-        with _process(name, "benchmarks.echo", str(path), *options) as contender:
-            yield contender
-
-
-@contextlib.contextmanager
-def inside_server() -> Iterator[Contender]:
-    """Our service with the null engine in its own process."""
-    with _process("inside", "benchmarks.inside") as contender:
-        yield contender
-
-
-@contextlib.contextmanager
-def _process(name: str, module: str, *arguments: str) -> Iterator[Contender]:
-    """A program that prints its port."""
-    settings = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        env=settings,  # grpc as it comes: what our service asks of it is its own doing
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None, "it was asked for"
-        yield Contender(name, f"127.0.0.1:{int(process.stdout.readline())}", process.pid)
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextlib.contextmanager
-def null_server(options: Sequence[str] = ()) -> Iterator[Contender]:
-    """Our server before an engine without a model."""
-    with LocalServer((*NULL, *options)) as server:
-        server.wait_until_serving(START_TIMEOUT, lambda _: None)
-        engine = cpu.engine(server.pid)
-        yield Contender("legato", server.target, server.pid, engine)
-
-
-def recorded(target: str, asked: Sequence[Case]) -> Answers:
-    """What a server answers to each case."""
-    unary: dict[str, bytes] = {}
-    streams: dict[str, list[bytes]] = {}
-    with grpc.insecure_channel(target) as channel:
-        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        for case in asked:
-            answer = getattr(stub, case.name)(case.request)
-            if case.streams:
-                request: Any = case.request
-                kind = request.task.WhichOneof("kind")
-                streams[kind] = _one_each(list(answer))
-            else:
-                unary[case.name] = answer.SerializeToString()
-    return Answers(unary, streams)
-
-
-def _one_each(events: Sequence[pb.GenerateResponse]) -> list[bytes]:
-    """A stream's messages, text of several steps cut into one message a step."""
-    messages: list[pb.GenerateResponse] = []
-    for event in events:
-        words = event.text.text.split(" ") if event.HasField("text") else [""]
-        for word in words:
-            message = pb.GenerateResponse()
-            message.CopyFrom(event)
-            if word:
-                message.text.text = f" {word}"
-            message.index = len(messages)
-            messages.append(message)
-    return [message.SerializeToString() for message in messages]
-
-
 def measure(case: Case, contender: Contender, seconds: float, senders: int) -> Sample:
     """One turn."""
-    before = _used(contender)
+    before = contender.used()
     seen: Record = run(case.plan(contender.target, seconds, senders))
     if seen.errors:
         raise RuntimeError(f"{case.title} on {contender.name}: {dict(seen.errors)}")
-    after = _used(contender)
+    after = contender.used()
     answers = seen.due * case.answers
     own, engine = (1e6 * (b - a) / answers for a, b in zip(before, after, strict=True))
     messages = (seen.first.count + seen.gap.count) / seen.due + case.streams  # and `started`
@@ -216,11 +57,6 @@ def measure(case: Case, contender: Contender, seconds: float, senders: int) -> S
         sender_cpu_share=seen.cpu_share,
         messages_per_request=messages,
     )
-
-
-def _used(contender: Contender) -> tuple[float, float]:
-    engine = cpu.seconds(contender.engine) if contender.engine else 0.0
-    return cpu.seconds(contender.pid), engine
 
 
 def compare(

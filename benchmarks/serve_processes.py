@@ -7,11 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
 
 from legato_client.load.run import run
 
-from benchmarks import cpu, record
+from benchmarks import record
+from benchmarks.contenders import Contender
+from benchmarks.serve_cases import Case
 
 SENDERS = 4
 """Connections for each process of the largest number: the kernel spreads these, not calls."""
@@ -36,9 +37,9 @@ class Scaled:
 
 
 def measure(
-    bare: AbstractContextManager[Any],
-    server: Callable[[Sequence[str]], AbstractContextManager[Any]],
-    asked: Sequence[Any],
+    bare: AbstractContextManager[Contender],
+    server: Callable[[Sequence[str]], AbstractContextManager[Contender]],
+    asked: Sequence[Case],
     counts: Sequence[int],
     *,
     seconds: float,
@@ -74,16 +75,13 @@ def _medians(case: str, turns: dict[int, list[tuple[float, ...]]]) -> list[Scale
     return found
 
 
-def _turn(case: Any, contender: Any, seconds: float, senders: int) -> tuple[float, ...]:
+def _turn(case: Case, contender: Contender, seconds: float, senders: int) -> tuple[float, ...]:
     """The figures of `Scaled` behind `share`, in its order."""
-    service = [contender.pid, *cpu.children(contender.pid)]
-    if contender.engine:
-        service.remove(contender.engine)
-    before = _used(service, contender.engine)
+    before = contender.used()
     seen = run(case.plan(contender.target, seconds, senders))
     if seen.errors:
         raise RuntimeError(f"{case.title} on {contender.name}: {dict(seen.errors)}")
-    after = _used(service, contender.engine)
+    after = contender.used()
     answers = seen.due * case.answers
     own, engine = (b - a for a, b in zip(before, after, strict=True))
     return (
@@ -93,10 +91,6 @@ def _turn(case: Any, contender: Any, seconds: float, senders: int) -> tuple[floa
         1e6 * engine / answers,
         engine / seconds,
     )
-
-
-def _used(service: Sequence[int], engine: int | None) -> tuple[float, float]:
-    return sum(cpu.seconds(pid) for pid in service), cpu.seconds(engine) if engine else 0.0
 
 
 def text(found: Sequence[Scaled]) -> list[str]:

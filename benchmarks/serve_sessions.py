@@ -19,6 +19,7 @@ from legato_client.load.plan import Plan
 from legato_client.load.run import run
 
 from benchmarks import cpu, record
+from benchmarks.contenders import Contender
 
 RATE, SECONDS, WARM_UP = 200.0, 8.0, 2.0
 _PER_CONNECTION = 250
@@ -28,7 +29,7 @@ _SETTLE = 2.0  # seconds from the last opened session to the first measurement
 
 
 def measure(
-    server: Callable[[], AbstractContextManager[Any]], counts: Sequence[int]
+    server: Callable[[], AbstractContextManager[Contender]], counts: Sequence[int]
 ) -> list[dict[str, float]]:
     """Latency of Query at a fixed rate with so many idle sessions, and with none.
 
@@ -48,7 +49,7 @@ def measure(
     return found
 
 
-def _latency(contender: Any, count: int) -> dict[str, float]:
+def _latency(contender: Contender, count: int) -> dict[str, float]:
     plan = Plan(
         target=contender.target,
         kind="unary",

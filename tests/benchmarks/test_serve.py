@@ -6,8 +6,10 @@ import grpc
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc
 
+from benchmarks.contenders import echo_server, one_each
 from benchmarks.echo import Answers
-from benchmarks.serve import Case, Sample, _one_each, cases, echo_server, row
+from benchmarks.serve import Sample, row
+from benchmarks.serve_cases import Case, cases
 from benchmarks.serve_processes import _medians, text
 
 STREAM = [
@@ -24,7 +26,7 @@ def sample(per_second, cpu_us):
 
 def test_joined_words_are_replayed_one_by_one():
     """The bare server sends a message a word, whatever ours had joined, with gapless indices."""
-    messages = [pb.GenerateResponse.FromString(data) for data in _one_each(STREAM)]
+    messages = [pb.GenerateResponse.FromString(data) for data in one_each(STREAM)]
     assert [message.index for message in messages] == list(range(6))
     assert "".join(m.text.text for m in messages).split() == ["nobody", "looked", "at", "it"]
     assert messages[0].HasField("started")
