@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Protocol
@@ -47,7 +48,8 @@ class Listener(Protocol):
 class Crew:
     """The workers of one session. A frame may run for `patience` seconds.
 
-    The end of the call, its deadline included, is not theirs to know: it aborts them all.
+    The end of the call, its deadline included, is not theirs to know: it aborts them all. The
+    listener owns them; only a frame that runs holds the listener.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Crew:
         patience: float,
     ) -> None:
         self._dispatcher = dispatcher
-        self._listener = listener
+        self._listener = weakref.ref(listener)
         self._session_id = session_id
         self._patience = patience
         self._runs: dict[Job, FrameRun] = {}
@@ -68,11 +70,12 @@ class Crew:
 
     def start(self, job: Job) -> None:
         """Run a frame, unless all were dismissed."""
-        if self._dismissed:
+        listener = self._listener()
+        if self._dismissed or listener is None:
             return
         request_id = f"{self._session_id}#{job.sequence}"
         deadline = time.monotonic() + self._patience
-        run = FrameRun(self._dispatcher, self._listener, job, request_id, deadline)
+        run = FrameRun(self._dispatcher, listener, job, request_id, deadline)
         self._runs[job] = run
         task = asyncio.create_task(run.run(), name=f"frame {request_id}")
         run.cancel = task.cancel
@@ -148,6 +151,8 @@ class FrameRun:
             log.error("uncaught_exception", request_id=self._request_id, exc_info=error)
             for index in range(len(self._job.tasks)):  # those that ended stay as they are
                 self._listener.ended(self._job, index, InternalError("a frame could not be run"))
+        finally:
+            del self._listener  # a cancelled task group keeps its frames, and so this one
 
     async def _take_in(self) -> Picture | LegatoError:
         """The picture, its bytes ours from here on; or what is wrong with it."""

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import random
 import time
-import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import structlog
@@ -63,9 +62,7 @@ class Session:
         self._heartbeat = wire.heartbeat(opening)
         self._silence = self._a_silence()
         self._planner = Planner(dispatcher, opening, terms.max_frame_age)
-        # Not a reference of its own: no run outlasts `messages`, which holds this session.
-        listener = weakref.proxy(self)
-        self._crew = Crew(dispatcher, listener, session_id, patience=limits.frame_deadline)
+        self._crew = Crew(dispatcher, self, session_id, patience=limits.frame_deadline)
         self._core: SessionCore[Job] = SessionCore(terms, self._crew)
         self._script = wire.Script(session_id)
         self._failure: LegatoError | None = None
