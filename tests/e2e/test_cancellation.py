@@ -40,13 +40,18 @@ def slow_picture():
     return request
 
 
+def is_idle(load):
+    """Nobody runs or waits."""
+    return load.running + load.waiting == 0
+
+
 @contextlib.contextmanager
 def decoding(server, slow_picture):
     """Nothing else to do: the victim decodes, its prefill and some steps being committed."""
     steps = server.load().engine_step + 2
     yield (
         lambda load: load.running == 1 and load.engine_step >= steps,
-        lambda load: load.running + load.waiting == 0,
+        is_idle,
     )
 
 
@@ -140,7 +145,7 @@ WAYS: dict[str, tuple[type[Victim], tuple[float | None, ...]]] = {
     "cancelled": (Caller, (None,)),
     "deadline": (Caller, DEADLINES),
     "killed": (Process, (None,)),
-    "frozen": (Process, (3.0, 12.0)),  # its interpreter has to start as well
+    "frozen": (Process, (1.5, 12.0)),
 }
 
 
@@ -175,14 +180,18 @@ def request(rpc):
 @pytest.mark.parametrize("scene", [decoding, waiting, decoding_pictures])
 @pytest.mark.parametrize("rpc", ["Query", "Generate", "Session"])
 def test_nothing_is_left_behind(narrow, slow_picture, rpc, scene, way):
-    """The engine drops the request, keeps the others, holds nothing at the end, and serves on."""
+    """The engine drops the request, keeps the others, holds nothing at the end, and serves on.
+
+    By a deadline the others may have come to their end as well: a machine may be quick.
+    """
+    late = WAYS[way][1] != (None,)
     with (
         scene(narrow, slow_picture) as (reached, afterwards),
         victim_in(narrow, rpc, way, reached) as victim,
     ):
         victim.leave()
         if afterwards is not None:
-            until(lambda: afterwards(narrow.load()))
+            until(lambda: afterwards(load := narrow.load()) or (late and is_idle(load)))
     narrow.settle()
     (found,) = narrow.inference.Detect(PROBE).objects
     assert found.label == "red circle"
