@@ -11,52 +11,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 import sys
 from collections.abc import Sequence
-
-from legato_client.load.record import Record
-from legato_client.load.run import run
 
 from benchmarks import record, serve_ghz, serve_processes, serve_sessions
 from benchmarks.contenders import Contender, echo_server, inside_server, null_server, recorded
 from benchmarks.serve_cases import Case, cases
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sample:
-    """One turn of one contender.
-
-    `per_second` and CPU, in microseconds, are of what the case counts: calls, or answers of
-    streams. Our server joins words that it cannot send as fast as they come; points never.
-    """
-
-    per_second: float
-    p50_ms: float
-    cpu_us: float
-    engine_cpu_us: float
-    sender_cpu_share: float
-    messages_per_request: float
-
-
-def measure(case: Case, contender: Contender, seconds: float, senders: int) -> Sample:
-    """One turn."""
-    before = contender.used()
-    seen: Record = run(case.plan(contender.target, seconds, senders))
-    if seen.errors:
-        raise RuntimeError(f"{case.title} on {contender.name}: {dict(seen.errors)}")
-    after = contender.used()
-    answers = seen.due * case.answers
-    own, engine = (1e6 * (b - a) / answers for a, b in zip(before, after, strict=True))
-    messages = (seen.first.count + seen.gap.count) / seen.due + case.streams  # and `started`
-    return Sample(
-        per_second=seen.messages / messages * case.answers / seconds,
-        p50_ms=seen.latency.percentile(50) * 1e3,
-        cpu_us=own,
-        engine_cpu_us=engine,
-        sender_cpu_share=seen.cpu_share,
-        messages_per_request=messages,
-    )
+from benchmarks.turns import Sample, median, share_of, take_turn
 
 
 def compare(
@@ -65,10 +26,10 @@ def compare(
     """Turns of all contenders, one after another, `arguments.rounds` times after a warm-up."""
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
     for contender in contenders:
-        measure(case, contender, 1.0, arguments.senders)
+        take_turn(case, contender, 1.0, arguments.senders)
     for _ in range(arguments.rounds):
         for contender in contenders:
-            sample = measure(case, contender, arguments.seconds, arguments.senders)
+            sample = take_turn(case, contender, arguments.seconds, arguments.senders)
             samples[contender.name].append(sample)
             print(f"{case.title}, {contender.name}: {sample.per_second:.0f}/s", file=sys.stderr)
     return samples
@@ -76,26 +37,23 @@ def compare(
 
 def row(case: Case, samples: dict[str, list[Sample]]) -> list[str]:
     """Medians of all turns; shares of the bare server are medians of the paired ratios."""
-    bare = samples["bare"]
 
-    def median(name: str, field: str) -> float:
-        return float(statistics.median(getattr(turn, field) for turn in samples[name]))
+    def of(name: str, field: str) -> float:
+        return median(samples[name], field)
 
     def share(name: str) -> str:
-        pairs = zip(bare, samples[name], strict=True)
-        of_turns = (ours.per_second / theirs.per_second for theirs, ours in pairs)
-        return f"{statistics.median(of_turns):.0%}"
+        return f"{share_of(samples['bare'], samples[name]):.0%}"
 
     return [
         case.title,
         case.counted,
-        f"{median('bare', 'per_second'):.0f}",
-        f"{median('tuned', 'per_second'):.0f}",
-        *(f"{median('inside', 'per_second'):.0f}", share("inside")),
-        *(f"{median('legato', 'per_second'):.0f}", share("legato")),
-        *(f"{median(name, 'cpu_us'):.1f}" for name in ("bare", "tuned", "inside", "legato")),
-        f"{median('legato', 'engine_cpu_us'):.1f}",
-        f"{median('legato', 'messages_per_request'):.1f}",
+        f"{of('bare', 'per_second'):.0f}",
+        f"{of('tuned', 'per_second'):.0f}",
+        *(f"{of('inside', 'per_second'):.0f}", share("inside")),
+        *(f"{of('legato', 'per_second'):.0f}", share("legato")),
+        *(f"{of(name, 'cpu_us'):.1f}" for name in ("bare", "tuned", "inside", "legato")),
+        f"{of('legato', 'engine_cpu_us'):.1f}",
+        f"{of('legato', 'messages_per_request'):.1f}",
     ]
 
 

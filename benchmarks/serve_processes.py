@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
-from legato_client.load.run import run
-
 from benchmarks import record
 from benchmarks.contenders import Contender
 from benchmarks.serve_cases import Case
+from benchmarks.turns import Sample, median, share_of, take_turn
 
 SENDERS = 4
 """Connections for each process of the largest number: the kernel spreads these, not calls."""
@@ -56,41 +54,28 @@ def measure(
         time.sleep(1.0)  # others than the first may still be starting
         for case in asked:
             grown = dataclasses.replace(case, in_flight=case.in_flight * max(counts))
-            turns: dict[int, list[tuple[float, ...]]] = {count: [] for count in contenders}
+            turns: dict[int, list[Sample]] = {count: [] for count in contenders}
             for _ in range(rounds + 1):
                 for count, contender in contenders.items():
-                    turns[count].append(_turn(grown, contender, seconds, SENDERS * max(counts)))
-            found += _medians(case.title, {count: each[1:] for count, each in turns.items()})
+                    turns[count].append(take_turn(grown, contender, seconds, SENDERS * max(counts)))
+            found += _scaled(case.title, {count: each[1:] for count, each in turns.items()})
     return found
 
 
-def _medians(case: str, turns: dict[int, list[tuple[float, ...]]]) -> list[Scaled]:
-    """Turns that met the same machine are compared, as in `serve`."""
-    found = []
-    for count, own in turns.items():
-        pairs = zip(own, turns[0], strict=True)
-        share = statistics.median(ours[0] / theirs[0] for ours, theirs in pairs)
-        medians = (statistics.median(values) for values in zip(*own, strict=True))
-        found.append(Scaled(case, count, share, *medians))
-    return found
-
-
-def _turn(case: Case, contender: Contender, seconds: float, senders: int) -> tuple[float, ...]:
-    """The figures of `Scaled` behind `share`, in its order."""
-    before = contender.used()
-    seen = run(case.plan(contender.target, seconds, senders))
-    if seen.errors:
-        raise RuntimeError(f"{case.title} on {contender.name}: {dict(seen.errors)}")
-    after = contender.used()
-    answers = seen.due * case.answers
-    own, engine = (b - a for a, b in zip(before, after, strict=True))
-    return (
-        answers / seconds,
-        seen.latency.percentile(50) * 1e3,
-        1e6 * own / answers,
-        1e6 * engine / answers,
-        engine / seconds,
-    )
+def _scaled(case: str, turns: dict[int, list[Sample]]) -> list[Scaled]:
+    return [
+        Scaled(
+            case=case,
+            processes=count,
+            share=share_of(turns[0], own),
+            per_second=median(own, "per_second"),
+            p50_ms=median(own, "p50_ms"),
+            service_cpu_us=median(own, "cpu_us"),
+            engine_cpu_us=median(own, "engine_cpu_us"),
+            engine_share=median(own, "engine_share"),
+        )
+        for count, own in turns.items()
+    ]
 
 
 def text(found: Sequence[Scaled]) -> list[str]:

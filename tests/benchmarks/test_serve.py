@@ -8,9 +8,10 @@ from legato.v1 import inference_pb2_grpc
 
 from benchmarks.contenders import echo_server, one_each
 from benchmarks.echo import Answers
-from benchmarks.serve import Sample, row
+from benchmarks.serve import row
 from benchmarks.serve_cases import Case, cases
-from benchmarks.serve_processes import _medians, text
+from benchmarks.serve_processes import _scaled, text
+from benchmarks.turns import Sample
 
 STREAM = [
     pb.GenerateResponse(index=0, started=pb.Started(model="null")),
@@ -69,12 +70,11 @@ def test_shares_are_medians_of_turns_that_met_the_same_machine():
 
 def test_processes_are_compared_with_the_bare_server():
     """In turns that met the same machine."""
-    rest = (1.0, 200.0, 10.0, 0.5)
-    turns: dict[int, list[tuple[float, ...]]] = {
-        0: [(1000.0, *rest), (500.0, *rest), (100.0, *rest)],
-        2: [(900.0, *rest), (400.0, *rest), (90.0, *rest)],
+    turns = {
+        0: [sample(1000, 200), sample(500, 200), sample(100, 200)],
+        2: [sample(900, 200), sample(400, 200), sample(90, 200)],
     }
-    found = _medians("Query", turns)
+    found = _scaled("Query", turns)
     _, table = text(found)
     rows = [line.split(" | ") for line in table.splitlines()[2:]]
     assert [row[1:4] for row in rows] == [["bare", "500", "100%"], ["2", "400", "90%"]]
