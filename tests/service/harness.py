@@ -173,9 +173,9 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def remaining(kind: type) -> set[int]:
-    """The ids of all objects of this type in this process."""
-    return {id(each) for each in gc.get_objects() if type(each) is kind}
+def remaining(*kinds: type) -> dict[int, object]:
+    """All objects of these types in this process, by id: whoever keeps them keeps their ids."""
+    return {id(each): each for each in gc.get_objects() if type(each) in kinds}
 
 
 @contextmanager
