@@ -173,10 +173,8 @@ class Boundary(grpc.GenericRpcHandler):
             case asyncio.CancelledError():
                 late = call.deadline is not None and time.monotonic() >= call.deadline
                 self._rpc_log.tell(call, "DEADLINE_EXCEEDED" if late else "CANCELLED")
-                return None
             case grpc.aio.AbortError():  # the handler answered with a status of its own
                 self._rpc_log.tell(call, _code_name(context))
-                return None
             case Exception():
                 if isinstance(error, InternalError):
                     log.error("internal_error", request_id=call.request_id, exc_info=error)
