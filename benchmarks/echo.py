@@ -19,9 +19,9 @@ from typing import Any
 import grpc
 import uvloop
 from legato.v1 import inference_pb2, inference_pb2_grpc
-from legato_service import tuning
 from legato_service.config import ServiceConfig
-from legato_service.options import server_options
+from legato_service.lifecycle import tuning
+from legato_service.rpc.grpc_options import server_options
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

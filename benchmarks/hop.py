@@ -27,14 +27,14 @@ import grpc
 from legato.v1 import inference_pb2, inference_pb2_grpc
 from legato_client.cli.local_server import LocalServer
 from legato_engine import core as engine_core
-from legato_engine.assembly import assemble
-from legato_engine.bench import add_model_arguments, model_config
-from legato_engine.blob_reader import BlobReader
-from legato_engine.blobs import BlobStore, new_namespace
-from legato_engine.engine import EngineCore
+from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.engine.assembly import assemble
+from legato_engine.engine.engine_core import EngineCore
 from legato_engine.errors import LegatoError
-from legato_engine.images import content_key, image_id
-from legato_engine.messages import Done, Failed, Report
+from legato_engine.images.decoding import content_key, image_id
+from legato_engine.ipc.messages import Done, Failed, Report
+from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm.blob_store import BlobStore, new_namespace
 from msgspec import structs
 
 from benchmarks import record

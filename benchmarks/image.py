@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from legato_engine.assembly import Assembly, assemble
-from legato_engine.bench import add_model_arguments, model_config
+from legato_engine.bench.command import add_model_arguments, model_config
 from legato_engine.core import ImageInfo
 from legato_engine.device.base import Device
-from legato_engine.images import content_key, decode_encoded, image_id
+from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.images.decoding import content_key, decode_encoded, image_id
+from legato_engine.images.pixel_memory import PixelMemory, Pixels, host_slab
 from legato_engine.kernels.cut_plan import CutPlan
 from legato_engine.models import registry
 from legato_engine.models.model import PreparedImage
 from legato_engine.models.moondream.config import VisionConfig
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
-from legato_engine.pixel_memory import PixelMemory, Pixels, host_slab
 from PIL import Image
 
 from benchmarks import record
@@ -104,21 +104,21 @@ def _cut_stages(
     plan = CutPlan(height, width, tiling, crop_geometry(config))
     if device.torch_device.type != "cuda" or not plan.fits:
         return {"stage": None, "upload": None, "resize and cut": None}
-    from legato_engine.kernels.cuda import pictures
+    from legato_engine.kernels.cuda import image_pipeline
     from legato_engine.kernels.cut_plan import MAX_WORDS
 
-    host = pictures.HostPicture(
-        device.pinned((pictures.NUM_PIXEL_BYTES,), torch.uint8),
+    host = image_pipeline.HostPicture(
+        device.pinned((image_pipeline.NUM_PIXEL_BYTES,), torch.uint8),
         device.pinned((MAX_WORDS,), torch.int32),
     )
     levels_V = torch.linspace(-1, 1, 256, device=device.torch_device).bfloat16()
-    pipeline = pictures.PicturePipeline(crop_geometry(config), levels_V)
-    staged = pictures.stage(pixels_HWC, plan, host)
+    pipeline = image_pipeline.PicturePipeline(crop_geometry(config), levels_V)
+    staged = image_pipeline.stage(pixels_HWC, plan, host)
     side = config.crop_size // config.patch_size
     shape = (plan.num_crops, side * side, 3 * config.patch_size**2)
     patches_NTP = torch.empty(shape, dtype=levels_V.dtype, device=device.torch_device)
     return {
-        "stage": host_ms(lambda: pictures.stage(pixels_HWC, plan, host), repeats),
+        "stage": host_ms(lambda: image_pipeline.stage(pixels_HWC, plan, host), repeats),
         "upload": device_ms(device, lambda: pipeline.upload(host, staged), repeats),
         "resize and cut": device_ms(device, lambda: pipeline.cut(patches_NTP), repeats),
     }

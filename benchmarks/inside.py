@@ -14,17 +14,19 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import uvloop
-from legato_engine import core, null_engine
-from legato_engine.blob_reader import BlobReader
-from legato_engine.blobs import BlobStore, new_namespace
-from legato_engine.client import EngineState
+from legato_engine import core
+from legato_engine.client.engine_client import EngineState
+from legato_engine.client.request_stream import RequestStream
 from legato_engine.config import EngineConfig
 from legato_engine.errors import TaskUnsupported
-from legato_engine.messages import Load
-from legato_engine.null_engine import NullEngine
-from legato_engine.stream import RequestStream
-from legato_service import logs, tuning
+from legato_engine.ipc.messages import Load
+from legato_engine.null import engine as null_engine
+from legato_engine.null.engine import NullEngine
+from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm.blob_store import BlobStore, new_namespace
 from legato_service.config import ServiceConfig
+from legato_service.lifecycle import tuning
+from legato_service.logs import configuration
 from legato_service.server import Server
 
 CONFIG = EngineConfig(model=null_engine.NAME, null_objects=100_000)
@@ -121,6 +123,6 @@ async def _serve() -> None:
 
 
 if __name__ == "__main__":
-    logs.configure("info", terminal=False)
+    configuration.configure("info", terminal=False)
     tuning.tune_process()
     uvloop.run(_serve())

@@ -24,7 +24,7 @@ from legato.v1 import (
     media_pb2,
     task_pb2,
 )
-from legato_client._shared_memory import SharedFrames
+from legato_client._images.shared_frames import SharedFrames
 from legato_client.cli.local_server import LocalServer
 
 from benchmarks import record

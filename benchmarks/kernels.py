@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES
-from legato_engine.kernels.cuda.streams import tiles_for
+from legato_engine.kernels.cuda.skinny_gemm import tiles_for
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import MoondreamModel
 

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 import torch
-from legato_engine.assembly import Assembly, assemble
-from legato_engine.bench import add_model_arguments, model_config
+from legato_engine.bench.command import add_model_arguments, model_config
 from legato_engine.core import (
     CachedImage,
     ImageInfo,
@@ -28,7 +27,8 @@ from legato_engine.core import (
     SamplingParams,
 )
 from legato_engine.device.base import Device
-from legato_engine.engine import make_sequence
+from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.model import PreparedImage
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence as EngineSequence

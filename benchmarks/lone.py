@@ -26,7 +26,7 @@ from typing import Any
 
 from legato_client import Client, Sampling
 from legato_client.cli.local_server import LocalServer
-from legato_engine.timeline import LANES, timeline_path
+from legato_engine.telemetry.timeline import LANES, timeline_path
 
 from benchmarks import cpu, pictures, record
 from benchmarks.photos import stamped

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from legato_engine.bench_tables import right_text
+from legato_engine.bench.tables import right_text
 
 from benchmarks import record
 from benchmarks.plots import Line, Panel, write_svg

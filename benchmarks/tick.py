@@ -18,12 +18,12 @@ from legato_engine.core import (
     SamplingParams,
     TextDelta,
 )
+from legato_engine.engine.output_sink import OutputSink, Ticket
+from legato_engine.ipc.messages import Report, encode
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.messages import Report, encode
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.moondream.tasks.base import TaskSetup
 from legato_engine.models.moondream.tasks.detect import DetectSkill
-from legato_engine.report_sink import ReportSink, Ticket
 from legato_engine.scheduler.clock import SystemClock
 from legato_engine.scheduler.launch import Launch
 from legato_engine.scheduler.pipeline import Pipeline
@@ -123,7 +123,7 @@ TASKS: dict[str, Callable[[int], Task]] = {
 def ticks(make_task: Callable[[int], Task], streams: int, count: int) -> list[int]:
     """Nanoseconds of `count` ticks, each of which launches and commits one decode of `streams`."""
     length = WARM_UP + count + 2 * streams + 4
-    sink = ReportSink("tick", _encoded)
+    sink = OutputSink("tick", _encoded)
     runner = NullRunner(streams)
     pages = streams * (-(-(length + len(PROMPT) + 1) // PAGE_SIZE))
     scheduler = Scheduler(

@@ -209,7 +209,9 @@ class FakeRunner:
         assert (plan.refinement is None) == bool(plan.rows), "a refinement is no sequence's"
         num_decodes = len(plan.decodes)
         rows = plan.prefills
-        computed = [bool(row.prefix.compute_pages and row.sequence.unit_length) for row in rows]
+        computed = [
+            bool(row.prefix.compute_pages and row.sequence.image_prefix_length) for row in rows
+        ]
         assert computed == sorted(computed, reverse=True), "pictures that are computed come first"
         together = rows[: sum(computed)] if sum(computed) > 1 else ()
         assert all(row.sequence.num_crops for row in together), "only an encoder takes several"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -21,7 +20,8 @@ from legato_engine.core import (
     SamplingParams,
     TaskResult,
 )
-from legato_engine.engine import make_sequence
+from legato_engine.engine.assembly import assemble
+from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.model import PreparedImage
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.scheduler.sink import SilentSink

@@ -29,7 +29,7 @@ class SequenceStatus(enum.StrEnum):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Drafting:
+class DraftStats:
     """How the proposals of a sequence have fared; a policy's state, written at commits.
 
     Without pressure on the KV cache and with `num_left` tokens still to launch, the policy chose
@@ -92,7 +92,7 @@ class Sequence:
     num_launched: int = 0
     last_position: int = -1  # of the newest of these: the next decode feeds it, or one behind it
     num_drafted: int = 0
-    drafting: Drafting | None = None  # None until it has been planned to propose
+    drafting: DraftStats | None = None  # None until it has been planned to propose
     num_committed: int = 0
     row: int = -1  # index into the device's per-row state while resources are held
     page_ids: tuple[int, ...] = ()  # page of position p is page_ids[p // page_size]
@@ -127,7 +127,7 @@ class Sequence:
         return self.prefix_length + len(self.tokens)
 
     @property
-    def unit_length(self) -> int:
+    def image_prefix_length(self) -> int:
         """Positions that see each other in both directions, so that only all of them are shared.
 
         BOS alone is a token like any other.

@@ -6,10 +6,22 @@ which constraint the next token obeys and hands it what was sampled; it never lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from legato_engine.core import Event, FinishReason, PromptToken, SamplingParams, TaskResult
+import msgspec
+
+from legato_engine.core import (
+    Event,
+    FinishReason,
+    PromptToken,
+    ReasoningDelta,
+    SamplingParams,
+    TaskResult,
+    TextDelta,
+    TokenInfo,
+    TokensDelta,
+)
 
 
 class SampledToken(NamedTuple):
@@ -67,3 +79,17 @@ class Constraint(NamedTuple):
 
     allowed: tuple[int, ...] | None = None
     suppressed: tuple[int, ...] = ()
+
+
+def with_token(events: Sequence[Event], token: TokenInfo) -> list[Event]:
+    """Add a sampled token to the text it completes, or else as an event of its own before them."""
+    if events and isinstance(first := events[0], TextDelta | ReasoningDelta):
+        return [msgspec.structs.replace(first, tokens=(token,)), *events[1:]]
+    return [TokensDelta(tokens=(token,)), *events]
+
+
+def tokens_of(events: Iterable[Event]) -> Iterator[TokenInfo]:
+    """Yield the tokens in `events`."""
+    for event in events:
+        if isinstance(event, TextDelta | ReasoningDelta | TokensDelta):
+            yield from event.tokens

@@ -2,7 +2,7 @@
 
 import os
 
-from legato_engine.awake import cores_abound
+from legato_engine.ipc.busy_poll import cores_abound
 
 # All are read when grpc is first imported, and never again.
 # The engine process is started while the server runs, by a fork that executes at once: grpc's fork

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Sequence
 
 import uvloop
-from legato_engine.client import EngineClient
+from legato_engine.client.engine_client import EngineClient
 from rich.console import Console
 
-from legato_service import arguments, logs, tuning
-from legato_service.console import Announcer, LogAnnouncer, TerminalAnnouncer
-from legato_service.life import serve
+from legato_service import arguments
+from legato_service.lifecycle import tuning
+from legato_service.lifecycle.console import Announcer, LogAnnouncer, TerminalAnnouncer
+from legato_service.logs import configuration
+from legato_service.process import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = arguments.parse(argv)
     faulthandler.enable()  # SIGABRT writes the stacks of a process that hangs
     console = Console(stderr=True)
-    logs.configure(config.log_level, terminal=console.is_terminal)
+    configuration.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
     tuning.tune_process()
     return uvloop.run(serve(config, announcer, lambda: EngineClient(config.engine)))

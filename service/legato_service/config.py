@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig
 
-from legato_service import listener
+from legato_service import addresses
 
 _POSITIVE = (
     "unary_deadline",
@@ -53,14 +53,14 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         Its own, else the main one, unless other machines reach that: nothing protects it there.
         """
-        return self.admin_listen or (self.listen if listener.is_local(self.listen) else "")
+        return self.admin_listen or (self.listen if addresses.is_local(self.listen) else "")
 
 
 def check(config: ServiceConfig) -> None:
     """Raises `ValueError` for settings that no server should start with."""
-    listener.check("--listen", config.listen, insecure=config.insecure, unix=False)
+    addresses.check("--listen", config.listen, insecure=config.insecure, unix=False)
     if config.admin_listen:
-        listener.check("--admin-listen", config.admin_listen, insecure=config.insecure, unix=True)
+        addresses.check("--admin-listen", config.admin_listen, insecure=config.insecure, unix=True)
     for name in _POSITIVE:
         if getattr(config, name) <= 0:
             raise ValueError(f"{name} must be positive")

@@ -1,4 +1,4 @@
-"""The engine as the service sees it: `legato_engine.client.EngineClient`, or a fake of it."""
+"""The engine as the service sees it: `EngineClient`, or a fake of it in tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from legato_engine import core
-from legato_engine.client import EngineState
+from legato_engine.client.engine_client import EngineState
+from legato_engine.client.request_stream import StreamReport
 from legato_engine.errors import LegatoError
-from legato_engine.messages import Done, DropImage, HoldImage, ImageHeld, Load, ModelInfo
-from legato_engine.stream import StreamReport
+from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageHeld, Load, ModelInfo
 
 
 class Stream(Protocol):

@@ -20,22 +20,23 @@ from legato.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from legato_engine.blobs import BlobStore
+from legato_engine.shm.blob_store import BlobStore
 
-from legato_service import listener
-from legato_service.boundary import Boundary
+from legato_service import addresses
 from legato_service.config import ServiceConfig
-from legato_service.dispatch import Dispatcher
-from legato_service.drain import Drain
 from legato_service.engine import Engine
-from legato_service.gate import Gate
-from legato_service.health import HealthServicer, Progress
-from legato_service.options import server_options
-from legato_service.peers import Peers
-from legato_service.picture import PictureIntake
-from legato_service.reflection import Descriptors, Reflection
-from legato_service.replies import Replies
-from legato_service.rpc_log import RpcLog
+from legato_service.images.intake import ImageIntake
+from legato_service.images.shared_memory import shared_reader
+from legato_service.lifecycle.drain import LAST_WRITES, Drain
+from legato_service.lifecycle.peers import Peers
+from legato_service.requests.dispatcher import Dispatcher
+from legato_service.requests.idempotency import IdempotencyCache
+from legato_service.requests.registry import RequestRegistry
+from legato_service.rpc.call_log import RpcLog
+from legato_service.rpc.grpc_options import server_options
+from legato_service.rpc.health import HealthServicer, Progress
+from legato_service.rpc.middleware import RpcMiddleware
+from legato_service.rpc.reflection import Descriptors, Reflection
 from legato_service.servicer.admin import AdminServicer, Sessions
 from legato_service.servicer.image import ImageServicer
 from legato_service.servicer.inference import InferenceServicer
@@ -43,7 +44,6 @@ from legato_service.servicer.server import ServerServicer
 from legato_service.servicer.session import SessionServicer
 from legato_service.session.registry import SessionRegistry
 from legato_service.session.session import SessionLimits
-from legato_service.shared_memory import shared_reader
 
 log = structlog.get_logger("legato.service")
 
@@ -55,8 +55,6 @@ _SESSION = session_pb2.DESCRIPTOR.services_by_name["SessionService"]
 _IMAGE = image_pb2.DESCRIPTOR.services_by_name["ImageService"]
 BUILT = (_INFERENCE.full_name, _SESSION.full_name, _IMAGE.full_name, _SERVER.full_name)
 """Services that have a readiness of their own."""
-
-LAST_WRITES = 5.0  # seconds that answers already made get to leave, beyond the drain's grace
 
 
 class Server:
@@ -75,13 +73,13 @@ class Server:
     ) -> None:
         self._config = config
         self._engine = engine
-        self._gate = Gate()
+        self._gate = RequestRegistry()
         self.sessions = SessionRegistry(config.max_sessions)
         self._drain = Drain(self._gate, self.sessions)
         self._engine_drain: asyncio.Task[None] | None = None
-        self.replies = Replies()
+        self.replies = IdempotencyCache()
         self._rpc_log = RpcLog()
-        self.pictures = PictureIntake(
+        self.pictures = ImageIntake(
             blobs,
             max_bytes=config.max_request_bytes,
             max_pixels=config.engine.max_image_pixels,
@@ -113,7 +111,7 @@ class Server:
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
         dispatcher = Dispatcher(self._engine, self.pictures, self._gate)
-        main = Boundary(self._config.stall_timeout, self._rpc_log, self._engine.expect)
+        main = RpcMiddleware(self._config.stall_timeout, self._rpc_log, self._engine.expect)
         inference = InferenceServicer(
             dispatcher,
             self.replies,
@@ -136,12 +134,12 @@ class Server:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, main.as_server)
         self._add_common((*BUILT, _ADMIN.full_name) if admin_here else BUILT, main, self._grpc)
         if self._admin_grpc is not None:
-            beside = Boundary(self._config.stall_timeout, self._rpc_log)
+            beside = RpcMiddleware(self._config.stall_timeout, self._rpc_log)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, beside.as_server)
             self._add_common((_ADMIN.full_name,), beside, self._admin_grpc)
 
     def _add_common(
-        self, services: Sequence[str], boundary: Boundary, server: grpc.aio.Server
+        self, services: Sequence[str], boundary: RpcMiddleware, server: grpc.aio.Server
     ) -> None:
         """Health, and a reflection that lists what this listener has; that is all of it."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, boundary.as_server)
@@ -169,9 +167,9 @@ class Server:
 
     async def start(self) -> int:
         """Listen; returns the main port. Raises `OSError` when an address cannot be had."""
-        address = listener.bind(self._grpc, self._config.listen)
+        address = addresses.bind(self._grpc, self._config.listen)
         if self._admin_grpc is not None:
-            self.admin_address = listener.bind(self._admin_grpc, self._config.admin_listen)
+            self.admin_address = addresses.bind(self._admin_grpc, self._config.admin_listen)
             await self._admin_grpc.start()
         elif self._config.admin_on and not self._config.admin_listen:
             self.admin_address = address

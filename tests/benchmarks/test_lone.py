@@ -1,7 +1,7 @@
 """A lone call's stages."""
 
 import pytest
-from legato_engine.timeline import LANES
+from legato_engine.telemetry.timeline import LANES
 
 from benchmarks.lone import STAGES, Call, split
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import numpy as np
-from legato_engine.images import content_key, decode_encoded
+from legato_engine.images.decoding import content_key, decode_encoded
 from PIL import Image
 
 from benchmarks.photos import Photographer, stamped

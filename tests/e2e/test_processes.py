@@ -7,7 +7,7 @@ import grpc
 import pytest
 from legato.v1 import inference_pb2, inference_pb2_grpc
 from legato_client import Client
-from legato_engine.awake import cores_abound
+from legato_engine.ipc.busy_poll import cores_abound
 
 from tests.e2e.jobs import ask, jobs
 from tests.e2e.scenes import long_query, two_shapes

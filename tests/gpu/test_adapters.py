@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from legato_engine.assembly import Assembly, assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -20,7 +19,8 @@ from legato_engine.core import (
     SamplingParams,
     TaskResult,
 )
-from legato_engine.engine import make_sequence
+from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.engine_core import make_sequence
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.low_rank import AdapterRows
 from legato_engine.models.model import Adapter

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Many
 
 import pytest
 import torch
-from legato_engine.assembly import Assembly, assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -26,12 +25,13 @@ from legato_engine.core import (
     TokenInfo,
 )
 from legato_engine.device.select import open_device
-from legato_engine.engine import make_sequence
+from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.engine_core import make_sequence
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence
-from legato_engine.token_events import tokens_of
+from legato_engine.tasks import tokens_of
 
-from tests.gpu.picture import shapes_picture
+from tests.gpu.image import shapes_picture
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from legato_engine.assembly import assemble, speculating
 from legato_engine.config import EngineConfig
+from legato_engine.engine.assembly import assemble, speculating
 from legato_engine.kernels.cuda.draft_layer import DraftLayerKernels, DraftSizes, supported
 from legato_engine.layers.rope import Rope
 from legato_engine.models.moondream import draft as moondream_draft
@@ -19,7 +19,7 @@ from torch import nn
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.runtime.test_draft_model import asked as asked_in_text
-from tests.engine.test_default_draft import asked
+from tests.engine.speculative.test_default_draft import asked
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.cuda.drafting import LookupKernel, ReplayKernel
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.drafts import Drafts
+from legato_engine.runtime.draft_state import DraftState
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import UNKNOWN
 from legato_engine.speculative.replay import ReplayProposer
@@ -51,7 +51,7 @@ class Side:
         says_RK = ints(ROWS + 1, BLOCK, low=0, high=VOCABULARY)
         gaps_RK = ints(ROWS + 1, BLOCK, low=0, high=8) == 0
         says_RK[gaps_RK] = ints(ROWS + 1, BLOCK, low=-2, high=VOCABULARY + 3)[gaps_RK]
-        self.drafts = Drafts(
+        self.drafts = DraftState(
             Told(says_RK),
             num_rows=ROWS,
             max_context=CONTEXT,

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from legato_engine.assembly import Assembly, assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -28,7 +27,8 @@ from legato_engine.core import (
     TaskSpec,
     TokenInfo,
 )
-from legato_engine.engine import make_sequence
+from legato_engine.engine.assembly import Assembly, assemble
+from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.model import PreparedImage
 from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.scheduler.decode import DecodePlanner
@@ -36,7 +36,7 @@ from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence
-from legato_engine.token_events import tokens_of
+from legato_engine.tasks import tokens_of
 from PIL import Image
 
 from tests.engine.scheduler.world import num_pictures
@@ -65,7 +65,7 @@ class Watch(SilentSink):
     @property
     def shared(self) -> tuple[int, int]:
         """How many launches had riders, and how many several prompts."""
-        riding = [plan for plan in self.plans if plan.num_riding]
+        riding = [plan for plan in self.plans if plan.num_mixed_decodes]
         return len(riding), sum(len(plan.prefills) > 1 for plan in self.plans)
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:

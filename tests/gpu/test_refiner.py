@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import QueryTask, SamplingParams
+from legato_engine.engine.assembly import assemble
 from legato_engine.models.moondream.outlines import paths
 from legato_engine.models.moondream.outlines.crop import Crop
 from legato_engine.runtime.refine_step import RefineStep
 
-from tests.engine.engine_core.world import World
+from tests.engine.engine.core.world import World
+from tests.engine.engine.test_refinements import HEIGHT, WIDTH, ask, outline, truth
 from tests.engine.models.moondream.outlines import scripted
 from tests.engine.models.moondream.outlines.shapes import overlap
-from tests.engine.test_refinements import HEIGHT, WIDTH, ask, outline, truth
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,8 @@ import os
 import threading
 
 from legato_engine import core
-from legato_engine.audience import Audience
-from legato_engine.links import Links
-from legato_engine.messages import (
+from legato_engine.ipc.links import Links
+from legato_engine.ipc.messages import (
     Abort,
     Command,
     Heartbeat,
@@ -24,6 +23,7 @@ from legato_engine.messages import (
     Stop,
     Submit,
 )
+from legato_engine.ipc.subscribers import Subscribers
 
 from tests.service.fakes import MODEL, done, started
 
@@ -77,7 +77,7 @@ def _look(links: Links, running: dict[str, core.Request]) -> None:
 
 
 def _beat(door: int, running: dict[str, core.Request]) -> None:
-    audience, pause = Audience(door), threading.Event()
+    audience, pause = Subscribers(door), threading.Event()
     step = 0
     while not pause.wait(0.1):
         step += 1

@@ -9,10 +9,11 @@ import faulthandler
 import sys
 
 import uvloop
-from legato_engine.client import EngineClient, EngineLimits
-from legato_service import arguments, logs
-from legato_service.console import LogAnnouncer
-from legato_service.life import serve
+from legato_engine.client.engine_client import EngineClient, EngineLimits
+from legato_service import arguments
+from legato_service.lifecycle.console import LogAnnouncer
+from legato_service.logs import configuration
+from legato_service.process import serve
 
 
 def main() -> int:
@@ -20,7 +21,7 @@ def main() -> int:
     module, *rest = sys.argv[1:]
     config = arguments.parse(rest)
     faulthandler.enable()
-    logs.configure(config.log_level, terminal=False)
+    configuration.configure(config.log_level, terminal=False)
     command = (sys.executable, "-m", module)
     limits = EngineLimits(backoff_first=0.01, backoff_cap=0.02)
 

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from legato_engine import core
-from legato_engine.blob_reader import BlobReader
-from legato_engine.blobs import BlobStore, new_namespace
-from legato_engine.client import EngineState
+from legato_engine.client.engine_client import EngineState
+from legato_engine.client.request_stream import RequestStream, StreamReport
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
-from legato_engine.images import content_key, image_id
-from legato_engine.messages import (
+from legato_engine.images.decoding import content_key, image_id
+from legato_engine.ipc.messages import (
     Delta,
     Done,
     DropImage,
@@ -22,7 +21,8 @@ from legato_engine.messages import (
     ModelInfo,
     Started,
 )
-from legato_engine.stream import RequestStream, StreamReport
+from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm.blob_store import BlobStore, new_namespace
 
 MODEL = ModelInfo(
     name="fake-1",

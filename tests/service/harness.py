@@ -21,7 +21,7 @@ from legato.v1 import (
     server_pb2_grpc,
     session_pb2_grpc,
 )
-from legato_client._status_async import ServerStatus
+from legato_client._transport.async_status import ServerStatus
 from legato_engine.config import EngineConfig
 from legato_service.config import ServiceConfig
 from legato_service.server import Server

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from legato_client._shared_memory import SharedFrames
+from legato_client._images.shared_frames import SharedFrames
 
 
 def main() -> None:

@@ -10,8 +10,11 @@
 being made. Every failure is a `LegatoError`.
 """
 
-from legato_client import _before_grpc as _before_grpc  # isort: split - before anything imports it
-from legato_client._admin import AbortCount, DecodeSteps, Load, Unfinished
+# gRPC reads its environment once, when it is imported.
+from legato_client._transport import grpc_environment as grpc_environment
+
+# isort: split
+
 from legato_client._async_client import AsyncClient
 from legato_client._client import Client
 from legato_client._errors import (
@@ -40,7 +43,13 @@ from legato_client._errors import (
     Unavailable,
     Unimplemented,
 )
-from legato_client._events import (
+from legato_client._images.raw_frame import PixelFormat, RawFrame
+from legato_client._images.shared_frames import SharedFrame, SharedFrames, SlotsBusy, shm_namespace
+from legato_client._images.sources import CachedImage, HeldImage, ImageInput
+from legato_client._session.async_session import AsyncSession
+from legato_client._session.blocking_session import Session
+from legato_client._values.admin import AbortCount, DecodeSteps, Load, Unfinished
+from legato_client._values.events import (
     Event,
     Finished,
     OutlineDelta,
@@ -50,36 +59,7 @@ from legato_client._events import (
     TextDelta,
     TokensDelta,
 )
-from legato_client._images import CachedImage, HeldImage, ImageInput
-from legato_client._raw import PixelFormat, RawFrame
-from legato_client._server import Limits, ModelInfo, ServerInfo
-from legato_client._session_async import AsyncSession
-from legato_client._session_blocking import Session
-from legato_client._session_types import (
-    Answer,
-    FrameDelta,
-    FrameDropped,
-    FramePolicy,
-    FrameResult,
-    GoAway,
-    SessionStats,
-    SessionTerms,
-)
-from legato_client._shared_memory import SharedFrame, SharedFrames, SlotsBusy, shm_namespace
-from legato_client._tasks import (
-    CaptionLength,
-    CaptionTask,
-    DetectTask,
-    Message,
-    Options,
-    PointTask,
-    QueryTask,
-    Sampling,
-    SegmentTask,
-    SpatialRef,
-    Task,
-)
-from legato_client._types import (
+from legato_client._values.results import (
     Box,
     CaptionResult,
     Detection,
@@ -99,6 +79,30 @@ from legato_client._types import (
     Timings,
     Token,
     Usage,
+)
+from legato_client._values.server import Limits, ModelInfo, ServerInfo
+from legato_client._values.session import (
+    Answer,
+    FrameDelta,
+    FrameDropped,
+    FramePolicy,
+    FrameResult,
+    GoAway,
+    SessionStats,
+    SessionTerms,
+)
+from legato_client._values.tasks import (
+    CaptionLength,
+    CaptionTask,
+    DetectTask,
+    Message,
+    Options,
+    PointTask,
+    QueryTask,
+    Sampling,
+    SegmentTask,
+    SpatialRef,
+    Task,
 )
 
 __all__ = [

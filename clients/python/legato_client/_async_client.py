@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
 from legato_client._calls import Calls
-from legato_client._session_async import AsyncSession
-from legato_client._session_plan import SessionPlan, plan, show_as_method
-from legato_client._settings import Configured, Settings
-from legato_client._transport_async import AsyncTransport
+from legato_client._session.async_session import AsyncSession
+from legato_client._session.plan import SessionPlan, plan, show_as_method
+from legato_client._transport.async_transport import AsyncTransport
+from legato_client._transport.settings import Configured, Settings
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")

@@ -11,12 +11,13 @@ from typing import TypeVar
 from google.protobuf.message import Message
 from legato.v1 import media_pb2, server_pb2
 
-from legato_client import _channel, _methods, _server
 from legato_client._errors import Busy, PermissionDenied, Unimplemented
-from legato_client._images import ImageInput, is_ready, to_image
-from legato_client._settings import Settings
-from legato_client._shared_memory import SharedFrame, shm_namespace
-from legato_client._transport import Transport
+from legato_client._images.shared_frames import SharedFrame, shm_namespace
+from legato_client._images.sources import ImageInput, is_ready, to_image
+from legato_client._transport import channel, methods
+from legato_client._transport.base import Transport
+from legato_client._transport.settings import Settings
+from legato_client._values import server
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
@@ -28,12 +29,12 @@ class Caller:
     def __init__(self, settings: Settings, transport: Transport) -> None:
         self._settings = settings
         self._transport = transport
-        self._server: _server.ServerInfo | None = None
+        self._server: server.ServerInfo | None = None
 
     async def picture(self, image: ImageInput) -> media_pb2.Image:
         """The protobuf picture; one in shared memory only where the server reads it."""
         if isinstance(image, SharedFrame):
-            _server.check_shared_memory(await self._known_server(), shm_namespace())
+            server.check_shared_memory(await self._known_server(), shm_namespace())
         if is_ready(image):
             return to_image(image)
         return await self._transport.run(functools.partial(to_image, image))
@@ -46,7 +47,7 @@ class Caller:
 
     async def _unary(
         self,
-        method: _methods.Method[ResponseT, ValueT],
+        method: methods.Method[ResponseT, ValueT],
         request: Message,
         timeout: float | None,
         file: bytes | None = None,
@@ -58,17 +59,17 @@ class Caller:
 
     async def _answered(
         self,
-        method: _methods.Method[ResponseT, ValueT],
+        method: methods.Method[ResponseT, ValueT],
         send: Callable[[float], Awaitable[ResponseT]],
         timeout: float | None,
     ) -> ValueT:
         """The answer to `send`, asked again while the server is busy and says for how long."""
-        deadline = _channel.Deadline(self._settings.timeout if timeout is None else timeout)
+        deadline = channel.Deadline(self._settings.timeout if timeout is None else timeout)
         for attempt in itertools.count(1):
             try:
                 return method.parse(await send(deadline.left()))
             except Busy as busy:
-                delay = _channel.busy_delay(busy, attempt, deadline.left())
+                delay = channel.busy_delay(busy, attempt, deadline.left())
                 if delay is None:
                     raise
             await self._transport.sleep(delay)
@@ -76,25 +77,25 @@ class Caller:
 
     async def _bytes_of(self, request: Message, file: bytes | None = None) -> bytes:
         """The request's bytes, once they are known to be few enough for the server."""
-        data = _channel.serialize(request, self._settings.max_message_bytes, file)
-        if len(data) > _channel.COMMON_REQUEST_BYTES:
+        data = channel.serialize(request, self._settings.max_message_bytes, file)
+        if len(data) > channel.COMMON_REQUEST_BYTES:
             limits = (await self._known_server()).limits
             if limits.max_request_bytes:
-                _channel.check_size(len(data), limits.max_request_bytes)
+                channel.check_size(len(data), limits.max_request_bytes)
         return data
 
-    async def _known_server(self) -> _server.ServerInfo:
+    async def _known_server(self) -> server.ServerInfo:
         """What the server says of itself, asked once; nothing where it says nothing."""
         if self._server is None:
             try:
                 return await self._asked_server(None)
             except (Unimplemented, PermissionDenied):
-                self._server = _server.UNKNOWN
+                self._server = server.UNKNOWN
         return self._server
 
-    async def _asked_server(self, timeout: float | None) -> _server.ServerInfo:
+    async def _asked_server(self, timeout: float | None) -> server.ServerInfo:
         request = server_pb2.GetServerInfoRequest()
-        info = await self._unary(_methods.GET_SERVER_INFO, request, timeout)
-        _server.check_client(info)
+        info = await self._unary(methods.GET_SERVER_INFO, request, timeout)
+        server.check_client(info)
         self._server = info
         return info

@@ -8,20 +8,13 @@ from collections.abc import AsyncGenerator, Sequence
 
 from legato.v1 import admin_pb2, image_pb2, server_pb2
 
-from legato_client import (
-    _admin,
-    _chat,
-    _convert,
-    _events,
-    _methods,
-    _requests,
-    _server,
-    _tasks,
-    _types,
-)
 from legato_client._caller import Caller
-from legato_client._images import CachedImage, HeldImage, ImageInput, to_image
-from legato_client._upload import Upload
+from legato_client._convert import chat, requests, responses
+from legato_client._convert.upload import Upload
+from legato_client._images.sources import CachedImage, HeldImage, ImageInput, to_image
+from legato_client._transport import methods
+from legato_client._values import admin, events, results, server
+from legato_client._values import tasks as _tasks
 
 _DEFAULT_SAMPLING = _tasks.Sampling()
 _DEFAULT_OPTIONS = _tasks.Options()
@@ -42,12 +35,12 @@ class Calls(Caller):
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
-    ) -> _types.QueryResult:
+    ) -> results.QueryResult:
         """Answer a question, about the picture when there is one."""
         task = _tasks.QueryTask(question, reasoning, tuple(spatial_refs), sampling)
         picture, file = await self._shown(image)
-        request = _requests.query(picture, task, options)
-        return await self._unary(_methods.QUERY, request, timeout, file)
+        request = requests.query(picture, task, options)
+        return await self._unary(methods.QUERY, request, timeout, file)
 
     async def chat(
         self,
@@ -57,17 +50,17 @@ class Calls(Caller):
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
-    ) -> _types.QueryResult:
+    ) -> results.QueryResult:
         """Answer the last question of a conversation, about the picture that a message shows.
 
         The server keeps nothing of it: the next call brings this answer as a message of the
         assistant. To stream, `generate` a `QueryTask` with these messages.
         """
         task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
-        image = _chat.picture_of(task, None)
+        image = chat.picture_of(task, None)
         picture, file = await self._shown(image)
-        request = _requests.query(picture, task, options)
-        return await self._unary(_methods.QUERY, request, timeout, file)
+        request = requests.query(picture, task, options)
+        return await self._unary(methods.QUERY, request, timeout, file)
 
     async def caption(
         self,
@@ -77,12 +70,12 @@ class Calls(Caller):
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
-    ) -> _types.CaptionResult:
+    ) -> results.CaptionResult:
         """Describe the picture."""
         task = _tasks.CaptionTask(length, sampling)
         picture, file = await self._shown(image)
-        request = _requests.caption(picture, task, options)
-        return await self._unary(_methods.CAPTION, request, timeout, file)
+        request = requests.caption(picture, task, options)
+        return await self._unary(methods.CAPTION, request, timeout, file)
 
     async def detect(
         self,
@@ -93,12 +86,12 @@ class Calls(Caller):
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
-    ) -> _types.DetectResult:
+    ) -> results.DetectResult:
         """Box every instance of `object`."""
         task = _tasks.DetectTask(object, max_objects, sampling)
         picture, file = await self._shown(image)
-        request = _requests.detect(picture, task, options)
-        return await self._unary(_methods.DETECT, request, timeout, file)
+        request = requests.detect(picture, task, options)
+        return await self._unary(methods.DETECT, request, timeout, file)
 
     async def point(
         self,
@@ -110,12 +103,12 @@ class Calls(Caller):
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
-    ) -> _types.PointResult:
+    ) -> results.PointResult:
         """Point at every instance of `object`."""
         task = _tasks.PointTask(object, max_objects, tuple(spatial_refs), sampling)
         picture, file = await self._shown(image)
-        request = _requests.point(picture, task, options)
-        return await self._unary(_methods.POINT, request, timeout, file)
+        request = requests.point(picture, task, options)
+        return await self._unary(methods.POINT, request, timeout, file)
 
     async def segment(
         self,
@@ -126,12 +119,12 @@ class Calls(Caller):
         sampling: _tasks.Sampling = _DEFAULT_SAMPLING,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
-    ) -> _types.SegmentResult:
+    ) -> results.SegmentResult:
         """Outline `object`."""
         task = _tasks.SegmentTask(object, tuple(spatial_refs), sampling)
         picture, file = await self._shown(image)
-        request = _requests.segment(picture, task, options)
-        return await self._unary(_methods.SEGMENT, request, timeout, file)
+        request = requests.segment(picture, task, options)
+        return await self._unary(methods.SEGMENT, request, timeout, file)
 
     async def run_tasks(
         self,
@@ -140,14 +133,14 @@ class Calls(Caller):
         *,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
-    ) -> tuple[_convert.TaskOutcome, ...]:
+    ) -> tuple[responses.TaskOutcome, ...]:
         """Several tasks on one picture, encoded once: one outcome per task, in the same order.
 
         A task that failed alone has its `LegatoError` as its outcome; nothing is raised for it.
         """
         picture, file = await self._shown(image)
-        request = _requests.run_tasks(picture, tasks, options)
-        return await self._unary(_methods.RUN_TASKS, request, timeout, file)
+        request = requests.run_tasks(picture, tasks, options)
+        return await self._unary(methods.RUN_TASKS, request, timeout, file)
 
     async def generate(
         self,
@@ -156,18 +149,18 @@ class Calls(Caller):
         *,
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
-    ) -> AsyncGenerator[_events.Event, None]:
+    ) -> AsyncGenerator[events.Event, None]:
         """Events of one task as they decode, `Finished` last.
 
         Leaving the loop early cancels the work on the server once this iterator is closed: use
         `contextlib.closing`, or `aclosing` with asyncio, where that moment matters.
         """
-        picture, file = await self._shown(_chat.picture_of(task, image))
-        request = _requests.generate(picture, task, options)
+        picture, file = await self._shown(chat.picture_of(task, image))
+        request = requests.generate(picture, task, options)
         data = await self._bytes_of(request, file)
         time_limit = self._settings.stream_timeout if timeout is None else timeout
-        reader = _methods.EventReader()
-        messages = self._transport.stream(_methods.GENERATE, data, time_limit)
+        reader = methods.EventReader()
+        messages = self._transport.stream(methods.GENERATE, data, time_limit)
         async with contextlib.aclosing(messages):
             async for message in messages:
                 event = reader.read(message)
@@ -187,8 +180,8 @@ class Calls(Caller):
         """
         upload = await self._transport.run(lambda: Upload.of(to_image(image), ttl))
         return await self._answered(
-            _methods.PUT_IMAGE,
-            lambda left: self._transport.upload(_methods.PUT_IMAGE, upload.requests(), left),
+            methods.PUT_IMAGE,
+            lambda left: self._transport.upload(methods.PUT_IMAGE, upload.requests(), left),
             timeout,
         )
 
@@ -196,33 +189,33 @@ class Calls(Caller):
         """Make the server forget a picture, by its value or id; NotFound when it is not held."""
         image_id = image.image_id if isinstance(image, CachedImage) else image
         request = image_pb2.DeleteImageRequest(image_id=image_id)
-        await self._unary(_methods.DELETE_IMAGE, request, timeout)
+        await self._unary(methods.DELETE_IMAGE, request, timeout)
 
     # ------------------------------------------------------------ the server
 
-    async def server_info(self, *, timeout: float | None = None) -> _server.ServerInfo:
+    async def server_info(self, *, timeout: float | None = None) -> server.ServerInfo:
         """Version, limits and capabilities of the server.
 
         Raises ClientTooOld when the server no longer serves clients of this version.
         """
         return await self._asked_server(timeout)
 
-    async def models(self, *, timeout: float | None = None) -> tuple[_server.ModelInfo, ...]:
+    async def models(self, *, timeout: float | None = None) -> tuple[server.ModelInfo, ...]:
         """Every served model, all pages."""
-        found: list[_server.ModelInfo] = []
+        found: list[server.ModelInfo] = []
         page_token = ""
         while True:
             request = server_pb2.ListModelsRequest(page_token=page_token)
-            page, page_token = await self._unary(_methods.LIST_MODELS, request, timeout)
+            page, page_token = await self._unary(methods.LIST_MODELS, request, timeout)
             found += page
             if not page_token:
                 return tuple(found)
 
     # ------------------------------------------------------------ the operator's
 
-    async def load(self, *, timeout: float | None = None) -> _admin.Load:
+    async def load(self, *, timeout: float | None = None) -> admin.Load:
         """What the engine holds right now; answers also while it is starting, or lost."""
-        return await self._unary(_methods.GET_LOAD, admin_pb2.GetLoadRequest(), timeout)
+        return await self._unary(methods.GET_LOAD, admin_pb2.GetLoadRequest(), timeout)
 
     async def abort(
         self,
@@ -231,16 +224,16 @@ class Calls(Caller):
         session_id: str | None = None,
         everything: bool = False,
         timeout: float | None = None,
-    ) -> _admin.AbortCount:
+    ) -> admin.AbortCount:
         """Stop a request, a session with all its work, or everything; name exactly one."""
-        request = _requests.abort(request_id, session_id, everything)
-        return await self._unary(_methods.ABORT, request, timeout)
+        request = requests.abort(request_id, session_id, everything)
+        return await self._unary(methods.ABORT, request, timeout)
 
     async def drain(
         self, grace: float | None = None, *, timeout: float | None = None
-    ) -> _admin.Unfinished:
+    ) -> admin.Unfinished:
         """Have the server shut down once what runs has ended, within `grace` seconds.
 
         None leaves the server's own grace. Returns at once, with what is left to finish.
         """
-        return await self._unary(_methods.DRAIN, _requests.drain(grace), timeout)
+        return await self._unary(methods.DRAIN, requests.drain(grace), timeout)

@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from legato_client._calls import Calls
-from legato_client._session_blocking import Session
-from legato_client._session_plan import SessionPlan, plan, show_as_method
-from legato_client._settings import Configured, Settings
-from legato_client._transport_blocking import BlockingTransport, run
+from legato_client._session.blocking_session import Session
+from legato_client._session.plan import SessionPlan, plan, show_as_method
+from legato_client._transport.blocking_transport import BlockingTransport, run
+from legato_client._transport.settings import Configured, Settings
 
 P = ParamSpec("P")
 ValueT = TypeVar("ValueT")

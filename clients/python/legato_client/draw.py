@@ -12,10 +12,9 @@ from typing import TypeAlias
 
 from PIL import Image, ImageDraw, ImageFont
 
-from legato_client._images import ImageInput
-from legato_client._pillow import open_upright
-from legato_client._session_types import FrameResult
-from legato_client._types import (
+from legato_client._images.pillow import open_upright
+from legato_client._images.sources import ImageInput
+from legato_client._values.results import (
     Detection,
     DetectResult,
     Outline,
@@ -25,6 +24,7 @@ from legato_client._types import (
     Result,
     SegmentResult,
 )
+from legato_client._values.session import FrameResult
 
 Mark: TypeAlias = Detection | PointedObject | Outline
 

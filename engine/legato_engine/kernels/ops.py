@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from legato_engine.kernels import pages, reference, reference_experts
-from legato_engine.kernels.cuda import fused_attention, grouped, prefill, products
+from legato_engine.kernels.cuda import fused_attention, gemm, grouped, prefill
 from legato_engine.kernels.experts import ExpertWeights, Routes
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.kernels.low_rank import AdapterRows, ExpertAdapters
@@ -76,11 +76,11 @@ def linear_counted(
 
     None where there is no counter (see `products`), or where such products do not run.
     """
-    if bias is None or counter is None or not products.can_multiply(x, weight, bias):
+    if bias is None or counter is None or not gemm.can_multiply(x, weight, bias):
         return None
     out = x.new_empty(*x.shape[:-1], len(weight))
     rows_TI, out_TO = x.flatten(0, -2), out.flatten(0, -2)
-    products.multiply(rows_TI, weight, bias, out_TO, gelu=gelu, counter=counter)
+    gemm.multiply(rows_TI, weight, bias, out_TO, gelu=gelu, counter=counter)
     return out
 
 
@@ -106,10 +106,10 @@ def linear_onto(
 
     One term is stored where `to` was; `to` is not used any more.
     """
-    if bias is None or not to.is_contiguous() or not products.can_multiply(x, weight, bias, to):
+    if bias is None or not to.is_contiguous() or not gemm.can_multiply(x, weight, bias, to):
         return to, linear(x, weight, bias)
     to_TO = to.flatten(0, -2)
-    products.multiply(x.flatten(0, -2), weight, bias, to_TO, add_TO=to_TO)
+    gemm.multiply(x.flatten(0, -2), weight, bias, to_TO, add_TO=to_TO)
     return to, None
 
 

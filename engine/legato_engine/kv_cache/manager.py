@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+from legato_engine.ipc.messages import KVCacheStats
 from legato_engine.kv_cache.adapter_slots import NO_ADAPTER, AdapterSlots
-from legato_engine.kv_cache.block_pool import BlockPool
-from legato_engine.kv_cache.holding import Holding, check_owners
-from legato_engine.kv_cache.prefix_work import PrefixWork
+from legato_engine.kv_cache.counters import Tally
+from legato_engine.kv_cache.page_budget import PageBudget
+from legato_engine.kv_cache.page_pool import PagePool
+from legato_engine.kv_cache.prefill_work import PrefillWork
+from legato_engine.kv_cache.prefix_cache import PrefixCache
 from legato_engine.kv_cache.radix_tree import RadixTree
-from legato_engine.kv_cache.room import Room
-from legato_engine.kv_cache.sharing import Sharing
+from legato_engine.kv_cache.sequence_pages import SequencePages, check_owners
 from legato_engine.kv_cache.slot_pool import SlotPool
-from legato_engine.kv_cache.tally import Tally
-from legato_engine.messages import KVReport
 from legato_engine.sequence import Sequence
 
 
@@ -35,14 +35,14 @@ class KVCacheManager:
         num_adapter_slots: int = 0,
     ) -> None:
         """`num_pages` counts the scratch page; `max_context` is the model's, in positions."""
-        self._pool = BlockPool(num_pages)
+        self._pool = PagePool(num_pages)
         self._tree = RadixTree(self._pool, page_size)
-        self._room = Room(self._pool, self._tree, page_size)
-        self._sharing = Sharing(self._tree, self._pool, page_size)
+        self._room = PageBudget(self._pool, self._tree, page_size)
+        self._sharing = PrefixCache(self._tree, self._pool, page_size)
         self._rows = SlotPool(num_rows)
         self._adapters = AdapterSlots(num_adapter_slots)
         self._page_size = page_size
-        self._held: dict[Sequence, Holding] = {}
+        self._held: dict[Sequence, SequencePages] = {}
         self._tally = Tally()
         capacity = self._pool.num_usable * page_size
         self.max_length = capacity if max_context is None else min(capacity, max_context)
@@ -84,7 +84,7 @@ class KVCacheManager:
         """Pages kept for whoever comes with the same tokens; they are evicted when needed."""
         return self._tree.idle_pages
 
-    def report(self) -> KVReport:
+    def report(self) -> KVCacheStats:
         """The pool as it is, and its counters since the start."""
         return self._tally.report(
             free=self._pool.num_free,
@@ -99,7 +99,9 @@ class KVCacheManager:
         """Whether the sequence fits an empty pool and the context."""
         if sequence.max_length > self.max_length:
             return False
-        tail = sequence.prefix_key is not None and sequence.unit_length % self._page_size > 0
+        tail = (
+            sequence.prefix_key is not None and sequence.image_prefix_length % self._page_size > 0
+        )
         return self._room.pages_for(sequence.max_length) + tail <= self._pool.num_usable
 
     def can_admit(self, sequence: Sequence) -> bool:
@@ -128,11 +130,11 @@ class KVCacheManager:
         """Whether its adapter has no slot now and can have none until a holder goes."""
         return bool(sequence.adapter_key) and not self._adapters.can_acquire(sequence.adapter_key)
 
-    def finds_unit(self, sequence: Sequence) -> bool:
+    def finds_image_prefix(self, sequence: Sequence) -> bool:
         """Whether `admit` would find its picture, if it has one: its prefill computes none."""
-        return not sequence.unit_length or self._sharing.knows_unit(sequence)
+        return not sequence.image_prefix_length or self._sharing.knows_unit(sequence)
 
-    def admit(self, sequence: Sequence) -> PrefixWork:
+    def admit(self, sequence: Sequence) -> PrefillWork:
         """Set `row`, `page_ids`, `adapter_slot` and what was found, having asked `can_admit`.
 
         The pages hold what is to be fed and, if there will be more, the token sampled from it.
@@ -145,8 +147,8 @@ class KVCacheManager:
         sequence.adapter_slot = adapter.slot
         return work if adapter.ready else dataclasses.replace(work, write_adapter=True)
 
-    def _admit_pages(self, sequence: Sequence) -> PrefixWork:
-        match, holding = self._sharing.match(sequence), Holding()
+    def _admit_pages(self, sequence: Sequence) -> PrefillWork:
+        match, holding = self._sharing.match(sequence), SequencePages()
         if match is not None:
             fits = self._room.fits(sequence, match, self._room.num_pages)
             match = match if fits else self._sharing.uncopied(match)
@@ -168,7 +170,7 @@ class KVCacheManager:
             unit = holding.node.pages if holding.node is not None else ()
             compute = unit or sequence.page_ids[: self._room.pages_for(sequence.prefix_length)]
         source = holding.source
-        return PrefixWork(compute, None if source is None else (source.pages[-1], private[0]))
+        return PrefillWork(compute, None if source is None else (source.pages[-1], private[0]))
 
     def planned(self, sequence: Sequence) -> None:
         """Its prefill is planned: those planned behind it, in the same launch too, may find its

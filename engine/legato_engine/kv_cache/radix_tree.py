@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from legato_engine.kv_cache.block_pool import BlockPool
 from legato_engine.kv_cache.eviction import EvictionCandidate, Rank, eviction_rank
+from legato_engine.kv_cache.page_pool import PagePool
 from legato_engine.sequence import Keys, Sequence
 
 MIN_COPIED = 2
@@ -108,7 +108,7 @@ class RadixTree:
     in common beyond is copied.
     """
 
-    def __init__(self, pool: BlockPool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
         self._page_size = page_size
         self._roots: dict[Namespace, Node] = {}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels import ops
-from legato_engine.kernels.cuda import products
+from legato_engine.kernels.cuda import gemm
 
 Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two of one shape that are to be added
 
@@ -70,7 +70,7 @@ class TileCounters:
 
     def __init__(self, layers: Sequence[Linear], device: torch.device) -> None:
         self._layers = layers
-        self._counters = products.counters(len(layers), device)
+        self._counters = gemm.counters(len(layers), device)
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:

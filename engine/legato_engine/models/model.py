@@ -47,10 +47,10 @@ class PreparedImage:
     pixels: Any
     info: ImageInfo
     num_bytes: int
-    num_crops: int = 0  # for a `PictureEncoder`; 0: it takes none, `prefix_embeddings` does
+    num_crops: int = 0  # for a `ImageEncoder`; 0: it takes none, `prefix_embeddings` does
 
 
-class PictureEncoder(Protocol):
+class ImageEncoder(Protocol):
     """Pictures' embeddings in steps of fixed shape, at fixed addresses; one picture at a time.
 
     It takes pictures whose `num_crops` is not 0, and none of them has more than `max_crops`.
@@ -221,7 +221,7 @@ class Model(Protocol):
 
     def picture_encoder(
         self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_places: int
-    ) -> PictureEncoder | None:
+    ) -> ImageEncoder | None:
         """`prefix_embeddings` for pictures left whole; None where only the host can cut them."""
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 
 from legato_engine.core import TokenInfo
-from legato_engine.models.text_stream import Pieces
+from legato_engine.models.detokenizer import Pieces
 from legato_engine.tasks import SampledToken
 
 

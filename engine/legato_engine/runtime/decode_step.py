@@ -65,7 +65,7 @@ class DecodeStep:
     def sample(self, constraints_CV: torch.Tensor, sampled: bool, payload: bool) -> None:
         """Constrained choice, its payload, and both remembered for the next forward.
 
-        Of a row's several tokens `Drafts.settle` says which is the newest; none has a payload then.
+        Of a row's several tokens `DraftState.settle` says which is newest; none has a payload.
         A row whose logits are not finite reports token -1 and feeds token 0.
         """
         model, state, slot, batch = self._model, self._state, self._slot, self._batch

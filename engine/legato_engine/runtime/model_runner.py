@@ -16,16 +16,16 @@ from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import MaskRefiner, Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.models.step_kernels import StepKernels
+from legato_engine.runtime.backend import Backend
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.drafts import Drafts
-from legato_engine.runtime.program import Program
+from legato_engine.runtime.draft_state import DraftState
 from legato_engine.runtime.refine_step import RefineStep
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging, num_lanes
-from legato_engine.runtime.torch_program import TorchProgram
-from legato_engine.scheduler.launch import Launch, LaunchKind, Row, SharedLimits
+from legato_engine.runtime.torch_backend import TorchBackend
+from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, Row
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.speculative.proposer import Proposer
 from legato_engine.tasks import SampledToken
@@ -36,7 +36,7 @@ SHARED_PROMPTS = 4
 
 
 @dataclasses.dataclass(slots=True)
-class Flight:
+class LaunchEvents:
     """The events of a slot's launch; the next launch in the slot records them anew.
 
     `logprobs` says whether it computed any.
@@ -85,7 +85,7 @@ class ModelRunner:
         self._max_context = model.max_context
         self._drafts = None
         if proposer is not None:
-            self._drafts = Drafts(
+            self._drafts = DraftState(
                 proposer,
                 num_rows=max_running,
                 max_context=model.max_context,
@@ -115,7 +115,9 @@ class ModelRunner:
             )
             for _ in range(NUM_SLOTS)
         )
-        self._flights = [Flight(*(device.compute.record() for _ in range(5))) for _ in self._slots]
+        self._flights = [
+            LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in self._slots
+        ]
         self._adapters = adapters
         capture = device.capture if cuda_graphs else _run_directly
         self._program = _program(
@@ -132,7 +134,7 @@ class ModelRunner:
         return self._program.encodes_pictures
 
     @property
-    def limits(self) -> SharedLimits:
+    def limits(self) -> BatchLimits:
         """What fits a launch that prompts share."""
         return self._program.limits
 
@@ -283,13 +285,13 @@ def _program(
     bank: AdapterBank | None,
     buckets: tuple[int, ...],
     capture: Callable[[Callable[[], None]], Callable[[], None]],
-) -> Program:
+) -> Backend:
     """By kernels where the model has some for this device, by its torch operations elsewhere."""
     if kernels is None:
-        return TorchProgram(model, device, kv, state, slots, bank, buckets, capture)
-    from legato_engine.runtime.fused_program import FusedProgram
+        return TorchBackend(model, device, kv, state, slots, bank, buckets, capture)
+    from legato_engine.runtime.kernel_backend import KernelBackend
 
-    return FusedProgram(model, kernels, device, kv, state, slots, bank, buckets, capture)
+    return KernelBackend(model, kernels, device, kv, state, slots, bank, buckets, capture)
 
 
 def _run_directly(work: Callable[[], None]) -> Callable[[], None]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import torch
 
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.drafts import Drafts
+from legato_engine.runtime.draft_state import DraftState
 
 
 class RowState:
     """Per-row tensors, indexed by `Sequence.row`; with `drafts` those of speculation too."""
 
     def __init__(
-        self, num_rows: int, max_pages: int, device: torch.device, drafts: Drafts | None = None
+        self, num_rows: int, max_pages: int, device: torch.device, drafts: DraftState | None = None
     ) -> None:
         rows = num_rows + 1
         self.scratch_row = num_rows

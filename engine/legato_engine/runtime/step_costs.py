@@ -8,9 +8,9 @@ from itertools import accumulate
 
 from legato_engine.device.base import Device
 from legato_engine.megakernel.costs import CostTable
+from legato_engine.runtime.backend import Backend
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.runtime.drafts import Drafts
-from legato_engine.runtime.program import Program
+from legato_engine.runtime.draft_state import DraftState
 
 _TIMES = 5
 _CONTEXT = 850  # positions that a row reads: a picture and a short answer, where there is room
@@ -27,9 +27,9 @@ class StepCosts:
     def __init__(
         self,
         device: Device,
-        program: Program,
+        program: Backend,
         slot: DecodeSlot,
-        drafts: Drafts,
+        drafts: DraftState,
         *,
         num_rows: int,
         max_context: int,

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 from itertools import repeat
 
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.kv_cache.prefix_work import NO_PREFIX_WORK
+from legato_engine.kv_cache.prefill_work import NO_PREFIX_WORK
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.launch import LaunchKind, Plan, Row
 from legato_engine.scheduler.running import Running

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from legato_engine.kv_cache.prefix_work import NO_PREFIX_WORK, PrefixWork
+from legato_engine.kv_cache.prefill_work import NO_PREFIX_WORK, PrefillWork
 from legato_engine.sequence import Sequence
 
 
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     sequence: Sequence
     position: int
     num_tokens: int = 1
-    prefix: PrefixWork = NO_PREFIX_WORK
+    prefix: PrefillWork = NO_PREFIX_WORK
     num_drafts: int = 0
     slack: int = 0
 
@@ -92,24 +92,24 @@ class Refinement:
 class Plan:
     """A batch decided before anything runs; compared with `==` in tests.
 
-    The first `num_riding` rows of a prefill are decodes that share its launch; behind them come
-    those whose picture is to be computed. A REFINE launch has a `refinement` and no rows.
+    The first `num_mixed_decodes` rows of a prefill are decodes that share its launch; then come
+    those whose image is to be computed. A REFINE launch has a `refinement` and no rows.
     """
 
     kind: LaunchKind
     rows: tuple[Row, ...]
-    num_riding: int = 0
+    num_mixed_decodes: int = 0
     refinement: Refinement | None = None
 
     @property
     def decodes(self) -> tuple[Row, ...]:
         """The rows that feed their newest token."""
-        return self.rows if self.kind is LaunchKind.DECODE else self.rows[: self.num_riding]
+        return self.rows if self.kind is LaunchKind.DECODE else self.rows[: self.num_mixed_decodes]
 
     @property
     def prefills(self) -> tuple[Row, ...]:
         """The rows that feed what is known of them."""
-        return self.rows[self.num_riding :] if self.kind is LaunchKind.PREFILL else ()
+        return self.rows[self.num_mixed_decodes :] if self.kind is LaunchKind.PREFILL else ()
 
     @property
     def sampled_rows(self) -> tuple[Row, ...]:
@@ -126,7 +126,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SharedLimits:
+class BatchLimits:
     """What fits a prefill that is shared: `prompts`, and `tokens` fed by all its rows, of
     which `sampled` are sampled from, one a row.
 
@@ -143,7 +143,7 @@ class SharedLimits:
     crowd: int = 0
 
 
-ALONE = SharedLimits()
+ALONE = BatchLimits()
 """Every prompt has a launch of its own."""
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.kv_cache.prefix_work import PrefixWork
-from legato_engine.scheduler.launch import ALONE, LaunchKind, Plan, Row, SharedLimits
+from legato_engine.kv_cache.prefill_work import PrefillWork
+from legato_engine.scheduler.launch import ALONE, BatchLimits, LaunchKind, Plan, Row
 from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence
 
@@ -19,7 +19,7 @@ class _Encoding:
     """An admitted sequence, with a part of its picture encoded or none yet."""
 
     sequence: Sequence
-    work: PrefixWork  # its `first_crop` is the next to encode
+    work: PrefillWork  # its `first_crop` is the next to encode
 
 
 class PrefillPlanner:
@@ -39,7 +39,7 @@ class PrefillPlanner:
     """
 
     def __init__(
-        self, manager: KVCacheManager, queue: WaitingQueue, limits: SharedLimits = ALONE
+        self, manager: KVCacheManager, queue: WaitingQueue, limits: BatchLimits = ALONE
     ) -> None:
         self._manager = manager
         self._limits = limits
@@ -90,19 +90,19 @@ class PrefillPlanner:
         prompts = self._gather(begun, len(riding), most_pictures)
         return Plan(LaunchKind.PREFILL, (*riding, *prompts), len(riding))
 
-    def _gather(self, begun: _Encoding, num_riding: int, most_pictures: int) -> list[Row]:
+    def _gather(self, begun: _Encoding, num_mixed_decodes: int, most_pictures: int) -> list[Row]:
         """Whose prefill begins a launch and who joins it, behind so many riders; pictures first."""
         limits, first = self._limits, begun.sequence
-        row, num_tokens = _prefill_row(first, begun.work), num_riding + _most_fed(first)
-        computes = first.unit_length > 0 and bool(begun.work.compute_pages)
+        row, num_tokens = _prefill_row(first, begun.work), num_mixed_decodes + _most_fed(first)
+        computes = first.image_prefix_length > 0 and bool(begun.work.compute_pages)
         if computes and not first.num_crops:
             most_pictures = 0  # the encoder does not take it
         pictures, others = ([row], []) if computes else ([], [row])
         while limits.prompts > 1 and (sequence := self._next()) is not None:
-            num_rows = num_riding + len(pictures) + len(others)
+            num_rows = num_mixed_decodes + len(pictures) + len(others)
             if not self._joins(sequence, num_tokens, num_rows):
                 break
-            known = self._manager.finds_unit(sequence)
+            known = self._manager.finds_image_prefix(sequence)
             num_pictures = len(pictures) + (not known)
             if len(others) + known + min(1, num_pictures) > limits.prompts:
                 break
@@ -128,7 +128,7 @@ class PrefillPlanner:
         sequence = self._next()
         return None if sequence is None else _Encoding(sequence, self._admit(sequence))
 
-    def _admit(self, sequence: Sequence) -> PrefixWork:
+    def _admit(self, sequence: Sequence) -> PrefillWork:
         self._queue.take(sequence)
         return self._manager.admit(sequence)
 
@@ -166,10 +166,10 @@ def _is_split(begun: _Encoding, max_crops: int) -> bool:
 
 def _most_fed(sequence: Sequence) -> int:
     """Tokens that its prefill feeds at most; BOS is one where no picture follows it."""
-    return sequence.length - sequence.unit_length
+    return sequence.length - sequence.image_prefix_length
 
 
-def _prefill_row(sequence: Sequence, work: PrefixWork) -> Row:
+def _prefill_row(sequence: Sequence, work: PrefillWork) -> Row:
     """Feed what is not found: the rest of the prompt, and of the answer after a preemption."""
     position = max(sequence.num_cached, sequence.prefix_length)
     return Row(sequence, position, sequence.length - position, work)

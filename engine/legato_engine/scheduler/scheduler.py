@@ -8,13 +8,14 @@ from collections.abc import Collection
 
 from legato_engine.core import FinishReason, Request
 from legato_engine.errors import DeadlineExceeded, InvalidField
+from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.messages import Load
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
 from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import ALONE, Launch, LaunchKind, Refinement, SharedLimits
+from legato_engine.scheduler.launch import ALONE, BatchLimits, Launch, LaunchKind, Refinement
+from legato_engine.scheduler.output_processor import OutputProcessor
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
@@ -22,7 +23,6 @@ from legato_engine.scheduler.runner import Runner
 from legato_engine.scheduler.running import Running
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import Observer, StepRecord
-from legato_engine.scheduler.token_reader import TokenReader
 from legato_engine.scheduler.waiting import WaitingQueue
 from legato_engine.sequence import Sequence, SequenceStatus
 
@@ -48,7 +48,7 @@ class Scheduler:
         max_waiting: int = 256,
         max_waiting_per_tenant: int = 0,
         priority_seconds: float = 1.0,
-        limits: SharedLimits = ALONE,
+        limits: BatchLimits = ALONE,
         max_overtakes: int = 16,
         prefills_per_decode: int = 1,
         crops_per_launch: int = 5,
@@ -84,7 +84,7 @@ class Scheduler:
             max_waiting=max_waiting,
             max_waiting_per_tenant=max_waiting_per_tenant,
         )
-        self._reader = TokenReader(
+        self._reader = OutputProcessor(
             manager, self._admission, clock, sink, block_sizes, finalize=self._finalize
         )
         self._live: dict[str, Sequence] = {}  # by request id: all that are not finalized
@@ -238,7 +238,7 @@ class Scheduler:
     def _advance(self, launch: Launch) -> None:
         """An encode or a prefill is enqueued: note what it makes true of its sequences."""
         plan = launch.plan
-        sequences = [row.sequence for row in plan.rows[plan.num_riding :]]
+        sequences = [row.sequence for row in plan.rows[plan.num_mixed_decodes :]]
         if plan.kind is LaunchKind.PREFILL:
             for sequence in sequences:
                 self._manager.launched(sequence)

@@ -14,7 +14,7 @@ from legato_engine.megakernel.budget_policy import TokenBudgetPolicy
 from legato_engine.megakernel.costs import CostTable
 from legato_engine.megakernel.descriptor import OPTIMISTIC
 from legato_engine.megakernel.pages import PRESSURE_RATIO
-from legato_engine.sequence import Drafting, Sequence
+from legato_engine.sequence import DraftStats, Sequence
 
 
 class PolicyBlockSizes:
@@ -40,11 +40,11 @@ class PolicyBlockSizes:
         record.block_size_history.append(proposed)
         self._policy.update(record, accepted, proposed)
 
-    def _record(self, sequence: Sequence, under_pressure: bool) -> Drafting:
+    def _record(self, sequence: Sequence, under_pressure: bool) -> DraftStats:
         record = sequence.drafting
         is_first = record is None
         if record is None:
-            record = sequence.drafting = Drafting(ema_acceptance_rate=OPTIMISTIC)
+            record = sequence.drafting = DraftStats(ema_acceptance_rate=OPTIMISTIC)
         record.under_pressure = under_pressure
         record.num_left = sequence.task.max_tokens - sequence.num_launched
         if is_first:

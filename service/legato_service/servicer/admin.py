@@ -8,14 +8,15 @@ from typing import Protocol
 
 from legato.v1 import admin_pb2 as pb
 from legato.v1 import admin_pb2_grpc
-from legato_engine.client import EngineState
+from legato_engine.client.engine_client import EngineState
 from legato_engine.errors import InvalidField
 
-from legato_service import call, convert_info, convert_response
-from legato_service.dispatch import Context
+from legato_service.convert import info, responses
 from legato_service.engine import Engine
-from legato_service.gate import Gate
-from legato_service.health import Progress
+from legato_service.requests.registry import RequestRegistry
+from legato_service.rpc import call
+from legato_service.rpc.context import Context
+from legato_service.rpc.health import Progress
 
 _STATES = {
     EngineState.STARTING: "starting",
@@ -52,7 +53,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self,
         engine: Engine,
         progress: Progress,
-        gate: Gate,
+        gate: RequestRegistry,
         sessions: Sessions,
         *,
         drain: Callable[[float], None],
@@ -79,10 +80,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             engine_step=self._engine.step,
         )
         if self._engine.state is EngineState.READY:
-            wait = convert_info.duration(self._engine.estimated_wait)
+            wait = info.duration(self._engine.estimated_wait)
             response.estimated_wait.CopyFrom(wait)
         if load.decode_steps is not None:
-            response.decode_steps.CopyFrom(convert_response.decode_steps(load.decode_steps))
+            response.decode_steps.CopyFrom(responses.decode_steps(load.decode_steps))
         return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from google.protobuf import timestamp_pb2
 from legato.v1 import image_pb2 as pb
 from legato.v1 import image_pb2_grpc
-from legato_engine.blobs import BlobStore
 from legato_engine.errors import (
     ClientTooSlow,
     DeadlineExceeded,
@@ -19,17 +18,19 @@ from legato_engine.errors import (
     InvalidField,
     InvalidRequest,
 )
-from legato_engine.messages import DropImage, HoldImage, ImageHeld
-from legato_engine.quota import ByteQuota
+from legato_engine.images.quota import ByteQuota
+from legato_engine.ipc.messages import DropImage, HoldImage, ImageHeld
+from legato_engine.shm.blob_store import BlobStore
 
-from legato_service import call, convert_info
-from legato_service.caller import caller
 from legato_service.config import ServiceConfig
-from legato_service.dispatch import Context
+from legato_service.convert import info
 from legato_service.engine import Engine
-from legato_service.gate import Gate
-from legato_service.picture import as_source
-from legato_service.upload import CHUNK, Header, Upload, UploadLimits, read_header
+from legato_service.images.intake import as_source
+from legato_service.images.upload import CHUNK, Header, Upload, UploadLimits, read_header
+from legato_service.requests.registry import RequestRegistry
+from legato_service.rpc import call
+from legato_service.rpc.context import Context
+from legato_service.rpc.quota_owner import caller
 
 
 class ImageServicer(image_pb2_grpc.ImageServiceServicer):
@@ -38,7 +39,9 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     Uploads under way may take as much memory as what is held, besides it.
     """
 
-    def __init__(self, config: ServiceConfig, engine: Engine, blobs: BlobStore, gate: Gate) -> None:
+    def __init__(
+        self, config: ServiceConfig, engine: Engine, blobs: BlobStore, gate: RequestRegistry
+    ) -> None:
         self._engine = engine
         self._blobs = blobs
         self._gate = gate
@@ -73,9 +76,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
                     # cancelled comes right behind, here or, by way of an Abort, within the hold.
                     await asyncio.sleep(0)
                     held = await self._hold(request_id, upload, header, owner)
-        return pb.PutImageResponse(
-            image=convert_info.image(held.image), expire_time=_wall_time(held.until)
-        )
+        return pb.PutImageResponse(image=info.image(held.image), expire_time=_wall_time(held.until))
 
     async def DeleteImage(
         self, request: pb.DeleteImageRequest, context: Context

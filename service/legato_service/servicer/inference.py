@@ -13,12 +13,14 @@ from legato.v1 import inference_pb2_grpc, media_pb2
 from legato_engine import core
 from legato_engine.errors import InternalError
 
-from legato_service import call, convert_request, convert_response
-from legato_service.convert_info import Answers
-from legato_service.convert_request import Fields
-from legato_service.dispatch import Caller, Context, Dispatcher, answered, follow
-from legato_service.event_stream import EventStream
-from legato_service.replies import Replies, fingerprint
+from legato_service.convert import requests, responses
+from legato_service.convert.event_stream import EventStream
+from legato_service.convert.info import Answers
+from legato_service.convert.requests import Fields
+from legato_service.requests.dispatcher import Caller, Dispatcher, answered, follow
+from legato_service.requests.idempotency import IdempotencyCache, fingerprint
+from legato_service.rpc import call
+from legato_service.rpc.context import Context
 from legato_service.servicer.task_run import TaskRun
 
 Answer: TypeAlias = Awaitable[Any]
@@ -34,7 +36,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        replies: Replies,
+        replies: IdempotencyCache,
         *,
         unary_deadline: float,
         stream_deadline: float,
@@ -76,14 +78,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         """One task, streamed."""
-        options = convert_request.fields(request.options)
+        options = requests.fields(request.options)
         given = options.get("request_id", "")
         request_id = self._dispatcher.name(given)
-        silence = convert_request.heartbeat(options)
-        spec = convert_request.task(request.task, "task")
-        convert_request.image(request.image, spec, "task.query.")
-        sampling = convert_request.sampling(request.task.sampling, "task.")
-        asked = convert_request.request(request_id, spec, sampling, options)
+        silence = requests.heartbeat(options)
+        spec = requests.task(request.task, "task")
+        requests.image(request.image, spec, "task.query.")
+        sampling = requests.sampling(request.task.sampling, "task.")
+        asked = requests.request(request_id, spec, sampling, options)
         alone = self._replies.exclusive(call.current().scoped(given)) if given else nullcontext()
         with alone, self._dispatcher.admit(request_id, context, self._stream_deadline) as visit:
             self._dispatcher.check(asked, "task.")
@@ -104,8 +106,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
         No coroutine, as the handlers are none: every one on the way of a call is resumed with it.
         """
-        asked = convert_request.fields(request)
-        options = convert_request.fields(asked.get("options"))
+        asked = requests.fields(request)
+        options = requests.fields(asked.get("options"))
         given = options.get("request_id", "")
         name = self._dispatcher.name(given)
         if given:
@@ -122,7 +124,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _run_tasks(
         self, asked: Fields, options: Fields, request_id: str, caller: Caller
     ) -> bytes:
-        convert_request.heartbeat(options)
+        requests.heartbeat(options)
         run = TaskRun(self._dispatcher, asked, options, request_id)
         with self._dispatcher.admit(request_id, caller, self._unary_deadline) as visit:
             model = run.check()
@@ -141,11 +143,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> bytes:
         """One task's answer."""
         image: media_pb2.Image | None = asked.get("image")
-        convert_request.heartbeat(options)
+        requests.heartbeat(options)
         spec = skill.convert(asked)
-        has_picture = convert_request.image(image, spec)
-        sampling = convert_request.sampling(asked.get("sampling"))
-        request = convert_request.request(
+        has_picture = requests.image(image, spec)
+        sampling = requests.sampling(asked.get("sampling"))
+        request = requests.request(
             request_id, spec, sampling, options, deltas=False, progress=False
         )
         with self._dispatcher.admit(request_id, caller, self._unary_deadline) as visit:
@@ -167,32 +169,32 @@ class _Skill(NamedTuple):
 
 
 _QUERY = _Skill(
-    convert_request.query,
+    requests.query,
     core.QueryResult,
     pb.QueryResponse,
-    convert_response.fill_query,
+    responses.fill_query,
 )
 _CAPTION = _Skill(
-    convert_request.caption,
+    requests.caption,
     core.CaptionResult,
     pb.CaptionResponse,
-    convert_response.fill_caption,
+    responses.fill_caption,
 )
 _DETECT = _Skill(
-    convert_request.detect,
+    requests.detect,
     core.DetectResult,
     pb.DetectResponse,
-    convert_response.fill_objects,
+    responses.fill_objects,
 )
 _POINT = _Skill(
-    convert_request.point,
+    requests.point,
     core.PointResult,
     pb.PointResponse,
-    convert_response.fill_points,
+    responses.fill_points,
 )
 _SEGMENT = _Skill(
-    convert_request.segment,
+    requests.segment,
     core.SegmentResult,
     pb.SegmentResponse,
-    convert_response.fill_segments,
+    responses.fill_segments,
 )

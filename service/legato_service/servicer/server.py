@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from legato.v1 import server_pb2 as pb
 from legato.v1 import server_pb2_grpc
 from legato_engine.errors import EngineStarting, InvalidField
-from legato_engine.messages import ModelInfo
+from legato_engine.ipc.messages import ModelInfo
 
-from legato_service import convert_info
 from legato_service.config import ServiceConfig
-from legato_service.dispatch import Context
+from legato_service.convert import info
 from legato_service.engine import Engine
-from legato_service.shared_memory import shm_namespace
+from legato_service.images.shared_memory import shm_namespace
+from legato_service.rpc.context import Context
 
 CONTRACT_REVISION = 1  # grows by one with each released addition to the contract
 MINIMUM_CLIENT_REVISION = 1
@@ -98,7 +98,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             max_running=self._config.engine.max_running,
             max_waiting=self._config.engine.max_waiting,
             max_sessions=self._config.max_sessions,
-            default_deadline=convert_info.duration(self._config.unary_deadline),
+            default_deadline=info.duration(self._config.unary_deadline),
         )
 
 

@@ -11,8 +11,9 @@ from legato.v1 import session_pb2 as pb
 from legato.v1 import session_pb2_grpc
 from legato_engine.errors import SessionProtocol
 
-from legato_service import call
-from legato_service.dispatch import Context, Dispatcher
+from legato_service.requests.dispatcher import Dispatcher
+from legato_service.rpc import call
+from legato_service.rpc.context import Context
 from legato_service.servicer.server import CONTRACT_REVISION
 from legato_service.session.registry import SessionRegistry
 from legato_service.session.session import Session, SessionLimits

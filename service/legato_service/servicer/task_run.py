@@ -9,15 +9,17 @@ from legato.v1 import inference_pb2 as pb
 from legato.v1 import media_pb2, task_pb2
 from legato_engine import core
 from legato_engine.errors import LegatoError
-from legato_engine.messages import Done, ModelInfo
+from legato_engine.ipc.messages import Done, ModelInfo
 
-from legato_service import call, convert_info, convert_request
-from legato_service.convert_request import Fields
-from legato_service.dispatch import Dispatcher, answered, started
+from legato_service.convert import info as convert_info
+from legato_service.convert import requests
+from legato_service.convert.requests import Fields
 from legato_service.engine import Stream
-from legato_service.gate import Visit
-from legato_service.one_picture import SHARED_FAILURES, held_name, task_result
-from legato_service.picture import NewPicture, Picture
+from legato_service.images.intake import NewPicture, Picture
+from legato_service.requests.dispatcher import Dispatcher, answered, started
+from legato_service.requests.registry import ActiveRequest
+from legato_service.requests.shared_image import SHARED_FAILURES, held_name, task_result
+from legato_service.rpc import call
 
 
 class TaskRun:
@@ -33,9 +35,7 @@ class TaskRun:
         self._task_ids = [message.task_id for message in tasks]
         self._asked = [
             self._ask(index, spec, message, options)
-            for index, (spec, message) in enumerate(
-                zip(convert_request.tasks(tasks), tasks, strict=True)
-            )
+            for index, (spec, message) in enumerate(zip(requests.tasks(tasks), tasks, strict=True))
         ]
 
     def _ask(
@@ -45,9 +45,9 @@ class TaskRun:
 
         The picture is kept for the later tasks whatever the options say: it is encoded once.
         """
-        sampling = convert_request.sampling(task.sampling, f"tasks[{index}].")
+        sampling = requests.sampling(task.sampling, f"tasks[{index}].")
         request_id = f"{self._request_id}#{index}"
-        asked = convert_request.request(request_id, spec, sampling, options, deltas=False)
+        asked = requests.request(request_id, spec, sampling, options, deltas=False)
         return msgspec.structs.replace(asked, cache_image=True)
 
     def check(self) -> ModelInfo:
@@ -58,7 +58,7 @@ class TaskRun:
         ]
         return models[0]
 
-    async def execute(self, picture: Picture, visit: Visit) -> list[Done | LegatoError]:
+    async def execute(self, picture: Picture, visit: ActiveRequest) -> list[Done | LegatoError]:
         """How each task ended, in order; raises what fails them all.
 
         The first task that starts carries the picture's bytes, the others name what it put into the
@@ -113,7 +113,7 @@ class TaskRun:
 
     def _check_picture(self, index: int, asked: core.Request) -> None:
         """Without a picture, tasks that need one fail by themselves."""
-        convert_request.image(self._image, asked.task, f"tasks[{index}].query.")
+        requests.image(self._image, asked.task, f"tasks[{index}].query.")
 
 
 async def _held(stream: Stream) -> core.CachedImage | None:

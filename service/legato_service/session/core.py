@@ -24,8 +24,8 @@ from legato_service.session.frame import (
     Report,
     Result,
 )
-from legato_service.session.mailbox import Mailbox
-from legato_service.session.outbox import Outbox
+from legato_service.session.frame_queue import FrameQueue
+from legato_service.session.send_queue import SendQueue
 from legato_service.session.terms import Cause, Policy, Terms
 
 MAX_UNREAD = 4096  # notices: more are due only to a client that sends and does not read
@@ -61,8 +61,8 @@ class SessionCore(Generic[F]):
     def __init__(self, terms: Terms, workers: Workers[F]) -> None:
         self._terms = terms
         self._workers = workers
-        self._mailbox: Mailbox[F] = Mailbox(terms.policy, terms.frame_credits)
-        self._outbox: Outbox[F] = Outbox(terms.response_credits)
+        self._mailbox: FrameQueue[F] = FrameQueue(terms.policy, terms.frame_credits)
+        self._outbox: SendQueue[F] = SendQueue(terms.response_credits)
         self._open: dict[int, F] = {}
         self._running: list[F] = []
         self._last_sequence = -1

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Generic, TypeVar
 
 from legato_engine.errors import LegatoError
-from legato_engine.messages import Delta, Done, Queued, Started
+from legato_engine.ipc.messages import Delta, Done, Queued, Started
 
 from legato_service.session.terms import Cause
 

@@ -10,11 +10,11 @@ from legato.v1 import media_pb2, task_pb2
 from legato.v1 import session_pb2 as pb
 from legato_engine import core
 from legato_engine.errors import InvalidField, LegatoError, SessionProtocol
-from legato_engine.messages import ModelInfo
+from legato_engine.ipc.messages import ModelInfo
 
-from legato_service import convert_request
-from legato_service.dispatch import Dispatcher
-from legato_service.session.age import CaptureClock
+from legato_service.convert import requests
+from legato_service.requests.dispatcher import Dispatcher
+from legato_service.session.capture_clock import CaptureClock
 from legato_service.session.frame import Frame
 
 
@@ -79,11 +79,11 @@ class Planner:
         standing = () if message.skip_standing_tasks else self._standing
         extra = tuple(
             self._planned(each, f"frame.extra_tasks[{index}]")
-            for index, each in enumerate(message.extra_tasks[: convert_request.MAX_TASKS + 1])
+            for index, each in enumerate(message.extra_tasks[: requests.MAX_TASKS + 1])
         )
         tasks = (*standing, *extra)
         names = [task.task_id for task in tasks if task.task_id]
-        limit = convert_request.MAX_TASKS
+        limit = requests.MAX_TASKS
         if not 1 <= len(tasks) <= limit:
             error = InvalidField(f"a frame has 1 to {limit} tasks", field="frame", limit=limit)
         elif len(names) != len(set(names)):
@@ -93,7 +93,7 @@ class Planner:
         return (PlannedTask("", error),)
 
     def _checked(self, messages: Sequence[task_pb2.Task], field: str) -> tuple[PlannedTask, ...]:
-        specs = convert_request.tasks(messages, field, least=0)
+        specs = requests.tasks(messages, field, least=0)
         return tuple(
             PlannedTask(message.task_id, self._request(spec, message, f"{field}[{index}]."))
             for index, (spec, message) in enumerate(zip(specs, messages, strict=True))
@@ -101,14 +101,14 @@ class Planner:
 
     def _planned(self, message: task_pb2.Task, path: str) -> PlannedTask:
         try:
-            spec = convert_request.task(message, path)
+            spec = requests.task(message, path)
             return PlannedTask(message.task_id, self._request(spec, message, f"{path}."))
         except LegatoError as error:
-            return PlannedTask(message.task_id[: convert_request.MAX_TASK_ID], error)
+            return PlannedTask(message.task_id[: requests.MAX_TASK_ID], error)
 
     def _request(self, spec: core.TaskSpec, message: task_pb2.Task, path: str) -> core.Request:
         """The request; the picture is kept for the frame's other tasks: it is encoded once."""
-        sampling = convert_request.sampling(message.sampling, path)
-        asked = convert_request.request("", spec, sampling, self._options, deltas=self._deltas)
+        sampling = requests.sampling(message.sampling, path)
+        asked = requests.request("", spec, sampling, self._options, deltas=self._deltas)
         self._dispatcher.check(asked, path)
         return msgspec.structs.replace(asked, cache_image=True)

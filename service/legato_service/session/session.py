@@ -13,13 +13,13 @@ import structlog
 from legato.v1 import session_pb2 as pb
 from legato_engine.errors import InvalidField, LegatoError, SessionProtocol
 
-from legato_service import convert_info
-from legato_service.dispatch import Dispatcher
+from legato_service.convert import info
 from legato_service.errors import failure
+from legato_service.requests.dispatcher import Dispatcher
 from legato_service.session import wire
 from legato_service.session.core import SessionCore
-from legato_service.session.crew import Crew
 from legato_service.session.frame import Outcome, Report
+from legato_service.session.frame_runner import FrameRunner
 from legato_service.session.plan import Job, Planner
 
 log = structlog.get_logger("legato.session")
@@ -62,7 +62,7 @@ class Session:
         self._heartbeat = wire.heartbeat(opening)
         self._silence = self._a_silence()
         self._planner = Planner(dispatcher, opening, terms.max_frame_age)
-        self._crew = Crew(dispatcher, self, session_id, patience=limits.frame_deadline)
+        self._crew = FrameRunner(dispatcher, self, session_id, patience=limits.frame_deadline)
         self._core: SessionCore[Job] = SessionCore(terms, self._crew)
         self._script = wire.Script(session_id)
         self._failure: LegatoError | None = None
@@ -78,7 +78,7 @@ class Session:
                 model=self._planner.model.name,
                 frame_credits=terms.frame_credits,
                 max_in_flight=terms.max_in_flight,
-                heartbeat_interval=convert_info.duration(self._heartbeat),
+                heartbeat_interval=info.duration(self._heartbeat),
                 contract_revision=contract_revision,
             )
         )

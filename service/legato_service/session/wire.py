@@ -10,11 +10,11 @@ from legato.v1 import inference_pb2, task_pb2
 from legato.v1 import session_pb2 as pb
 from legato_engine import core
 from legato_engine.errors import InvalidField
-from legato_engine.messages import Done
+from legato_engine.ipc.messages import Done
 
-from legato_service import convert_info, convert_request
-from legato_service.event_stream import EventStream
-from legato_service.one_picture import task_result
+from legato_service.convert import info, requests
+from legato_service.convert.event_stream import EventStream
+from legato_service.requests.shared_image import task_result
 from legato_service.session.frame import Accepted, Dropped, Event, GoAway, Notice, Result
 from legato_service.session.plan import Job
 from legato_service.session.terms import Cause, Policy, Terms
@@ -70,7 +70,7 @@ def heartbeat(message: pb.SessionOpen) -> float:
     seconds = _seconds(message.heartbeat_interval)
     if seconds <= 0:
         raise InvalidField("must be positive", field="open.heartbeat_interval")
-    return max(seconds, convert_request.MIN_HEARTBEAT)
+    return max(seconds, requests.MIN_HEARTBEAT)
 
 
 class Script:
@@ -104,7 +104,7 @@ class Script:
                 self._events.pop(message.sequence, None)
             case GoAway():
                 away = pb.SessionGoAway(
-                    time_left=convert_info.duration(message.time_left), reason=self.farewell
+                    time_left=info.duration(message.time_left), reason=self.farewell
                 )
                 response = pb.SessionResponse(go_away=away)
             case Event():
@@ -145,7 +145,7 @@ class Script:
         return pb.FrameResult(
             stamp=job.stamp,
             result=result,
-            image=convert_info.image(image),
+            image=info.image(image),
             last_for_frame=message.last,
         )
 

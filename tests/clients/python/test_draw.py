@@ -21,7 +21,7 @@ from legato_client import (
     RawFrame,
     ResponseInfo,
 )
-from legato_client._pillow import open_upright
+from legato_client._images.pillow import open_upright
 from legato_client.draw import PALETTE, annotate, marks_of
 from PIL import Image
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from legato.v1 import server_pb2
 from legato_client import ClientTooOld, InvalidArgument, Unimplemented
-from legato_client._channel import COMMON_REQUEST_BYTES
+from legato_client._transport.channel import COMMON_REQUEST_BYTES
 from legato_client._version import CONTRACT_REVISION
 from legato_service.servicer import server as real
 

@@ -10,17 +10,17 @@ import struct
 from collections.abc import Callable
 
 import pytest
-from legato_engine.kernels.cuda import between, compiler, streams
+from legato_engine.kernels.cuda import compiler, layer_boundary, skinny_gemm
 from legato_engine.kernels.cuda.attention import MAX_CONTEXT, SPLITS, attend_defines
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS, decode_defines, decode_forms
 from legato_engine.kernels.cuda.expert_adapters import expert_adapter_defines
-from legato_engine.kernels.cuda.gained_stages import Rows, expert_defines, gained_defines
 from legato_engine.kernels.cuda.head import head_defines
-from legato_engine.kernels.cuda.regions import embed_defines, region_defines
 from legato_engine.kernels.cuda.sampling import sampling_defines
+from legato_engine.kernels.cuda.tau_decoder_stages import Rows, expert_defines, gained_defines
+from legato_engine.kernels.cuda.value_heads import embed_defines, region_defines
 
 from tests.engine.kernels.test_compiler import has_nvrtc
-from tests.engine.kernels.test_streams import (
+from tests.engine.kernels.test_skinny_gemm import (
     CONFIGS,
     EXPERT_DTYPES,
     EXPERT_STATIC,
@@ -92,8 +92,10 @@ def forms(source: str, model: str) -> list[tuple[dict[str, int], int]]:
     if source == "decode.cu":
         return [(decode_defines(decode, form), 8 * form.tiles) for form in decode_forms(decode)]
     if source == "between.cu":
-        served = between.supported(decode)
-        return [(between.between_defines(decode), between.MOST_TOKENS)] if served else []
+        served = layer_boundary.supported(decode)
+        return (
+            [(layer_boundary.between_defines(decode), layer_boundary.MOST_TOKENS)] if served else []
+        )
     if source == "attend.cu":
         return [(attend_defines(decode.attention, splits), MAX_TOKENS) for splits in SPLITS]
     if source == "embed.cu":
@@ -103,7 +105,7 @@ def forms(source: str, model: str) -> list[tuple[dict[str, int], int]]:
         "head.cu": lambda tiles: head_defines(decode.dim, vocab_size, tiles),
         "region.cu": lambda tiles: region_defines(region, tiles),
     }
-    return [(made[source](tiles), 8 * tiles) for tiles in streams.TILES]
+    return [(made[source](tiles), 8 * tiles) for tiles in skinny_gemm.TILES]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +133,7 @@ def test_kernels_compile_without_spills(cache, source, model, arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", EXPERT_DTYPES)
-@pytest.mark.parametrize("tiles", streams.TILES)
+@pytest.mark.parametrize("tiles", skinny_gemm.TILES)
 def test_experts_compile_without_spills(cache, tiles, dtype, arch):
     """So do the kernels of Moondream 3's layers; those of gains run beside those of experts."""
     sizes = expert_sizes(dtype)
@@ -240,12 +242,12 @@ extern "C" __global__ void probe() {{}}
 """
 
 
-@pytest.mark.parametrize("tiles", streams.TILES)
+@pytest.mark.parametrize("tiles", skinny_gemm.TILES)
 @pytest.mark.parametrize("inputs", [64, 320, 448, 704, 1280, 2048, 2560, 8192])
 def test_the_header_agrees_on_sizes(cache, monkeypatch, tiles, inputs):
     """Sums and chunks of `stream.cuh` are as large as the launches count them."""
-    chunk = streams.chunk(inputs)
-    probe = PROBE.format(tiles=tiles, sum=streams.SUM, inputs=inputs, chunk=chunk)
+    chunk = skinny_gemm.chunk(inputs)
+    probe = PROBE.format(tiles=tiles, sum=skinny_gemm.SUM, inputs=inputs, chunk=chunk)
     texts = compiler.sources() | {"probe.cu": probe}
     monkeypatch.setattr(compiler, "sources", lambda: texts)
     compiler.compile_source("probe.cu", {}, "sm_90")

@@ -1,7 +1,7 @@
 """What happens to sequences of a KV cache, step by step, checked behind each."""
 
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.kv_cache.prefix_work import PrefixWork
+from legato_engine.kv_cache.prefill_work import PrefillWork
 from legato_engine.sequence import Sequence
 
 from tests.fakes import FakeTask, make_sequence
@@ -17,7 +17,7 @@ def sequence(
     return make_sequence(seq_id, task, prefix_key=key, prefix_length=prefix_length)
 
 
-def admit(manager: KVCacheManager, admitted: Sequence) -> PrefixWork:
+def admit(manager: KVCacheManager, admitted: Sequence) -> PrefillWork:
     """Ask, admit and launch."""
     assert manager.can_admit(admitted)
     work = manager.admit(admitted)

@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from legato_engine.kv_cache.block_pool import BlockPool
 from legato_engine.kv_cache.eviction import EvictionCandidate, eviction_order
+from legato_engine.kv_cache.page_pool import PagePool
 from legato_engine.kv_cache.radix_tree import Namespace, Node, RadixTree
 
 from tests.fakes import FakeTask, make_sequence
@@ -13,7 +13,7 @@ PAGE = 4
 PLAIN = Namespace("", "")
 
 
-def keep(tree: RadixTree, pool: BlockPool, *token_ids: int, priority: int = 0) -> Node:
+def keep(tree: RadixTree, pool: PagePool, *token_ids: int, priority: int = 0) -> Node:
     """A chain of full pages of these tokens, held by nobody; its last node."""
     node = tree.root(PLAIN) or tree.open_root(PLAIN, 0, 0)
     tree.hold(node)
@@ -30,7 +30,7 @@ def keep(tree: RadixTree, pool: BlockPool, *token_ids: int, priority: int = 0) -
 
 def test_leaves_go_before_what_they_stand_on() -> None:
     """A long answer is evicted from its end, so what is left can still be found."""
-    pool = BlockPool(5)
+    pool = PagePool(5)
     tree = RadixTree(pool, PAGE)
     keep(tree, pool, *range(16))
     assert (tree.idle_pages, pool.num_free) == (4, 0)
@@ -42,7 +42,7 @@ def test_leaves_go_before_what_they_stand_on() -> None:
 
 def test_what_is_held_is_never_evicted() -> None:
     """Eviction passes over a held path, and asserts when nothing else is left."""
-    pool = BlockPool(5)
+    pool = PagePool(5)
     tree = RadixTree(pool, PAGE)
     held = keep(tree, pool, *range(8))
     keep(tree, pool, *range(50, 58))
@@ -57,7 +57,7 @@ def test_eviction_follows_the_order_of_the_specification() -> None:
     """Whatever was kept and used in whatever order, leaves go as `eviction_order` has them."""
     draw = random.Random(1)
     for _ in range(50):
-        pool = BlockPool(9)
+        pool = PagePool(9)
         tree = RadixTree(pool, PAGE)
         kept = [keep(tree, pool, *[n] * PAGE, priority=draw.randrange(3)) for n in range(8)]
         for _ in range(draw.randrange(12)):
@@ -76,7 +76,7 @@ def test_eviction_follows_the_order_of_the_specification() -> None:
 
 def test_stale_offers_do_not_pile_up() -> None:
     """A page that is read again and again is offered for eviction once."""
-    pool = BlockPool(3)
+    pool = PagePool(3)
     tree = RadixTree(pool, PAGE)
     node = keep(tree, pool, *range(4))
     for _ in range(1000):
@@ -89,7 +89,7 @@ def test_stale_offers_do_not_pile_up() -> None:
 
 def test_what_is_forgotten_takes_all_below_along() -> None:
     """Idle pages are free at once, held ones with their last holder, and none is found."""
-    pool = BlockPool(9)
+    pool = PagePool(9)
     tree = RadixTree(pool, PAGE)
     first = keep(tree, pool, *range(4))
     keep(tree, pool, *range(4), *range(30, 34))
@@ -104,7 +104,7 @@ def test_what_is_forgotten_takes_all_below_along() -> None:
 
 def test_a_unit_that_was_never_computed_goes_with_its_holder() -> None:
     """Nobody finds a picture that nobody will compute; its pages are free again."""
-    pool = BlockPool(8)
+    pool = PagePool(8)
     tree = RadixTree(pool, PAGE)
     root = tree.open_root(Namespace("", "picture"), 9, 3)
     tree.hold(root)
@@ -116,7 +116,7 @@ def test_a_unit_that_was_never_computed_goes_with_its_holder() -> None:
 
 def test_dropping_too_often_asserts() -> None:
     """Holders and drops match."""
-    pool = BlockPool(8)
+    pool = PagePool(8)
     tree = RadixTree(pool, PAGE)
     node = keep(tree, pool, *range(4))
     with pytest.raises(AssertionError, match="nobody holds it"):
@@ -125,7 +125,7 @@ def test_dropping_too_often_asserts() -> None:
 
 def test_the_page_that_agrees_longest_is_the_one_to_copy() -> None:
     """Of several pages behind a path the one with most in common with the rest is the source."""
-    pool = BlockPool(8)
+    pool = PagePool(8)
     tree = RadixTree(pool, PAGE)
     keep(tree, pool, 1, 2, 3, 4, 5, 6, 9, 9)
     best = keep(tree, pool, 1, 2, 3, 4, 5, 6, 7, 9)

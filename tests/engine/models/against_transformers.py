@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import torch
-from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import FinishReason, PromptToken, QueryTask, Request, SamplingParams
-from legato_engine.engine import make_sequence
+from legato_engine.engine.assembly import assemble
+from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.paged_cache import PrefillSpan
 from legato_engine.models.registry import resolve
-from legato_engine.token_events import tokens_of
+from legato_engine.tasks import tokens_of
 
 from tests.engine.models.paged_session import PagedSession
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from legato_engine.bench.speculation_run import Run
 from legato_engine.core import QueryTask, Request, SamplingParams
 from legato_engine.device.cpu import CpuDevice
-from legato_engine.engine import make_sequence
+from legato_engine.engine.engine_core import make_sequence
 from legato_engine.errors import InvalidField
 from legato_engine.models.paged_cache import PrefillSpan
 from legato_engine.runtime.draft_model import CATCH_UP, DraftModel
-from legato_engine.speculation_run import Run
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
 from tests.engine.models import against_transformers as same

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from legato_engine.assembly import assemble
 from legato_engine.config import EngineConfig
 from legato_engine.core import (
     CachedImage,
@@ -19,7 +18,8 @@ from legato_engine.core import (
     SegmentTask,
     TaskSpec,
 )
-from legato_engine.engine import make_sequence
+from legato_engine.engine.assembly import assemble
+from legato_engine.engine.engine_core import make_sequence
 from legato_engine.runtime.logprobs import token_logprobs
 from legato_engine.runtime.sampler import constraint_table
 from legato_engine.scheduler.sink import SilentSink

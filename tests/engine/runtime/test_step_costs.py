@@ -1,8 +1,8 @@
 """Steps are timed over real tokens behind a real context, and leave nothing behind."""
 
 import pytest
-from legato_engine.assembly import assemble, speculating
 from legato_engine.config import EngineConfig
+from legato_engine.engine.assembly import assemble, speculating
 from legato_engine.speculative.proposer import UNKNOWN
 
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import msgspec
 from legato_engine.core import FinishReason, PromptToken
 from legato_engine.errors import InternalError, PromptTooLong
+from legato_engine.ipc.messages import KVCacheStats
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.messages import KVReport
 from legato_engine.scheduler.launch import Launch, Row
+from legato_engine.scheduler.output_processor import NOT_FINITE
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.scheduler.scheduler import Scheduler
-from legato_engine.scheduler.token_reader import NOT_FINITE
 from legato_engine.sequence import NO_PAYLOAD, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken
@@ -215,7 +215,7 @@ class Tally:
     accepted: int = 0
     rejected: int = 0
 
-    def add(self, world: Schedule, report: KVReport) -> None:
+    def add(self, world: Schedule, report: KVCacheStats) -> None:
         """One schedule more."""
         ended = world.sink.ended
         self.requests += len(world.sequences)

@@ -4,10 +4,10 @@ from collections.abc import Sequence as Many
 
 import msgspec
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.kv_cache.prefix_work import PrefixWork
+from legato_engine.kv_cache.prefill_work import PrefillWork
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import ALONE, LaunchKind, Plan, Row, SharedLimits
+from legato_engine.scheduler.launch import ALONE, BatchLimits, LaunchKind, Plan, Row
 from legato_engine.scheduler.planner import Planner
 from legato_engine.scheduler.prefill import PrefillPlanner
 from legato_engine.scheduler.running import Running
@@ -20,7 +20,7 @@ PAGE = 4
 
 
 def make_planner(
-    manager: KVCacheManager, *, max_overtakes: int = 16, limits: SharedLimits = ALONE
+    manager: KVCacheManager, *, max_overtakes: int = 16, limits: BatchLimits = ALONE
 ) -> PrefillPlanner:
     """A planner with an empty queue."""
     queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=1.0)
@@ -209,7 +209,7 @@ def test_a_prefill_row_says_where_the_prompt_starts() -> None:
     plan = planner.plan()
     assert plan is not None
     pages = plan.rows[0].prefix.compute_pages
-    work = PrefixWork(pages, (pages[2], sequence.page_ids[2]))
+    work = PrefillWork(pages, (pages[2], sequence.page_ids[2]))
     assert plan == Plan(LaunchKind.PREFILL, (Row(sequence, 9, 3, work),))
     assert len(planner) == 0
     assert planner.plan() is None
@@ -226,10 +226,10 @@ def test_prefills_are_first_come_first_served() -> None:
 def test_a_prefill_batch_has_bounded_rows() -> None:
     """As many prompts as are allowed, in as many tokens and sampled rows."""
     for limits, batches in (
-        (SharedLimits(3, tokens=99, sampled=9), [[0, 1, 2], [3, 4]]),
-        (SharedLimits(9, tokens=11, sampled=9), [[0, 1], [2, 3], [4]]),
-        (SharedLimits(9, tokens=99, sampled=4), [[0, 1, 2, 3], [4]]),
-        (SharedLimits(9, tokens=3, sampled=9), [[0], [1], [2], [3], [4]]),
+        (BatchLimits(3, tokens=99, sampled=9), [[0, 1, 2], [3, 4]]),
+        (BatchLimits(9, tokens=11, sampled=9), [[0, 1], [2, 3], [4]]),
+        (BatchLimits(9, tokens=99, sampled=4), [[0, 1, 2, 3], [4]]),
+        (BatchLimits(9, tokens=3, sampled=9), [[0], [1], [2], [3], [4]]),
     ):
         planner = make_planner(KVCacheManager(17, PAGE, 5), limits=limits)
         for seq_id in range(5):
@@ -242,7 +242,7 @@ def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
     and who asks about the same.
     """
     manager = KVCacheManager(33, PAGE, 9)
-    planner = make_planner(manager, limits=SharedLimits(9, tokens=99, sampled=9))
+    planner = make_planner(manager, limits=BatchLimits(9, tokens=99, sampled=9))
     keys = ("a", "a", "b", None, "a")
     sequences = [
         make_sequence(n, prefix_key=key, prefix_length=4 if key else 1)
@@ -269,7 +269,7 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
         *keys: str | None, pictures: int = 2, crowd: int = 1, said: int = 0, streams: bool = False
     ) -> list[int]:
         manager = KVCacheManager(65, PAGE, 9)
-        limits = SharedLimits(3, tokens=99, sampled=9, pictures=pictures, crowd=crowd)
+        limits = BatchLimits(3, tokens=99, sampled=9, pictures=pictures, crowd=crowd)
         planner = make_planner(manager, limits=limits)
         for n, key in enumerate(keys):
             length, crops = (4, 0 if key == "host" else 3) if key else (1, 0)
@@ -279,8 +279,8 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
         assert made is not None
         computed = [row.encodes for row in made.prefills]
         assert computed == sorted(computed, reverse=True), "pictures come first"
-        assert made.num_riding == len(decodes)
-        return planned(made)[made.num_riding :]
+        assert made.num_mixed_decodes == len(decodes)
+        return planned(made)[made.num_mixed_decodes :]
 
     assert plan("a", "b", "c") == [0, 1]
     assert plan("a", "b", "c", pictures=3, crowd=0) == [0, 1, 2]
@@ -307,12 +307,12 @@ def riders(*sequences: Sequence) -> tuple[Row, ...]:
 def test_who_decodes_rides_with_a_prompt() -> None:
     """They go first, all of them, and the prompts behind them as far as there is room."""
     riding = riders(running(7, launched=1), running(8, launched=2))
-    for limits, seq_ids, num_riding in (
-        (SharedLimits(4, tokens=10, sampled=4), [7, 8, 0, 1], 2),
-        (SharedLimits(4, tokens=9, sampled=4), [7, 8, 0], 2),
-        (SharedLimits(4, tokens=99, sampled=3), [7, 8, 0], 2),
-        (SharedLimits(4, tokens=5, sampled=4), [0], 0),
-        (SharedLimits(4, tokens=99, sampled=2), [0, 1], 0),
+    for limits, seq_ids, num_mixed_decodes in (
+        (BatchLimits(4, tokens=10, sampled=4), [7, 8, 0, 1], 2),
+        (BatchLimits(4, tokens=9, sampled=4), [7, 8, 0], 2),
+        (BatchLimits(4, tokens=99, sampled=3), [7, 8, 0], 2),
+        (BatchLimits(4, tokens=5, sampled=4), [0], 0),
+        (BatchLimits(4, tokens=99, sampled=2), [0, 1], 0),
         (ALONE, [0], 0),
     ):
         planner = make_planner(KVCacheManager(17, PAGE, 5), limits=limits)
@@ -320,15 +320,15 @@ def test_who_decodes_rides_with_a_prompt() -> None:
         planner.add(sized(1, 4))
         plan = planner.plan(riding=riding)
         assert plan is not None
-        assert (planned(plan), plan.num_riding) == (seq_ids, num_riding)
-        assert plan.decodes == riding[:num_riding]
-        assert [row.sequence.seq_id for row in plan.prefills] == seq_ids[num_riding:]
+        assert (planned(plan), plan.num_mixed_decodes) == (seq_ids, num_mixed_decodes)
+        assert plan.decodes == riding[:num_mixed_decodes]
+        assert [row.sequence.seq_id for row in plan.prefills] == seq_ids[num_mixed_decodes:]
 
 
 def test_adapters_share_launches() -> None:
     """Prompts and riders share whatever adapters they have; only who lacks a slot has to wait."""
     manager = KVCacheManager(33, PAGE, 9, num_adapter_slots=1)
-    planner = make_planner(manager, limits=SharedLimits(4, tokens=99, sampled=9))
+    planner = make_planner(manager, limits=BatchLimits(4, tokens=99, sampled=9))
     for seq_id, adapter in enumerate(("x", "", "y", "x")):
         planner.add(make_sequence(seq_id, adapter=adapter))
     one = running(9, launched=1)
@@ -336,7 +336,7 @@ def test_adapters_share_launches() -> None:
     turns = Planner(planner, plain(one), prefills_per_decode=1, crops_per_launch=0)
     plan = turns.plan()
     assert plan is not None
-    assert (planned(plan), plan.num_riding) == ([9, 0, 1], 1)
+    assert (planned(plan), plan.num_mixed_decodes) == ([9, 0, 1], 1)
 
 
 def test_a_shared_launch_waits_for_the_constraints_of_its_decodes() -> None:
@@ -408,7 +408,7 @@ def test_an_encode_row_names_its_crops_and_feeds_no_token() -> None:
     plans = [planner.plan(max_crops=2), planner.plan(max_crops=2), planner.plan()]
     assert plans[0] is not None
     pages = plans[0].rows[0].prefix.compute_pages
-    parts = [PrefixWork(pages, None, first, stop) for first, stop in ((0, 2), (2, 4), (4, 0))]
+    parts = [PrefillWork(pages, None, first, stop) for first, stop in ((0, 2), (2, 4), (4, 0))]
     assert plans == [
         Plan(LaunchKind.ENCODE, (Row(sequence, 8, 0, parts[0]),)),
         Plan(LaunchKind.ENCODE, (Row(sequence, 8, 0, parts[1]),)),
@@ -432,7 +432,7 @@ def test_a_sequence_given_up_between_its_parts_is_planned_no_more() -> None:
 
 def test_riders_take_their_turn_in_every_prefill() -> None:
     """No decode comes between two prefills in which all who could decode ride."""
-    prefill = make_planner(KVCacheManager(65, PAGE, 8), limits=SharedLimits(2, 20, 4))
+    prefill = make_planner(KVCacheManager(65, PAGE, 8), limits=BatchLimits(2, 20, 4))
     one = running(9, launched=1)
     planner = Planner(prefill, plain(one), prefills_per_decode=1, crops_per_launch=0)
     for seq_id, positions in enumerate((4, 4, 4, 30, 4)):

@@ -8,10 +8,10 @@ from collections.abc import Sequence as Many
 
 import msgspec
 from legato_engine.errors import LegatoError
+from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.messages import Load
 from legato_engine.scheduler.block_sizes import BlockSizes
-from legato_engine.scheduler.launch import LaunchKind, Plan, Refinement, SharedLimits
+from legato_engine.scheduler.launch import BatchLimits, LaunchKind, Plan, Refinement
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.step_record import StepRecord
@@ -20,9 +20,9 @@ from legato_engine.sequence import Sequence
 from tests.fakes import FakeClock, FakeRunner, FakeSink, FakeTask, make_sequence
 
 
-def shared(prompts: int, pictures: int = 3, tokens: int = 16) -> SharedLimits:
+def shared(prompts: int, pictures: int = 3, tokens: int = 16) -> BatchLimits:
     """Limits that only a long prompt or many rows do not keep."""
-    return SharedLimits(prompts, tokens=tokens, sampled=4, pictures=pictures, crowd=0)
+    return BatchLimits(prompts, tokens=tokens, sampled=4, pictures=pictures, crowd=0)
 
 
 def num_pictures(plan: Plan) -> int:

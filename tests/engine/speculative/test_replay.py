@@ -4,8 +4,8 @@ from statistics import fmean
 
 import pytest
 import torch
+from legato_engine.bench.speculation_run import interval
 from legato_engine.core import PromptToken
-from legato_engine.speculation_run import interval
 from legato_engine.speculative.proposer import UNKNOWN
 from legato_engine.speculative.replay import ReplayProposer, known_history
 

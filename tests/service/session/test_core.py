@@ -5,8 +5,8 @@ import math
 import pytest
 from legato_engine.core import ObjectEvent, TextDelta
 from legato_engine.errors import ClientTooSlow, SessionProtocol
-from legato_engine.messages import Delta, Queued
-from legato_service.session.age import CaptureClock
+from legato_engine.ipc.messages import Delta, Queued
+from legato_service.session.capture_clock import CaptureClock
 from legato_service.session.core import MAX_UNREAD
 from legato_service.session.frame import Accepted, Dropped, Event, GoAway, Result
 from legato_service.session.terms import Cause, Policy

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from legato.v1 import inference_pb2, media_pb2, session_pb2, task_pb2
 from legato_service.arguments import parse
-from legato_service.session.crew import Crew
+from legato_service.session.frame_runner import FrameRunner
 from legato_service.session.session import Session
 
 from tests.service.fakes import FakeEngine, answer, begin, hold
@@ -79,7 +79,7 @@ async def test_a_session_leaves_nothing_to_collect(way):
     """What it held goes with its end, not with a garbage collection: it is in no cycle."""
     async with running(FakeEngine(hold)) as server:
         with no_collections():
-            others = remaining(Session, Crew)  # other tests' that something still holds
+            others = remaining(Session, FrameRunner)  # other tests' that something still holds
             async with session(server) as client:
                 await client.frame(1)
                 await begun(server)
@@ -94,7 +94,7 @@ async def test_a_session_leaves_nothing_to_collect(way):
                     server.server.sessions.abort_all()
                     await client.failure()
             await settled(server)
-            await until(lambda: remaining(Session, Crew).keys() <= others.keys())
+            await until(lambda: remaining(Session, FrameRunner).keys() <= others.keys())
 
 
 async def test_a_drain_says_go_away():

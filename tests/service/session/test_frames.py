@@ -4,7 +4,7 @@ import pytest
 from google.protobuf import timestamp_pb2
 from legato.v1 import media_pb2, session_pb2, task_pb2
 from legato_engine import core
-from legato_engine.client import EngineState
+from legato_engine.client.engine_client import EngineState
 from legato_engine.errors import ImageUndecodable, QueueFull
 
 from tests.service.fakes import FakeEngine, answer, begin, refuse

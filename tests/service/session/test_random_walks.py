@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from legato_engine.core import TextDelta
 from legato_engine.errors import ClientTooSlow
-from legato_engine.messages import Delta
+from legato_engine.ipc.messages import Delta
 from legato_service.session.terms import Cause, Policy
 
 from tests.service.session.drive import Drive

@@ -6,7 +6,7 @@ import argparse
 from typing import Any, NoReturn
 
 from legato_client import Client, Options, Sampling
-from legato_client._channel import DEFAULT_TIMEOUT, default_target
+from legato_client._transport.channel import DEFAULT_TIMEOUT, default_target
 from legato_client.cli.exits import HELP, CommandError, ExitCode
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from legato_client import Client, Options, Result
-from legato_client._channel import DEFAULT_TIMEOUT
+from legato_client._transport.channel import DEFAULT_TIMEOUT
 from legato_client.cli import forward, show, tasks
 from legato_client.cli.local_server import LocalServer
 from legato_client.cli.script import Script, sample_script, script_for

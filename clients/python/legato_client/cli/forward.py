@@ -12,7 +12,7 @@ from legato_client.cli.exits import CommandError
 MODULES = {
     "serve": ("legato_service", "start a server"),
     "bench": ("legato_engine.bench", "measure this machine's engine"),
-    "trace": ("legato_engine.trace", "record the engine's timeline"),
+    "trace": ("legato_engine.bench.trace", "record the engine's timeline"),
 }
 _ENGINE_NEEDS = ("legato_service", "legato_engine", "torch", "grpc_health", "msgspec")
 

@@ -20,12 +20,12 @@ from legato_client import (
     Sampling,
     SegmentTask,
     Task,
-    _images,
-    _methods,
-    _requests,
 )
-from legato_client._channel import default_target
-from legato_client._wire import to_bytes
+from legato_client._convert import requests
+from legato_client._images import sources
+from legato_client._transport import methods
+from legato_client._transport.channel import default_target
+from legato_client._transport.wire import to_bytes
 from legato_client.cli import arguments
 from legato_client.cli.exits import CommandError, ExitCode
 from legato_client.cli.terminal import Terminal
@@ -90,9 +90,9 @@ def _request(
     """The path and the message of every call."""
     options = Options(model=args.model)
     if args.kind == "stream":
-        return _methods.GENERATE.path, _requests.generate(image, task, options)
+        return methods.GENERATE.path, requests.generate(image, task, options)
     if args.kind == "session":
-        standing = _requests.generate(None, task, options).task
+        standing = requests.generate(None, task, options).task
         opened = session_pb2.SessionOpen(
             model=args.model,
             standing_tasks=[standing],
@@ -101,17 +101,17 @@ def _request(
         )
         return "", session_pb2.SessionRequest(open=opened)
     if isinstance(task, QueryTask):
-        return _methods.QUERY.path, _requests.query(image, task, options)
+        return methods.QUERY.path, requests.query(image, task, options)
     assert image is not None, "every other skill was given a picture"
     match task:
         case CaptionTask():
-            return _methods.CAPTION.path, _requests.caption(image, task, options)
+            return methods.CAPTION.path, requests.caption(image, task, options)
         case DetectTask():
-            return _methods.DETECT.path, _requests.detect(image, task, options)
+            return methods.DETECT.path, requests.detect(image, task, options)
         case PointTask():
-            return _methods.POINT.path, _requests.point(image, task, options)
+            return methods.POINT.path, requests.point(image, task, options)
         case SegmentTask():
-            return _methods.SEGMENT.path, _requests.segment(image, task, options)
+            return methods.SEGMENT.path, requests.segment(image, task, options)
 
 
 def _task(args: argparse.Namespace) -> Task:
@@ -133,7 +133,7 @@ def _image(args: argparse.Namespace) -> media_pb2.Image | None:
     """The picture given, a small grey square where one is needed, else none."""
     if args.image:
         try:
-            return _images.to_image(args.image)
+            return sources.to_image(args.image)
         except OSError as error:
             problem = f"cannot read {args.image}: {error.strerror}"
             raise CommandError(problem, ExitCode.USAGE) from None

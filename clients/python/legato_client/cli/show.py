@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legato_client._events import (
+from legato_client._values.events import (
     Event,
     Finished,
     OutlineDelta,
@@ -11,7 +11,7 @@ from legato_client._events import (
     Started,
     TextDelta,
 )
-from legato_client._types import (
+from legato_client._values.results import (
     Box,
     CaptionResult,
     Detection,

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from legato.v1 import inference_pb2, media_pb2, session_pb2
 
 from legato_client._errors import from_rpc_error
-from legato_client._methods import CAPTION, DETECT, GENERATE, POINT, QUERY, SEGMENT
+from legato_client._transport.methods import CAPTION, DETECT, GENERATE, POINT, QUERY, SEGMENT
 from legato_client.load.plan import Plan
 from legato_client.load.watch import Watch
 

@@ -8,7 +8,7 @@ import time
 
 import grpc
 
-from legato_client._channel import MAX_MESSAGE_BYTES
+from legato_client._transport.channel import MAX_MESSAGE_BYTES
 from legato_client.load.calls import Caller, Refused, make_caller, reason_of
 from legato_client.load.plan import Plan
 from legato_client.load.record import Record

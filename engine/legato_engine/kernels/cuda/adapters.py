@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.module import Argument, Kernel, Module
 
 _WARPS = 8
@@ -55,7 +55,7 @@ class LowRank:
         self._shrink_out = _Shrink(ff_dim, _LONG_PARTS, max_rank, norm=False)
         self._expand_in = _expands(ff_dim, max_rank)
         self._expand_out = _expands(dim, max_rank)
-        most = streams.TILES[-1] * 8
+        most = skinny_gemm.TILES[-1] * 8
         self._low_BR = torch.zeros(most, max_rank, device=device)
         self._inner_BF = torch.zeros(most, ff_dim, device=device)
         self._outer_BD = torch.zeros(most, dim, device=device)
@@ -114,7 +114,7 @@ class _Shrink:
         batch = len(row_B)
         tokens = 1 if batch == 1 else max(self._kernels)
         # As many turns as keep the warps of one wave busy: each saves reading A again.
-        wave = streams.num_processors() * 2 * self._pairs
+        wave = skinny_gemm.num_processors() * 2 * self._pairs
         turns = min(_MOST_TURNS, max(1, self._max_rank * batch // wave))
         ranks = self._pairs // tokens
         grid = -(-self._max_rank // ranks), -(-batch // (tokens * turns)), 1

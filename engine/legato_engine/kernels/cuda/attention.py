@@ -15,7 +15,7 @@ import dataclasses
 
 import torch
 
-from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.module import Kernel, Module
 
 HEAD_DIM = 64
@@ -93,7 +93,7 @@ class Attention:
         groups = min(batch, places.num_groups)
         splits = splits_for(groups * heads)
         # The kernel behind this one begins when all thread blocks have: none is to spare.
-        grid = heads * groups if splits > 1 else streams.even_grid(heads * batch)
+        grid = heads * groups if splits > 1 else skinny_gemm.even_grid(heads * batch)
         stages = self._stages[splits]
         self._kernels[splits].launch(
             (grid * splits, 1, 1),
@@ -115,7 +115,7 @@ class Attention:
 
 def splits_for(pairs: int) -> int:
     """Thread blocks per head of a group, of so many in all: as many as find room at once."""
-    return next((s for s in SPLITS[:0:-1] if pairs * s <= streams.num_processors()), 1)
+    return next((s for s in SPLITS[:0:-1] if pairs * s <= skinny_gemm.num_processors()), 1)
 
 
 def shared_bytes(splits: int, stages: int, batch: int) -> int:

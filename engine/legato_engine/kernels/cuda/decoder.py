@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.adapters import StepAdapters
 from legato_engine.kernels.cuda.attention import (
     HEAD_DIM,
@@ -24,7 +24,6 @@ from legato_engine.kernels.cuda.attention import (
     Attention,
     Places,
 )
-from legato_engine.kernels.cuda.between import Between
 from legato_engine.kernels.cuda.decoder_sizes import (
     DecoderSizes,
     Form,
@@ -33,6 +32,7 @@ from legato_engine.kernels.cuda.decoder_sizes import (
     layer_defines,
 )
 from legato_engine.kernels.cuda.head import HEAD_STAGES, Head, HeadWeights
+from legato_engine.kernels.cuda.layer_boundary import LayerBoundary
 from legato_engine.kernels.cuda.module import Kernel, Module
 
 MAX_TOKENS = 32
@@ -86,8 +86,8 @@ def supported(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> 
     return (
         sizes.dim == sizes.num_heads * HEAD_DIM
         and sizes.rotary_dim == _ROTARY_DIM
-        and sizes.dim % streams.GROUP == 0
-        and sizes.ff_dim % streams.GROUP == 0
+        and sizes.dim % skinny_gemm.GROUP == 0
+        and sizes.ff_dim % skinny_gemm.GROUP == 0
         and sizes.vocab_size % 16 == 0
         and sizes.page_size % TILE == 0
         and sizes.page_size * sizes.max_pages <= MAX_CONTEXT
@@ -103,9 +103,9 @@ class _Kernels:
         self.in_stages = stages.layer_in[tiles]
         self.out_stages = stages.layer_out[tiles]
         most = 8 * tiles
-        shared = streams.whole_shared(sizes.dim, most, self.in_stages)
+        shared = skinny_gemm.whole_shared(sizes.dim, most, self.in_stages)
         self.layer_in: Kernel = module.kernel("layer_in", shared=shared)
-        shared = streams.parts_shared(sizes.mixed_dim, sizes.parts, most, self.out_stages)
+        shared = skinny_gemm.parts_shared(sizes.mixed_dim, sizes.parts, most, self.out_stages)
         self.layer_out: Kernel = module.kernel("layer_out", shared=shared)
 
 
@@ -119,14 +119,16 @@ class Decoder:
         sizes: DecoderSizes,
         device: torch.device,
         stages: Stages = DEFAULT_STAGES,
-        between: Between | None = None,
+        between: LayerBoundary | None = None,
     ) -> None:
         """`between` runs the layers of batches that it takes."""
         self._sizes = sizes
         self._between = between
         self._kernels = {form: _Kernels(sizes, form, stages) for form in decode_forms(sizes)}
         self._attention = Attention(sizes.attention, stages.attend, stages.attend_split)
-        self._grid_in = streams.even_grid((3 * sizes.dim + sizes.ff_dim) // 16, streams.CLUSTER)
+        self._grid_in = skinny_gemm.even_grid(
+            (3 * sizes.dim + sizes.ff_dim) // 16, skinny_gemm.CLUSTER
+        )
         self._head = Head(sizes.dim, sizes.vocab_size, stages.head)
         # What the kernels of a layer leave each other; those in front of `attend` may be others.
         self.q_BD = torch.zeros(MAX_TOKENS, sizes.dim, dtype=torch.bfloat16, device=device)
@@ -188,14 +190,14 @@ class Decoder:
         kernels = self._kernels[decode_form(self._sizes, batch)]
         kernels.layer_in.launch(
             (self._grid_in, 1, 1),
-            streams.THREADS,
+            skinny_gemm.THREADS,
             (
                 *(x_BD, weights.weights_in, weights.folded_in),
                 *(*angles, places.row_B, places.position_B, places.table_RM),
                 *(self.q_BD, self.mixed_BF, keys, values, change_BF, batch, kernels.in_stages),
             ),
             cluster=kernels.form.x_cluster,
-            shared=streams.whole_shared(self._sizes.dim, batch, kernels.in_stages),
+            shared=skinny_gemm.whole_shared(self._sizes.dim, batch, kernels.in_stages),
             overlap=True,
         )
 
@@ -218,12 +220,12 @@ class Decoder:
         stages = kernels.out_stages
         kernels.layer_out.launch(
             (sizes.dim // 16, 1, 1),
-            streams.THREADS,
+            skinny_gemm.THREADS,
             (
                 *(self.mixed_BF, weights.weights_out, weights.proj_bias, weights.fc2_bias),
                 *(x_BD, change_BD, batch, stages),
             ),
-            shared=streams.parts_shared(sizes.mixed_dim, sizes.parts, batch, stages),
+            shared=skinny_gemm.parts_shared(sizes.mixed_dim, sizes.parts, batch, stages),
             cluster=kernels.form.cluster,
             overlap=True,
         )
@@ -240,5 +242,5 @@ def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:
         **layer_defines(sizes, form.tiles),
         "CLUSTER": form.cluster,
         "X_CLUSTER": form.x_cluster,
-        "INPUT_STAGES": streams.INPUT_STAGES[form.tiles],
+        "INPUT_STAGES": skinny_gemm.INPUT_STAGES[form.tiles],
     }

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.attention import AttentionSizes
 
 
@@ -49,7 +49,7 @@ class DecoderSizes:
     @property
     def parts(self) -> int:
         """Parts that the inputs of a layer's output map are cut into."""
-        return streams.num_parts(self.mixed_dim, self.dim)
+        return skinny_gemm.num_parts(self.mixed_dim, self.dim)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class Form(NamedTuple):
 
 def decode_form(sizes: DecoderSizes, batch: int) -> Form:
     """The kernels that serve a batch."""
-    shared = streams.cluster(batch)
-    return Form(streams.tiles_for(batch), shared if sizes.parts > 1 else 1, shared)
+    shared = skinny_gemm.cluster(batch)
+    return Form(skinny_gemm.tiles_for(batch), shared if sizes.parts > 1 else 1, shared)
 
 
 def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
-from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.adapters import Slots, StepAdapters
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
-from legato_engine.kernels.cuda.gained_stages import ExpertSizes
 from legato_engine.kernels.cuda.module import Module
+from legato_engine.kernels.cuda.tau_decoder_stages import ExpertSizes
 from legato_engine.kernels.low_rank import ExpertMap
 
 _OUTPUTS = 64  # of a thread block of `expert_expand`
@@ -63,7 +63,7 @@ class ExpertLowRank:
         pairs' [B, K, I].
         """
         batch = len(row_B)
-        wave = max(1, streams.num_processors() * _WAVE // batch)
+        wave = max(1, skinny_gemm.num_processors() * _WAVE // batch)
         self._shrinks[logits_BX is not None].launch(
             (min(self._room, wave), batch, 1),
             self._threads,

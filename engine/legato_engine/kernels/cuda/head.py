@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.module import Module
 
 HEAD_STAGES = {1: 9, 2: 7, 3: 5, 4: 4}
@@ -31,24 +31,24 @@ class Head:
     def __init__(self, dim: int, num_outputs: int, stages: Mapping[int, int] = HEAD_STAGES) -> None:
         self._dim = dim
         self._stages = stages
-        self._grid = streams.even_grid(num_outputs // 16)
+        self._grid = skinny_gemm.even_grid(num_outputs // 16)
         self._kernels = {
             tiles: Module("head.cu", head_defines(dim, num_outputs, tiles)).kernel(
-                "head", shared=streams.whole_shared(dim, 8 * tiles, stages[tiles])
+                "head", shared=skinny_gemm.whole_shared(dim, 8 * tiles, stages[tiles])
             )
-            for tiles in streams.TILES
+            for tiles in skinny_gemm.TILES
         }
 
     def run(self, x_BD: torch.Tensor, weights: HeadWeights, logits_BV: torch.Tensor) -> None:
         """Write the float32 logits of the residual stream; at most 32 tokens."""
         batch = x_BD.shape[0]
-        tiles = streams.tiles_for(batch)
+        tiles = skinny_gemm.tiles_for(batch)
         stages = self._stages[tiles]
         self._kernels[tiles].launch(
             (self._grid, 1, 1),
-            streams.THREADS,
+            skinny_gemm.THREADS,
             (x_BD, weights.weights, weights.folded, logits_BV, batch, stages),
-            shared=streams.whole_shared(self._dim, batch, stages),
+            shared=skinny_gemm.whole_shared(self._dim, batch, stages),
             overlap=True,
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from legato_engine.kernels.cuda import streams
+from legato_engine.kernels.cuda import skinny_gemm
 
 
 def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
@@ -21,7 +21,7 @@ def pack(weights_OI: torch.Tensor, parts: int = 1) -> torch.Tensor:
     new tensor.
     """
     outputs, inputs = weights_OI.shape
-    chunk = streams.chunk(inputs // parts)
+    chunk = skinny_gemm.chunk(inputs // parts)
     shape = (outputs // 16, 2, 8, inputs // chunk, chunk // 64, 2, 4, 8)
     block, high, row, stage, warp, half, lane, value = range(8)
     order = (block, stage, warp, high, half, row, lane, value)

@@ -16,10 +16,10 @@ from legato_engine.core import (
 )
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models import budget
-from legato_engine.models.answer import Answer
 from legato_engine.models.decoder.task import TextTask
+from legato_engine.models.detokenizer import Pieces
 from legato_engine.models.model import PreparedImage
-from legato_engine.models.text_stream import Pieces
+from legato_engine.models.text_output import Answer
 from legato_engine.models.token_log import TokenLog
 from legato_engine.tasks import Constraint
 

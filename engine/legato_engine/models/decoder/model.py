@@ -14,7 +14,7 @@ from legato_engine.errors import AdapterUnusable, InvalidField
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.decoder.frontend import FREE
 from legato_engine.models.decoder.network import DecoderNetwork
-from legato_engine.models.model import Adapter, MaskRefiner, PictureEncoder, PreparedImage
+from legato_engine.models.model import Adapter, ImageEncoder, MaskRefiner, PreparedImage
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.models.step_kernels import StepKernels
 from legato_engine.speculative.proposer import Proposer
@@ -97,6 +97,6 @@ class DecoderModel:
 
     def picture_encoder(
         self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_places: int
-    ) -> PictureEncoder | None:
+    ) -> ImageEncoder | None:
         """None: there are no pictures."""
         return None

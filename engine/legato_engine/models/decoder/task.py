@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from legato_engine.core import Event, FinishReason, PromptToken, QueryResult, SamplingParams
-from legato_engine.models.answer import Answer
+from legato_engine.models.text_output import Answer
 from legato_engine.models.token_log import TokenLog
-from legato_engine.tasks import SampledToken
-from legato_engine.token_events import with_token
+from legato_engine.tasks import SampledToken, with_token
 
 
 class TextTask:

@@ -18,7 +18,6 @@ from legato_engine.core import (
 )
 from legato_engine.errors import InvalidField
 from legato_engine.models import budget
-from legato_engine.models.answer import Answer
 from legato_engine.models.budget import SamplingDefaults
 from legato_engine.models.model import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig
@@ -26,7 +25,7 @@ from legato_engine.models.moondream.constraints import constraint_table
 from legato_engine.models.moondream.preprocess import (
     Crops,
     Pixels,
-    WholePicture,
+    WholeImage,
     crop_image,
     whole_picture,
 )
@@ -39,6 +38,7 @@ from legato_engine.models.moondream.tasks.query import QuerySkill, ReasonedQuery
 from legato_engine.models.moondream.tasks.segment import SegmentSkill
 from legato_engine.models.moondream.tasks.thoughts import Thoughts
 from legato_engine.models.moondream.tokenizer import Tokenizer
+from legato_engine.models.text_output import Answer
 from legato_engine.models.token_log import TokenLog
 
 _SKILLS = ("query", "caption", "detect", "point", "segment")
@@ -101,7 +101,7 @@ class MoondreamFrontend:
             pixels=pixels,
             info=info,
             num_bytes=pixels.num_bytes,
-            num_crops=pixels.plan.num_crops if isinstance(pixels, WholePicture) else 0,
+            num_crops=pixels.plan.num_crops if isinstance(pixels, WholeImage) else 0,
         )
 
     def prefix_length(self, has_image: bool) -> int:
@@ -132,7 +132,7 @@ class MoondreamFrontend:
                 setup = self._setup(request, prompt, SamplingDefaults())
                 return SegmentSkill(setup, clean(request.task.object, "object"), self._tokenizer)
 
-    def _layout(self, image_rgb: Image.Image | Pixels) -> Crops | WholePicture:
+    def _layout(self, image_rgb: Image.Image | Pixels) -> Crops | WholeImage:
         if self._resize_on_device:
             whole = whole_picture(np.asarray(image_rgb), self._config.vision)
             if whole is not None:

@@ -12,7 +12,6 @@ import torch
 
 from legato_engine.kernels.cuda.adapters import StepAdapters
 from legato_engine.kernels.cuda.attention import Places
-from legato_engine.kernels.cuda.between import Between
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
     MAX_TOKENS,
@@ -20,15 +19,10 @@ from legato_engine.kernels.cuda.decoder import (
     Part,
     Stages,
 )
-from legato_engine.kernels.cuda.gained import (
-    GainedDecoder,
-)
-from legato_engine.kernels.cuda.regions import (
-    Embedder,
-    EncoderWeights,
-    TokenInputs,
-)
+from legato_engine.kernels.cuda.layer_boundary import LayerBoundary
 from legato_engine.kernels.cuda.sampling import PayloadReader, RowTensors
+from legato_engine.kernels.cuda.tau_decoder import TauDecoder
+from legato_engine.kernels.cuda.value_heads import Embedder, EncoderWeights, TokenInputs
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.fused_adapters import FusedAdapters
@@ -67,7 +61,7 @@ Layers = Callable[
 class FusedMoondream:
     """A `models.model.StepKernels` over a network's text and region parts.
 
-    `parts` are the kernels of its layers. `expert_LBK`: see `GainedDecoder`; None without experts.
+    `parts` are the kernels of its layers. `expert_LBK`: see `TauDecoder`; None without experts.
     """
 
     def __init__(
@@ -85,7 +79,7 @@ class FusedMoondream:
         self._decoder, self._layers = _layers(config, text, kv, stages)
         self.parts = self._decoder.parts
         self.expert_LBK: torch.Tensor | None = None
-        if isinstance(self._decoder, GainedDecoder):
+        if isinstance(self._decoder, TauDecoder):
             self.expert_LBK = self._decoder.expert_LBK
         self._head = normed_map([text.lm_head], text.post_ln)
         self._angles = text.rope.cos_PR, text.rope.sin_PR
@@ -182,16 +176,16 @@ def _passes(batch: int) -> list[slice]:
 
 def _layers(
     config: MoondreamConfig, text: Text, kv: KVCache, stages: Stages
-) -> tuple[Decoder | GainedDecoder, Layers]:
+) -> tuple[Decoder | TauDecoder, Layers]:
     """The kernels, and how they run this network's layers."""
     device, sizes = text.wte.device, decoder_sizes(config, kv)
     blocks = [cast(TextBlock, block) for block in text.blocks]
     if config.text.tau is None:
-        decoder = Decoder(sizes, device, stages, Between(sizes, len(blocks), device))
+        decoder = Decoder(sizes, device, stages, LayerBoundary(sizes, len(blocks), device))
         plain = [plain_layer(block, sizes, rotated=True) for block in blocks]
         return decoder, lambda x_BD, *rest: decoder.layers(x_BD, plain, *rest)
     expert_dtype = torch.float8_e4m3fn if text.has_fp8_experts else text.wte.dtype
     routed_sizes = gained_sizes(config, sizes, expert_dtype)
-    routed = GainedDecoder(routed_sizes, len(blocks), device, stages, kv.scale_L2)
+    routed = TauDecoder(routed_sizes, len(blocks), device, stages, kv.scale_L2)
     layers = [gained_layer(block, sizes) for block in blocks]
     return routed, lambda x_BD, *rest: routed.layers(x_BD, layers, *rest)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from legato_engine.kernels.cuda import gained_stages
+from legato_engine.kernels.cuda import tau_decoder_stages
 from legato_engine.kernels.cuda.decoder import supported
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
-from legato_engine.kernels.cuda.gained_stages import ExpertSizes, GainedSizes
-from legato_engine.kernels.cuda.regions import RegionSizes
+from legato_engine.kernels.cuda.tau_decoder_stages import ExpertSizes, TauSizes
+from legato_engine.kernels.cuda.value_heads import RegionSizes
 from legato_engine.models.moondream.config import Gelu, MoondreamConfig
 from legato_engine.models.paged_cache import KVCache
 
@@ -38,7 +38,7 @@ def can_fuse(config: MoondreamConfig, kv: KVCache, dtype: torch.dtype) -> bool:
         return False
     if kv.scale_L2 is not None and text.tau is None:
         return False
-    if text.moe is not None and not gained_stages.supported(expert_sizes(config, dtype)):
+    if text.moe is not None and not tau_decoder_stages.supported(expert_sizes(config, dtype)):
         return False
     if region.inner_dim is not None and region.inner_dim % 64:
         return False
@@ -64,11 +64,11 @@ def region_sizes(config: MoondreamConfig) -> RegionSizes:
 
 def gained_sizes(
     config: MoondreamConfig, decoder: DecoderSizes, expert_dtype: torch.dtype
-) -> GainedSizes:
+) -> TauSizes:
     """The sizes of a text part with gains and experts."""
     assert config.text.tau is not None, "only where there are gains"
     exact = config.text.tau.gelu is Gelu.EXACT
-    return GainedSizes(decoder, expert_sizes(config, expert_dtype), exact)
+    return TauSizes(decoder, expert_sizes(config, expert_dtype), exact)
 
 
 def expert_sizes(config: MoondreamConfig, dtype: torch.dtype) -> ExpertSizes:

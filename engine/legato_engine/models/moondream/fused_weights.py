@@ -10,10 +10,10 @@ from torch import nn
 from legato_engine.kernels.cuda.adapters import LayerAdapters, Map
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes, LayerWeights
 from legato_engine.kernels.cuda.expert_adapters import ExpertSlots
-from legato_engine.kernels.cuda.gained import ExpertLayer, GainedLayer, Gains
 from legato_engine.kernels.cuda.head import HeadWeights
 from legato_engine.kernels.cuda.packing import fold_norm, pack, pack_beside, pair_rotated
-from legato_engine.kernels.cuda.regions import (
+from legato_engine.kernels.cuda.tau_decoder import ExpertLayer, Gains, TauLayer
+from legato_engine.kernels.cuda.value_heads import (
     Bins,
     DecoderWeights,
     MlpBins,
@@ -48,13 +48,13 @@ def plain_layer(block: TextBlock, sizes: DecoderSizes, *, rotated: bool) -> Laye
     )
 
 
-def gained_layer(block: TextBlock, sizes: DecoderSizes) -> GainedLayer:
+def gained_layer(block: TextBlock, sizes: DecoderSizes) -> TauLayer:
     """A layer with gains, and its experts if it has some."""
     attention, mlp = block.attn, block.mlp
     assert attention.tau is not None, "only where there are gains"
     gains = Gains(attention.tau.wqwv, attention.tau.gain_PH)
     if not isinstance(mlp, MoE):
-        return GainedLayer(gains, plain_layer(block, sizes, rotated=False))
+        return TauLayer(gains, plain_layer(block, sizes, rotated=False))
     first = normed_map([attention.qkv, mlp.router], block.ln)
     maps = ExpertLayer(
         weights_in=first.weights,
@@ -65,7 +65,7 @@ def gained_layer(block: TextBlock, sizes: DecoderSizes) -> GainedLayer:
         proj_DD=attention.proj.weight,
         proj_bias=attention.proj.bias,
     )
-    return GainedLayer(gains, maps)
+    return TauLayer(gains, maps)
 
 
 def weight_and_bias(layer: nn.LayerNorm | Linear) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.models.model import Adapter, MaskRefiner, PictureEncoder, PreparedImage
+from legato_engine.models.model import Adapter, ImageEncoder, MaskRefiner, PreparedImage
 from legato_engine.models.moondream.adapters import bank_sizes, parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
@@ -148,14 +148,14 @@ class MoondreamModel:
 
     def picture_encoder(
         self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_places: int
-    ) -> PictureEncoder | None:
+    ) -> ImageEncoder | None:
         """The vision tower in steps; None where pictures are cut on the host."""
         if self._device.type != "cuda" or self.dtype is not torch.bfloat16:
             return None
-        from legato_engine.models.moondream.picture_encoder import MoondreamPictureEncoder
+        from legato_engine.models.moondream.image_encoder import MoondreamImageEncoder
 
         vision, text = self._network.vision, self._network.text
-        return MoondreamPictureEncoder(self._config, vision, text, pinned, num_places)
+        return MoondreamImageEncoder(self._config, vision, text, pinned, num_places)
 
     def _upload(self, crops: Crops) -> torch.Tensor:
         """The pixels on the device; page-locked first, so that the copy does not stop the host."""

@@ -39,7 +39,7 @@ class Crops:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WholePicture:
+class WholeImage:
     """A picture that the device resizes and cuts, by `plan`: uint8 RGB as decoded."""
 
     pixels_HWC: Pixels
@@ -98,13 +98,13 @@ def most_crops(config: VisionConfig) -> int:
     return 1 + config.max_crops if config.max_crops > 1 else 1
 
 
-def whole_picture(pixels_HWC: Pixels, config: VisionConfig) -> WholePicture | None:
+def whole_picture(pixels_HWC: Pixels, config: VisionConfig) -> WholeImage | None:
     """The picture for the device to cut; None when it has no room for the size or the crops."""
     height, width = pixels_HWC.shape[:2]
     plan = CutPlan(height, width, select_tiling(height, width, config), crop_geometry(config))
     if plan.num_crops > most_crops(config) or not plan.fits:
         return None
-    return WholePicture(pixels_HWC, plan)
+    return WholeImage(pixels_HWC, plan)
 
 
 def crop_image(image: Image.Image, config: VisionConfig) -> Crops:

@@ -1,6 +1,6 @@
 """Text to ids and ids to bytes.
 
-A piece of text may end inside a character, so tokens are read as bytes; `TextStream` joins them.
+A piece of text may end inside a character, so tokens are read as bytes; `Detokenizer` joins them.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ from legato_engine.models.decoder.bundle import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
 from legato_engine.models.paged_cache import DecodeBatch, KVCache
 from legato_engine.models.registry import resolve
-from legato_engine.tasks import SampledToken
-from legato_engine.token_events import tokens_of
+from legato_engine.tasks import SampledToken, tokens_of
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import AutoModelForCausalLM
 

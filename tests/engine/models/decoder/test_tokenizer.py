@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from legato_engine.errors import InvalidField
 from legato_engine.models.decoder.tokenizer import TextTokenizer
-from legato_engine.models.text_stream import TextStream
+from legato_engine.models.detokenizer import Detokenizer
 
 from tests.engine.models import hub_folder
 
@@ -35,7 +35,7 @@ def test_text_comes_back(pair, text):
     tokenizer, theirs = pair
     ids = tokenizer.encode(text)
     assert list(ids) == theirs.encode(text, add_special_tokens=False).ids
-    stream = TextStream(tokenizer)
+    stream = Detokenizer(tokenizer)
     shown = "".join(map(stream.push, ids)) + stream.close()
     assert shown == text.lstrip()
     assert "\ufffd" not in shown

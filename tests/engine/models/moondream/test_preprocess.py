@@ -12,7 +12,7 @@ from legato_engine.kernels.lanczos import resize
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.preprocess import (
     Crops,
-    WholePicture,
+    WholeImage,
     crop_geometry,
     crop_image,
     select_tiling,
@@ -120,11 +120,11 @@ def test_a_picture_for_the_device_stays_whole(picture):
     frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer(), resize_on_device=True)
     pixels_HWC = np.asarray(picture(850, 600))
     image = frontend.prepare_image(pixels_HWC, "key", INFO)
-    assert isinstance(image.pixels, WholePicture)
+    assert isinstance(image.pixels, WholeImage)
     assert image.pixels.tiling == (2, 4)
     assert np.shares_memory(image.pixels.pixels_HWC, pixels_HWC)
     assert image.num_bytes == 850 * 600 * 3
-    assert isinstance(frontend.prepare_image(picture(850, 600), "key", INFO).pixels, WholePicture)
+    assert isinstance(frontend.prepare_image(picture(850, 600), "key", INFO).pixels, WholeImage)
 
 
 def test_a_picture_without_room_on_the_device_is_cut_on_the_host():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from legato_engine.core import Event, FinishReason
-from legato_engine.models.answer import Answer
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
+from legato_engine.models.text_output import Answer
 from legato_engine.tasks import SampledToken
 
 _TEXT = int(Allow.TEXT)  # a plain number: every step asks

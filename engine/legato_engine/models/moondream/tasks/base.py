@@ -8,8 +8,7 @@ import dataclasses
 from legato_engine.core import Event, FinishReason, PromptToken, SamplingParams, TaskResult
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.token_log import TokenLog
-from legato_engine.tasks import SampledToken
-from legato_engine.token_events import with_token
+from legato_engine.tasks import SampledToken, with_token
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

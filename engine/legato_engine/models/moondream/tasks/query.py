@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from legato_engine.core import Event, FinishReason, QueryResult
-from legato_engine.models.answer import Answer
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.tasks.answering import AnsweringSkill
 from legato_engine.models.moondream.tasks.base import TaskSetup
 from legato_engine.models.moondream.tasks.thoughts import Thoughts
+from legato_engine.models.text_output import Answer
 from legato_engine.tasks import SampledToken
 
 # Plain numbers: every step asks, and looking up an enum's member is slow.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from legato_engine.core import Event, Grounding, Point, ReasoningDelta
+from legato_engine.models.detokenizer import Detokenizer
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.moondream.tokenizer import Tokenizer
-from legato_engine.models.text_stream import TextStream
 from legato_engine.tasks import SampledToken
 
 
@@ -17,7 +17,7 @@ class Thoughts:
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: SpecialTokens) -> None:
-        self._stream = TextStream(tokenizer)
+        self._stream = Detokenizer(tokenizer)
         self._tokens = tokens
         self._span_start: int | None = None
         self._coords: list[float] = []

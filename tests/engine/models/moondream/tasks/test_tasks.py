@@ -31,8 +31,7 @@ from legato_engine.models.moondream.config import Suppression
 from legato_engine.models.moondream.constraints import Allow
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
-from legato_engine.tasks import SampledToken
-from legato_engine.token_events import tokens_of
+from legato_engine.tasks import SampledToken, tokens_of
 
 IMAGE = EncodedImage(blob=BlobRef(name="b", size=1), mime_type="image/png")
 EOS, ANSWER, COORD, SIZE, GROUND_START, GROUND_END = 0, 3, 5, 6, 7, 9

@@ -1,0 +1,51 @@
+"""What an operator is told, as Python values."""
+
+from __future__ import annotations
+
+from legato.v1 import admin_pb2
+
+from legato_client._convert import responses
+from legato_client._values import admin
+
+
+def load(response: admin_pb2.GetLoadResponse) -> admin.Load:
+    """The value of a GetLoad answer."""
+    wait = response.estimated_wait if response.HasField("estimated_wait") else None
+    steps = response.decode_steps if response.HasField("decode_steps") else None
+    return admin.Load(
+        running=response.running,
+        waiting=response.waiting,
+        sessions=response.sessions,
+        kv_used_ratio=response.kv_used_ratio,
+        estimated_wait=None if wait is None else responses.seconds(wait),
+        engine_state=response.engine_state,
+        engine_step=response.engine_step,
+        decode_steps=None if steps is None else _steps(steps),
+    )
+
+
+def abort_count(response: admin_pb2.AbortResponse) -> admin.AbortCount:
+    """The value of an Abort answer."""
+    return admin.AbortCount(response.aborted, response.already_finished)
+
+
+def unfinished(response: admin_pb2.DrainResponse) -> admin.Unfinished:
+    """The value of a Drain answer."""
+    return admin.Unfinished(response.running, response.waiting, response.sessions)
+
+
+def _steps(steps: admin_pb2.DecodeSteps) -> admin.DecodeSteps:
+    return admin.DecodeSteps(
+        steps=steps.steps,
+        tokens=steps.tokens,
+        rows=steps.rows,
+        step_ms=steps.step_ms,
+        forward_ms=steps.forward_ms,
+        sampling_ms=steps.sampling_ms,
+        bookkeeping_ms=steps.bookkeeping_ms,
+        wait_ms=steps.wait_ms,
+        idle_ms=steps.idle_ms,
+        blocking_ms=steps.blocking_ms,
+        zombie_ratio=steps.zombie_ratio,
+        predicted_gain=steps.predicted_gain,
+    )

@@ -1,0 +1,53 @@
+"""What a session says, as Python values."""
+
+from __future__ import annotations
+
+from legato.v1 import session_pb2
+
+from legato_client import _errors
+from legato_client._convert import responses
+from legato_client._values import results, session
+
+
+def terms(message: session_pb2.SessionOpened) -> session.SessionTerms:
+    """What the server granted."""
+    return session.SessionTerms(
+        session_id=message.session_id,
+        model=message.model,
+        max_in_flight=message.max_in_flight,
+        heartbeat_interval=responses.seconds(message.heartbeat_interval),
+    )
+
+
+def result(message: session_pb2.FrameResult, model: str) -> session.FrameResult:
+    """One task's end on one frame."""
+    stamp = responses.stamp(message.stamp)
+    image = responses.image_info(message.image) if message.HasField("image") else None
+    shared = results.ResponseInfo("", model, "unspecified", image=image, stamp=stamp)
+    return session.FrameResult(
+        stamp=stamp,
+        task_id=message.result.task_id,
+        outcome=responses.outcome(message.result, shared),
+        image=image,
+        last_for_frame=message.last_for_frame,
+    )
+
+
+def dropped(message: session_pb2.FrameDropped) -> session.FrameDropped:
+    """A frame that gets no results."""
+    reason = responses.enum_word(session_pb2.DropReason.DESCRIPTOR, message.reason)
+    return session.FrameDropped(message.sequence, reason, message.dropped_total)
+
+
+def delta(message: session_pb2.FrameDelta) -> session.FrameDelta | None:
+    """An event of a running task; None for a kind this client does not know."""
+    event = responses.event(message.event)
+    if event is None:
+        return None
+    return session.FrameDelta(message.sequence, message.task_id, event)
+
+
+def go_away(message: session_pb2.SessionGoAway) -> session.GoAway:
+    """The server's notice."""
+    reason = _errors.from_status(message.reason) if message.reason.code else None
+    return session.GoAway(responses.seconds(message.time_left), reason)

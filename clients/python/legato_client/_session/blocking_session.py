@@ -1,0 +1,242 @@
+"""A session of the blocking client."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+from legato.v1 import session_pb2
+
+from legato_client._calls import Calls
+from legato_client._errors import LegatoError, from_rpc_error
+from legato_client._images.shared_frames import SharedFrame
+from legato_client._images.sources import ImageInput
+from legato_client._session.plan import SessionPlan
+from legato_client._session.state import SessionState
+from legato_client._transport import methods
+from legato_client._transport.blocking_transport import BlockingTransport, run
+from legato_client._values import tasks as _tasks
+from legato_client._values.results import FrameStamp
+from legato_client._values.session import Answer, SessionStats, SessionTerms
+
+
+class Session:
+    """Frames in, answers out, over one stream; made by `Client.session`.
+
+    Send from one thread and iterate in another, or in one thread if you keep reading: the server
+    lets only so many frames be under way. A thread of its own reads the stream, another of gRPC's
+    writes it, so that neither side waits for the other.
+
+    Iterating ends when the session is finished or closed, and raises what it failed with.
+    """
+
+    def __init__(self, calls: Calls, connection: BlockingTransport, plan: SessionPlan) -> None:
+        self._calls = calls
+        self._connection = connection
+        self._plan = plan
+        self._changed = threading.Condition()  # guards the three below
+        self._state = SessionState(plan.window)
+        self._answers: collections.deque[Answer] = collections.deque()
+        self._last_heard = time.monotonic()
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: half-close
+        self._call: Any = None
+        self._reader: threading.Thread | None = None
+
+    @property
+    def terms(self) -> SessionTerms:
+        """What the server granted."""
+        return self._state.granted()
+
+    @property
+    def stats(self) -> SessionStats:
+        """Frames so far."""
+        return self._state.stats
+
+    def __enter__(self) -> Session:
+        start: grpc.StreamStreamMultiCallable[bytes, session_pb2.SessionResponse] = (
+            self._connection.channel.stream_stream(
+                methods.SESSION_PATH,
+                response_deserializer=session_pb2.SessionResponse.FromString,
+            )
+        )
+        self._requests.put(self._plan.first_message())
+        self._call = start(iter(self._requests.get, None), metadata=self._connection.metadata)
+        self._reader = threading.Thread(target=self._read, name="legato-session", daemon=True)
+        self._reader.start()
+        try:
+            self._until_opened()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ sending
+
+    def send(
+        self,
+        image: ImageInput,
+        *,
+        stamp: FrameStamp | None = None,
+        extra_tasks: Sequence[_tasks.Task] = (),
+        skip_standing_tasks: bool = False,
+        must_run: bool = False,
+    ) -> int | None:
+        """Send a frame; its sequence, or None when it was left out for want of room.
+
+        A `stamp` comes back with the answers; without a sequence of its own it gets the next one.
+        `extra_tasks` are for this frame only, and a frame that `must_run` is never dropped. A
+        `SharedFrame` that was sent is released by the session, as soon as the server has it.
+
+        Raises DeadlineExceeded when there was no room in time, and SessionProtocol for a sequence
+        that does not grow.
+        """
+        with self._changed:
+            if not self._has_room():
+                self._state.skip()
+                return None
+            self._state.reserve()
+        slot = image if isinstance(image, SharedFrame) else None
+        try:
+            picture = run(self._calls.picture(image))
+            with self._changed:
+                self._state.check_takes_frames()
+                sequence, message = self._state.frame(
+                    picture, slot, stamp, extra_tasks, skip_standing_tasks, must_run
+                )
+                self._requests.put(message)
+        except BaseException:
+            with self._changed:
+                self._state.release()
+            raise
+        return sequence
+
+    def cancel(self, *, sequence: int | None = None, task_id: str | None = None) -> None:
+        """Stop a frame, or all running tasks of an id; naming what has ended does nothing."""
+        self._say(self._state.cancel(sequence, task_id))
+
+    def update_tasks(self, tasks: Sequence[_tasks.Task]) -> None:
+        """Replace the standing tasks, from the next frame on."""
+        self._say(self._state.update(tasks))
+
+    def finish(self) -> None:
+        """Send no more; what is under way is answered, and then iterating ends."""
+        with self._changed:
+            self._state.check_open()
+            self._state.finish()
+            self._requests.put(None)
+
+    def close(self) -> None:
+        """End the session now; unanswered frames are given up. Does nothing the second time."""
+        with self._changed:
+            self._state.close()
+            self._changed.notify_all()
+        if self._call is not None:
+            self._call.cancel()
+        self._requests.put(None)  # gRPC's writing thread waits for it
+        if self._reader is not None:
+            self._reader.join()
+
+    # ------------------------------------------------------------ reading
+
+    def __iter__(self) -> Session:
+        return self
+
+    def __next__(self) -> Answer:
+        with self._changed:
+            while not self._answers:
+                if self._state.is_over:
+                    self._state.raise_end()
+                    raise StopIteration
+                self._wait()
+            answer = self._answers.popleft()
+            self._state.read(answer)
+            self._grant()
+        return answer
+
+    # ------------------------------------------------------------ how
+
+    def _grant(self) -> None:
+        grant = self._state.grant()
+        if grant is not None:
+            self._requests.put(grant)
+
+    def _say(self, message: bytes) -> None:
+        with self._changed:
+            self._state.check_open()
+            self._requests.put(message)
+
+    def _has_room(self) -> bool:
+        """Wait for a credit as the plan says; False to leave the frame out."""
+        self._state.check_takes_frames()
+        if not self._state.has_credit and self._plan.when_full == "drop":
+            return False
+        end = time.monotonic() + self._plan.send_timeout
+        while not self._state.has_credit:
+            if time.monotonic() >= end:
+                raise self._plan.no_room()
+            self._wait(end)
+            self._state.check_takes_frames()
+        return True
+
+    def _until_opened(self) -> None:
+        end = time.monotonic() + self._plan.open_timeout
+        with self._changed:
+            while not self._state.is_open:
+                if time.monotonic() >= end:
+                    raise self._plan.not_opened()
+                self._wait(end)
+            self._state.check_open()
+
+    def _wait(self, end: float | None = None) -> None:
+        """Wait for a message until `end`; whoever waits also sees that the server fell silent."""
+        patience = self._state.patience
+        limits = [] if end is None else [end]
+        if patience is not None:
+            limits.append(self._last_heard + patience)
+        if not limits:
+            self._changed.wait()
+            return
+        self._changed.wait(max(0.0, min(limits) - time.monotonic()))
+        if patience is not None and time.monotonic() - self._last_heard >= patience:
+            self._call.cancel()
+            self._state.end(self._state.silence())
+
+    def _read(self) -> None:
+        error: LegatoError | None = self._state.broken()
+        try:
+            for message in self._call:
+                self._receive(message)
+            error = None
+        except grpc.RpcError as failure:
+            error = from_rpc_error(failure)
+        except LegatoError as failure:
+            self._call.cancel()
+            error = failure
+        finally:
+            with self._changed:
+                self._state.end(error)
+                self._changed.notify_all()
+            self._requests.put(None)  # gRPC's writing thread waits for it
+
+    def _receive(self, message: session_pb2.SessionResponse) -> None:
+        with self._changed:
+            self._last_heard = time.monotonic()
+            answer = self._state.receive(message)
+            if answer is not None:
+                self._answers.append(answer)
+            self._grant()
+            self._changed.notify_all()

@@ -1,0 +1,101 @@
+# ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
+"""The asyncio transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from legato_client._errors import from_rpc_error
+from legato_client._transport.async_status import ServerStatus
+from legato_client._transport.methods import Method
+from legato_client._transport.settings import Settings
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+ValueT = TypeVar("ValueT")
+
+
+class AsyncTransport:
+    """Over a `grpc.aio` channel, which opens at the first call, in the loop that makes it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.metadata = grpc.aio.Metadata(*settings.metadata)  # else it is made for every call
+        self._settings = settings
+        self._channel: grpc.aio.Channel | None = None
+        self._starts: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
+
+    async def unary(
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
+    ) -> ResponseT:
+        """See `Transport`."""
+        start = self._starts.get(method.path)
+        if start is None:
+            start = self._starts[method.path] = self.channel.unary_unary(
+                method.path, response_deserializer=method.response.FromString
+            )
+        try:
+            return cast("ResponseT", await start(request, timeout=timeout, metadata=self.metadata))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def upload(
+        self, method: Method[ResponseT, ValueT], requests: Iterator[bytes], timeout: float
+    ) -> ResponseT:
+        """See `Transport`."""
+        start: grpc.aio.StreamUnaryMultiCallable[Any, ResponseT] = self.channel.stream_unary(
+            method.path, response_deserializer=method.response.FromString
+        )
+        call = start(requests, timeout=timeout, metadata=self.metadata)
+        status = ServerStatus(call)
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(await status.instead_of(error)) from error
+
+    async def stream(
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
+    ) -> AsyncGenerator[ResponseT, None]:
+        """See `Transport`."""
+        start: grpc.aio.UnaryStreamMultiCallable[bytes, ResponseT] = self.channel.unary_stream(
+            method.path, response_deserializer=method.response.FromString
+        )
+        call = start(request, timeout=timeout, metadata=self.metadata)
+        try:
+            async for message in call:
+                yield message
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    async def run(self, work: Callable[[], ValueT]) -> ValueT:
+        """See `Transport`; on a worker thread."""
+        return await asyncio.to_thread(work)
+
+    async def sleep(self, seconds: float) -> None:
+        """See `Transport`."""
+        await asyncio.sleep(seconds)
+
+    async def close(self) -> None:
+        """End running calls and the connection; a later call opens another one."""
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            self._starts.clear()
+            await channel.close()
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel, of the running loop."""
+        if self._channel is None:
+            target, options = self._settings.target, self._settings.channel_options
+            credentials = self._settings.credentials
+            if credentials is None:
+                self._channel = grpc.aio.insecure_channel(target, options=options)
+            else:
+                self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        return self._channel

@@ -1,0 +1,96 @@
+# ruff: noqa: ASYNC109, ASYNC251 - coroutines in shape only: they block by contract, see `run`
+"""The blocking transport."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from legato_client._errors import from_rpc_error
+from legato_client._transport.methods import Method
+from legato_client._transport.settings import Settings
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+ValueT = TypeVar("ValueT")
+
+
+def run(call: Coroutine[Any, Any, ValueT]) -> ValueT:
+    """The value of a coroutine over a `BlockingTransport`, which blocks and never suspends."""
+    try:
+        call.send(None)
+    except StopIteration as done:
+        value: ValueT = done.value
+        return value
+    call.close()
+    raise AssertionError("a call over the blocking transport suspended")
+
+
+class BlockingTransport:
+    """Over a `grpc` channel; every method does its work before it returns."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.metadata = settings.metadata
+        self._starts: dict[str, grpc.UnaryUnaryMultiCallable[bytes, Any]] = {}  # by path
+        target, options = settings.target, settings.channel_options
+        if settings.credentials is None:
+            self.channel = grpc.insecure_channel(target, options=options)
+        else:
+            self.channel = grpc.secure_channel(target, settings.credentials, options=options)
+
+    async def unary(
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
+    ) -> ResponseT:
+        """See `Transport`."""
+        start = self._starts.get(method.path)
+        if start is None:
+            start = self._starts[method.path] = self.channel.unary_unary(
+                method.path, response_deserializer=method.response.FromString
+            )
+        try:
+            return cast("ResponseT", start(request, timeout=timeout, metadata=self.metadata))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def upload(
+        self, method: Method[ResponseT, ValueT], requests: Iterator[bytes], timeout: float
+    ) -> ResponseT:
+        """See `Transport`."""
+        start: grpc.StreamUnaryMultiCallable[bytes, ResponseT] = self.channel.stream_unary(
+            method.path, response_deserializer=method.response.FromString
+        )
+        try:
+            return start(requests, timeout=timeout, metadata=self.metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def stream(
+        self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
+    ) -> AsyncGenerator[ResponseT, None]:
+        """See `Transport`."""
+        start: grpc.UnaryStreamMultiCallable[bytes, ResponseT] = self.channel.unary_stream(
+            method.path, response_deserializer=method.response.FromString
+        )
+        call = start(request, timeout=timeout, metadata=self.metadata)
+        try:
+            for message in call:
+                yield message
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    async def run(self, work: Callable[[], ValueT]) -> ValueT:
+        """See `Transport`; here and now."""
+        return work()
+
+    async def sleep(self, seconds: float) -> None:
+        """See `Transport`."""
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        """End running calls and the connection."""
+        self.channel.close()

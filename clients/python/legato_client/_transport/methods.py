@@ -1,0 +1,87 @@
+"""The calls this client makes: path, answer type and how to read it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+from legato.v1 import admin_pb2, image_pb2, inference_pb2, server_pb2
+
+from legato_client._convert import admin, responses, server
+from legato_client._errors import IncompleteStream
+from legato_client._values import events
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+ValueT = TypeVar("ValueT")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Method(Generic[ResponseT, ValueT]):
+    """One RPC; `parse` turns an answer message into a value."""
+
+    path: str
+    response: type[ResponseT]
+    parse: Callable[[ResponseT], ValueT]
+
+
+_INFERENCE = "/legato.v1.InferenceService/"
+_ADMIN = "/legato.v1.AdminService/"
+_IMAGE = "/legato.v1.ImageService/"
+_SERVER = "/legato.v1.ServerService/"
+
+SESSION_PATH = "/legato.v1.SessionService/Session"
+
+QUERY = Method(_INFERENCE + "Query", inference_pb2.QueryResponse, responses.query)
+CAPTION = Method(_INFERENCE + "Caption", inference_pb2.CaptionResponse, responses.caption)
+DETECT = Method(_INFERENCE + "Detect", inference_pb2.DetectResponse, responses.detect)
+POINT = Method(_INFERENCE + "Point", inference_pb2.PointResponse, responses.point)
+SEGMENT = Method(_INFERENCE + "Segment", inference_pb2.SegmentResponse, responses.segment)
+RUN_TASKS = Method(_INFERENCE + "RunTasks", inference_pb2.RunTasksResponse, responses.run_tasks)
+GENERATE = Method(_INFERENCE + "Generate", inference_pb2.GenerateResponse, responses.event)
+PUT_IMAGE = Method(_IMAGE + "PutImage", image_pb2.PutImageResponse, server.held_image)
+DELETE_IMAGE = Method(_IMAGE + "DeleteImage", image_pb2.DeleteImageResponse, server.nothing)
+GET_SERVER_INFO = Method(
+    _SERVER + "GetServerInfo", server_pb2.GetServerInfoResponse, server.server_info
+)
+LIST_MODELS = Method(_SERVER + "ListModels", server_pb2.ListModelsResponse, server.models)
+GET_LOAD = Method(_ADMIN + "GetLoad", admin_pb2.GetLoadResponse, admin.load)
+ABORT = Method(_ADMIN + "Abort", admin_pb2.AbortResponse, admin.abort_count)
+DRAIN = Method(_ADMIN + "Drain", admin_pb2.DrainResponse, admin.unfinished)
+
+
+class EventReader:
+    """Checks one Generate stream's grammar while turning its messages into events.
+
+    Whatever code a broken path ends a stream with, the absence of `Finished` is what tells.
+    """
+
+    def __init__(self) -> None:
+        self._next_index = 0
+        self._finished: events.Finished | None = None
+
+    def read(self, message: inference_pb2.GenerateResponse) -> events.Event | None:
+        """The event, or None for one to be skipped; `Finished` is kept for the end.
+
+        Raises IncompleteStream when an event was lost, and the task's own error when it failed.
+        """
+        if message.index != self._next_index:
+            raise IncompleteStream(
+                f"event {self._next_index} of the stream is missing, got {message.index}"
+            )
+        self._next_index += 1
+        event = GENERATE.parse(message)
+        if isinstance(event, events.Finished):
+            self._finished = event
+            return None
+        return event
+
+    def end(self) -> events.Finished:
+        """The last event, given once the stream ended with OK: to stop at it cancels nothing.
+
+        Raises IncompleteStream when there was none.
+        """
+        if self._finished is None:
+            raise IncompleteStream("the stream ended before the answer was finished")
+        return self._finished

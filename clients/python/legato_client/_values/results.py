@@ -1,0 +1,227 @@
+"""What a server answers, as frozen values.
+
+All coordinates are fractions of the displayed picture (after EXIF orientation): 0..1, origin at
+the top left, x to the right, y down. `to_pixels(width, height)` turns them into pixels of any size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from legato_client._values.svg_path import polygons
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point in the picture."""
+
+    x: float
+    y: float
+
+    def to_pixels(self, width: int, height: int) -> tuple[int, int]:
+        """Column and row in a picture of that size, rounded."""
+        return round(self.x * width), round(self.y * height)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An axis-aligned box in the picture."""
+
+    x_min: float
+    y_min: float
+    x_max: float
+    y_max: float
+
+    def to_pixels(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Left, top, right, bottom in a picture of that size, rounded."""
+        left, top = Point(self.x_min, self.y_min).to_pixels(width, height)
+        right, bottom = Point(self.x_max, self.y_max).to_pixels(width, height)
+        return left, top, right, bottom
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """A boxed object; `confidence` is None when the model gives none."""
+
+    box: Box
+    label: str
+    confidence: float | None = None
+    track_id: str = ""
+
+    def to_pixels(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """The box in pixels: left, top, right, bottom."""
+        return self.box.to_pixels(width, height)
+
+
+@dataclass(frozen=True, slots=True)
+class PointedObject:
+    """An object pointed at; `confidence` is None when the model gives none."""
+
+    point: Point
+    label: str
+    confidence: float | None = None
+
+    def to_pixels(self, width: int, height: int) -> tuple[int, int]:
+        """The point in pixels: column, row."""
+        return self.point.to_pixels(width, height)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """An SVG path whose coordinates are fractions of `box`; `coarse` means not refined."""
+
+    path: str
+    box: Box
+    label: str
+    confidence: float | None = None
+    coarse: bool = False
+
+    def polygons(self) -> tuple[tuple[Point, ...], ...]:
+        """The path's closed rings as points of the whole picture; ValueError when it is no path."""
+        width, height = self.box.x_max - self.box.x_min, self.box.y_max - self.box.y_min
+        return tuple(
+            tuple(Point(self.box.x_min + x * width, self.box.y_min + y * height) for x, y in ring)
+            for ring in polygons(self.path)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One sampled token: text, empty while a character is incomplete, or the value it carries.
+
+    `logprob` is the natural logarithm of the probability that the model gave it, its value's
+    included; None unless asked for.
+    """
+
+    token_id: int
+    text: str
+    logprob: float | None = None
+    coordinate: float | None = None
+    size: tuple[float, float] | None = None  # width, height
+
+
+@dataclass(frozen=True, slots=True)
+class Grounding:
+    """Points that ground the characters `start_index` to `end_index` of the reasoning text."""
+
+    start_index: int
+    end_index: int
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thought before it answered."""
+
+    text: str
+    grounding: tuple[Grounding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FrameStamp:
+    """A camera frame's identity, echoed unchanged; `capture_time_ns` counts from the Unix epoch."""
+
+    frame_id: str = ""
+    capture_time_ns: int | None = None
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInfo:
+    """The picture as answered about; `image_id` may name it again in `CachedImage`."""
+
+    image_id: str
+    width: int
+    height: int
+    cache_hit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens in and out; None where the server did not count."""
+
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int | None = None
+    image_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds spent on the server in each part of the request's life."""
+
+    queue: float = 0.0
+    image: float = 0.0
+    prefill: float = 0.0
+    first_token: float = 0.0
+    decode: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseInfo:
+    """How the answer came about.
+
+    `finish_reason` is "stop", "length", "max_objects", "superseded", "cancelled", or
+    "unspecified" for a reason this client does not know. `tokens` are all that were sampled, for
+    those who asked.
+    """
+
+    request_id: str
+    model: str
+    finish_reason: str
+    usage: Usage | None = None
+    timings: Timings | None = None
+    image: ImageInfo | None = None
+    stamp: FrameStamp | None = None
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class QueryResult:
+    """The answer to a question."""
+
+    answer: str
+    reasoning: Reasoning | None
+    info: ResponseInfo
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionResult:
+    """A description of the picture."""
+
+    caption: str
+    info: ResponseInfo
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DetectResult:
+    """Every box found, in the model's order."""
+
+    objects: tuple[Detection, ...]
+    info: ResponseInfo
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PointResult:
+    """Every point found, in the model's order."""
+
+    points: tuple[PointedObject, ...]
+    info: ResponseInfo
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentResult:
+    """Every outline found."""
+
+    segments: tuple[Outline, ...]
+    info: ResponseInfo
+    task_id: str = ""
+
+
+Result = QueryResult | CaptionResult | DetectResult | PointResult | SegmentResult

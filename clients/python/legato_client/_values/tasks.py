@@ -1,0 +1,114 @@
+"""What a caller asks, as frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from legato_client._images.sources import ImageInput
+from legato_client._values.results import Box, FrameStamp, Point
+
+SpatialRef = Point | Box
+CaptionLength = Literal["short", "normal", "long"]
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens; None leaves the server's default (greedy for spatial tasks).
+
+    `temperature` 0 is greedy, `top_p` lies in (0, 1], `top_k` 0 is off.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What any request may carry besides its task.
+
+    `request_id` empty lets the server choose one. `model` empty means the served default.
+    `cache_image` None leaves the server's default. `return_tokens` tells every token, in
+    `ResponseInfo.tokens` and while a stream decodes; `top_logprobs` (0) also how likely each was.
+    """
+
+    request_id: str = ""
+    model: str = ""
+    adapter: str = ""
+    cache_image: bool | None = None
+    return_tokens: bool = False
+    top_logprobs: int | None = None
+    stamp: FrameStamp | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation: text, or parts of which strings are text.
+
+    Any other part is a picture: at most one in a conversation, at the beginning of the user's first
+    message. "system" comes first or not at all, then "user" and "assistant" take turns.
+    """
+
+    role: Role
+    content: str | Sequence[str | ImageInput]
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTask:
+    """Answer a question, or the last one of a conversation, about the picture when there is one."""
+
+    question: str = ""
+    reasoning: bool = False
+    spatial_refs: tuple[SpatialRef, ...] = ()
+    sampling: Sampling = Sampling()
+    task_id: str = ""
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionTask:
+    """Describe the picture."""
+
+    length: CaptionLength = "normal"
+    sampling: Sampling = Sampling()
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DetectTask:
+    """Box every instance of `object`."""
+
+    object: str
+    max_objects: int | None = None
+    sampling: Sampling = Sampling()
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PointTask:
+    """Point at every instance of `object`."""
+
+    object: str
+    max_objects: int | None = None
+    spatial_refs: tuple[SpatialRef, ...] = ()
+    sampling: Sampling = Sampling()
+    task_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTask:
+    """Outline `object`."""
+
+    object: str
+    spatial_refs: tuple[SpatialRef, ...] = ()
+    sampling: Sampling = Sampling()
+    task_id: str = ""
+
+
+Task = QueryTask | CaptionTask | DetectTask | PointTask | SegmentTask

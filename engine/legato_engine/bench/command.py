@@ -1,0 +1,226 @@
+"""What pipelining buys: `python -m legato_engine.bench --device cpu --model legato-tiny`.
+
+The same requests run through the same loaded model at pipeline depth 1 (blocking) and 2, repeats of
+the two interleaved. Each step's parts are steady-state medians over full decode batches; what the
+cost model predicts from them stands beside the gain observed in the decode phase, from which
+prefills are left out (`legato_engine.bench.decode_phase` says how).
+
+`--speculation` compares settings of speculation instead (`legato_engine.bench.speculation`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import structlog
+from rich.console import Console
+
+from legato_engine.bench.decode_phase import MIN_LENGTH, Comparison, compare, measure
+from legato_engine.bench.speculation import SETTINGS, WORKLOADS, Plan
+from legato_engine.bench.speculation import measure as measure_speculation
+from legato_engine.bench.speculation_loads import FEWEST
+from legato_engine.bench.tables import full_tables, photon_tables, speculation_table, task_table
+from legato_engine.bench.workload import KINDS, Workload
+from legato_engine.config import EngineConfig
+from legato_engine.engine.assembly import Assembly, assemble
+
+_TABLES = {"full": full_tables, "photon": photon_tables}
+_TABLE_WIDTH = 120
+_WIDE_TABLE = 220
+_COMPARED = ("query", "detect")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, then print tables or their figures as JSON."""
+    arguments = _parse(argv)
+    config = model_config(arguments)
+    most = max(arguments.streams)
+    config = msgspec.structs.replace(
+        config, max_running=most, max_waiting=config.max_waiting + most, crops_per_launch=0
+    )
+    assembly = assemble(config)
+    if arguments.speculation:
+        return compare_speculation(assembly, arguments)
+    if arguments.compare_tasks:
+        context = arguments.context or common_context(assembly)
+        rows = [
+            row for task in _COMPARED for row in measure_task(assembly, arguments, task, context)
+        ]
+    else:
+        rows = measure_task(assembly, arguments, arguments.task, arguments.context)
+    console = Console()
+    console.width = max(console.width, _TABLE_WIDTH)  # a pipe would fold the columns
+    compared = task_figures(rows) if arguments.compare_tasks else []
+    if arguments.json:
+        figures = {
+            "model": msgspec.to_builtins(assembly.info),
+            "task": "+".join(_COMPARED) if arguments.compare_tasks else arguments.task,
+            "rows": [dataclasses.asdict(row) for row in rows],
+            "detect_over_text": compared,
+        }
+        console.print_json(json.dumps(figures))
+    else:
+        title = f"{assembly.info.name}, {assembly.info.dtype}, {assembly.info.device}"
+        console.print(*_TABLES[arguments.table](rows, title))
+        if compared:
+            console.print(task_table(compared, title))
+    assembly.device.close()
+    return 0
+
+
+def compare_speculation(assembly: Assembly, arguments: argparse.Namespace) -> int:
+    """Print what each setting of speculation comes to."""
+    plan = Plan(
+        streams=arguments.streams,
+        length=arguments.length,
+        repeats=arguments.repeats,
+        settings=arguments.settings,
+        workloads=arguments.workloads,
+        context=arguments.context,
+        fewest=arguments.requests,
+    )
+    rows = measure_speculation(assembly, plan)
+    console = Console()
+    console.width = max(console.width, _WIDE_TABLE)
+    if arguments.json:
+        figures = {
+            "model": msgspec.to_builtins(assembly.info),
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        console.print_json(json.dumps(figures))
+    else:
+        title = f"{assembly.info.name}, {assembly.info.dtype}, {assembly.info.device}"
+        console.print(speculation_table(rows, title))
+    assembly.device.close()
+    return 0
+
+
+def measure_task(
+    assembly: Assembly, arguments: argparse.Namespace, task: str, context: int
+) -> list[Comparison]:
+    """A row per number of streams asked for; one stream is measured always, rows share against it.
+
+    Raises what `decode_phase.measure` raises.
+    """
+    measured = [
+        measure(
+            assembly,
+            task=task,
+            streams=streams,
+            length=arguments.length,
+            context=context,
+            repeats=arguments.repeats,
+        )
+        for streams in sorted({1, *arguments.streams})
+    ]
+    forward_single = measured[0].costs[2].forward
+    return [compare(one, forward_single) for one in measured if one.streams in arguments.streams]
+
+
+def common_context(assembly: Assembly) -> int:
+    """The shortest context that all compared tasks can start at."""
+    return max(
+        Workload(assembly, kind=task, count=1, length=MIN_LENGTH).context for task in _COMPARED
+    )
+
+
+def task_figures(rows: Sequence[Comparison]) -> list[dict[str, float]]:
+    """Per number of streams, the pipelined periods of both tasks in ms and their ratio."""
+    free, constrained = (
+        {row.streams: row for row in rows if row.task == task} for task in _COMPARED
+    )
+    return [
+        {
+            "streams": streams,
+            "context": row.context,
+            "query_ms": row.pipelined.period,
+            "detect_ms": constrained[streams].pipelined.period,
+            "detect_over_text": constrained[streams].pipelined.period / row.pipelined.period,
+        }
+        for streams, row in free.items()
+    ]
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="legato_engine.bench", description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--streams", default=[1, 8], type=_numbers, help="e.g. 1,8,32")
+    parser.add_argument("--length", default=110, type=int, help="tokens per request")
+    parser.add_argument(
+        "--context", default=0, type=int, help="position of the first token; 0: as the task has it"
+    )
+    parser.add_argument("--repeats", default=3, type=int, help="timed runs per depth")
+    parser.add_argument(
+        "--compare-tasks",
+        action="store_true",
+        help="query and detect at the same context, whatever --task says",
+    )
+    parser.add_argument(
+        "--speculation",
+        action="store_true",
+        help="fixed blocks and policies beside plain decoding, on real and synthetic requests",
+    )
+    parser.add_argument(
+        "--settings", default=SETTINGS, type=_names, help="of speculation: fixed:4,seed,..."
+    )
+    parser.add_argument(
+        "--workloads", default=WORKLOADS, type=_names, help=f"of {', '.join(WORKLOADS)}"
+    )
+    parser.add_argument(
+        "--requests", default=FEWEST, type=int, help="of speculation: of each profile, at least"
+    )
+    parser.add_argument("--table", default="full", choices=sorted(_TABLES))
+    parser.add_argument("--json", action="store_true", help="figures instead of tables")
+    arguments = parser.parse_args(argv)
+    if arguments.length < MIN_LENGTH:
+        parser.error(f"--length is at least {MIN_LENGTH}")
+    return arguments
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to run it on, for this and other tools."""
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--model", default="legato-tiny")
+    parser.add_argument("--weights", default="")
+    parser.add_argument("--tokenizer", default="")
+    parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--max-context", default=0, type=int, help="positions; 0: the model's own")
+    parser.add_argument("--dtype", default="auto", help="auto, f32, bf16")
+    parser.add_argument("--draft", default="", help="FILE, NAME:FOLDER or lookup")
+    parser.add_argument("--threads", default=0, type=int, help="CPU cores; 0: all")
+    parser.add_argument("--task", default="query", choices=KINDS)
+    parser.add_argument("--no-cuda-graphs", action="store_true")
+
+
+def model_config(arguments: argparse.Namespace) -> EngineConfig:
+    """What those arguments say; the rest as a server has it."""
+    return EngineConfig(
+        model=arguments.model,
+        weights=arguments.weights,
+        tokenizer=arguments.tokenizer,
+        random_weights=arguments.random_weights,
+        max_context=arguments.max_context,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        draft=arguments.draft,
+        threads=arguments.threads,
+        cuda_graphs=not arguments.no_cuda_graphs,
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def log_to_stderr() -> None:
+    """Whoever reads the standard output expects figures there."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))

@@ -1,0 +1,206 @@
+"""The decode phase of one workload, blocking and pipelined, and what the cost model says of it.
+
+Every stream is prefilled before the first decode, so all steps of the phase carry all streams and
+all streams end in the same step. The phase is timed from the commit of its first step to the last
+commit of all: no prefill and no thinning batch is in it, and at depth 2 the step in which every row
+is a zombie is. The prediction is made for just that phase.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Sequence
+
+from legato_engine.bench.workload import Workload
+from legato_engine.engine.assembly import Assembly
+from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.sink import SilentSink
+from legato_engine.telemetry.cost_model import predicted_speedup, row_share, zombie_tax
+from legato_engine.telemetry.step_stats import step_parts
+from legato_engine.telemetry.timeline import Step, StepFeed, Timeline
+
+DEPTHS = (1, 2)
+MIN_LENGTH = 4  # tokens; shorter requests have no two full steps to measure between
+_NS_PER_MS = 1e6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCost:
+    """Medians over the steps of one depth, in milliseconds; `step_stats.StepParts` defines them.
+
+    `tick` is its `bookkeeping`. `blocking_estimate` is what the step would take blocking, as a
+    running engine guesses it; at depth 1 it should be the period. `num_steps` says how many steps
+    stand behind the medians.
+    """
+
+    forward: float
+    sampling: float
+    period: float
+    idle: float
+    tick: float
+    wait: float
+    blocking_estimate: float
+    num_steps: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measurement:
+    """The raw figures of one number of streams, by depth.
+
+    `seconds` is the median of the decode phase, in which `num_tokens` are committed. `length` and
+    `context` are tokens per request and the position of the first of them.
+    """
+
+    task: str
+    streams: int
+    length: int
+    context: int
+    costs: dict[int, StepCost]
+    seconds: dict[int, float]
+
+    @property
+    def num_tokens(self) -> int:
+        """Behind the prefill's token and that of the first step, whose commit starts the clock."""
+        return self.streams * (self.length - 2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """One row of the tables; `tokens_per_second` is by depth, `length` is L.
+
+    `predicted` and `observed` are ratios of throughput in the decode phase, 1.0 meaning no gain.
+    The phase's zombies fill a step of their own, a whole one in `length - 1`. `predicted_serving`
+    is for requests that end one by one, whose zombies only cost their rows.
+    """
+
+    task: str
+    streams: int
+    length: int
+    context: int
+    blocking: StepCost
+    pipelined: StepCost
+    tokens_per_second: dict[int, float]
+    predicted: float
+    predicted_serving: float
+    observed: float
+
+
+def measure(
+    assembly: Assembly, *, task: str, streams: int, length: int, context: int, repeats: int
+) -> Measurement:
+    """Both depths on one workload, in the order 1 2 2 1; a first run of each is thrown away.
+
+    Raises what `Workload` and `step_cost` raise.
+    """
+    workload = Workload(assembly, kind=task, count=streams, length=length, context=context)
+    steps: dict[int, list[Step]] = {depth: [] for depth in DEPTHS}
+    costs: dict[int, StepCost] = {}
+    seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+    for depth in DEPTHS:
+        run(assembly, workload, depth)
+    for repeat in range(repeats):
+        for depth in DEPTHS if repeat % 2 == 0 else reversed(DEPTHS):
+            phase = decode_phase(run(assembly, workload, depth), streams)
+            steps[depth] += phase
+            first, last = phase[0].record.commit_end, phase[-1].record.commit_end
+            seconds[depth].append((last - first) / 1e9)
+    for depth in DEPTHS:
+        costs[depth] = step_cost(steps[depth], streams)
+    return Measurement(
+        task=task,
+        streams=streams,
+        length=length,
+        context=workload.context,
+        costs=costs,
+        seconds={depth: statistics.median(seconds[depth]) for depth in DEPTHS},
+    )
+
+
+def run(assembly: Assembly, workload: Workload, depth: int) -> list[Step]:
+    """Run a workload to its end, all prefills first and alone; all of its launches."""
+    sequences = workload.sequences()
+    timeline = Timeline(capacity=4 * workload.num_tokens + len(sequences))
+    feed = StepFeed(assembly.runner.times, (timeline,))
+    scheduler = assembly.scheduler(
+        SilentSink(),
+        pipeline_depth=depth,
+        prefills_per_decode=len(sequences),
+        shares=False,
+        observer=feed,
+    )
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    scheduler.drain()
+    return timeline.steps
+
+
+def decode_phase(steps: Sequence[Step], streams: int) -> list[Step]:
+    """The launches behind the last prefill; raises `ValueError` unless all carry `streams` rows."""
+    kinds = [step.record.launch.plan.kind for step in steps]
+    num_others = max(i for i, kind in enumerate(kinds) if kind is LaunchKind.PREFILL) + 1
+    phase = list(steps[num_others:])
+    if LaunchKind.DECODE in kinds[:num_others] or not all(_is_full(s, streams) for s in phase):
+        raise ValueError("the streams did not decode together: too few pages for all of them")
+    return phase
+
+
+def step_cost(steps: Sequence[Step], streams: int) -> StepCost:
+    """Medians over pairs of consecutive decode launches that both carry `streams` rows.
+
+    Raises `ValueError` when there is no such pair.
+    """
+    parts = [
+        step_parts(previous, step)
+        for previous, step in itertools.pairwise(steps)
+        if _is_full(previous, streams) and _is_full(step, streams) and _follows(previous, step)
+    ]
+    if not parts:
+        raise ValueError(f"no two full steps of {streams} rows in a row; use longer requests")
+    period, forward, sampling, bookkeeping, wait, idle, blocking = (
+        statistics.median(column) / _NS_PER_MS for column in zip(*parts, strict=True)
+    )
+    return StepCost(
+        forward=forward,
+        sampling=sampling,
+        period=period,
+        idle=idle,
+        tick=bookkeeping,
+        wait=wait,
+        blocking_estimate=blocking,
+        num_steps=len(parts),
+    )
+
+
+def _is_full(step: Step, streams: int) -> bool:
+    plan = step.record.launch.plan
+    return plan.kind is LaunchKind.DECODE and len(plan.rows) == streams
+
+
+def _follows(previous: Step, step: Step) -> bool:
+    """Not the last launch of one run and the first of the next."""
+    return step.record.launch.launch_id == previous.record.launch.launch_id + 1
+
+
+def compare(measurement: Measurement, forward_single: float) -> Comparison:
+    """Prediction beside observation; `forward_single` is the forward of one stream, in ms."""
+    blocking, pipelined = (measurement.costs[depth] for depth in DEPTHS)
+    share = row_share(pipelined.forward, forward_single, measurement.streams)
+    num_steps = measurement.length - 1  # that are timed at depth 2, the zombies' included
+
+    def predicted(tax: float) -> float:
+        return predicted_speedup(blocking.period, pipelined.period, tax)
+
+    return Comparison(
+        task=measurement.task,
+        streams=measurement.streams,
+        length=measurement.length,
+        context=measurement.context,
+        blocking=blocking,
+        pipelined=pipelined,
+        tokens_per_second={d: measurement.num_tokens / measurement.seconds[d] for d in DEPTHS},
+        predicted=predicted(zombie_tax(num_steps, 1.0)),
+        predicted_serving=predicted(zombie_tax(measurement.length, share)),
+        observed=measurement.seconds[1] / measurement.seconds[2],
+    )

@@ -1,0 +1,136 @@
+"""The figures of a benchmark as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from legato_engine.bench.decode_phase import DEPTHS, Comparison
+from legato_engine.bench.speculation_run import Figures
+from legato_engine.config import SPECULATION_OFF
+
+
+def full_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
+    """Everything that was measured: the parts of a step, and blocking against pipelined."""
+    return step_table(rows, title), speedup_table(rows, title)
+
+
+def step_table(rows: Sequence[Comparison], title: str) -> Table:
+    """The parts of a pipelined step, and what is left over."""
+    heads = ("forward ms", "sampling ms", "period ms", "idle ms", "tick ms", "wait ms")
+    table = _table(f"A pipelined step: {title}", ("task", "streams", "context", *heads))
+    for row in rows:
+        cost = row.pipelined
+        parts = (cost.forward, cost.sampling, cost.period, cost.idle, cost.tick, cost.wait)
+        table.add_row(
+            row.task, str(row.streams), str(row.context), *(f"{part:.3f}" for part in parts)
+        )
+    return table
+
+
+def speedup_table(rows: Sequence[Comparison], title: str) -> Table:
+    """Blocking against pipelined, predicted against observed, in the decode phase."""
+    heads = (
+        *("task", "streams", "blocking ms", "pipelined ms", "L", "predicted", "observed"),
+        *("blocking tok/s", "pipelined tok/s", "blocking idle ms"),
+    )
+    table = _table(f"Blocking and pipelined: {title}", heads)
+    for row in rows:
+        table.add_row(
+            row.task,
+            str(row.streams),
+            f"{row.blocking.period:.3f}",
+            f"{row.pipelined.period:.3f}",
+            str(row.length),
+            f"{row.predicted - 1:+.1%}",
+            f"{row.observed - 1:+.1%}",
+            *(f"{row.tokens_per_second[depth]:.0f}" for depth in DEPTHS),
+            f"{row.blocking.idle:.3f}",
+        )
+    return table
+
+
+def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
+    """The two tables of Photon's article on pipelined decoding: its columns, its rounding."""
+    parts = _table(title, ("", "forward (ms)", "sampling (ms)", "period (ms)"))
+    heads = ("", "blocking (ms)", "pipelined (ms)", "L", "predicted", "observed")
+    gains = _table(title, heads)
+    for row in rows:
+        streams = "1 stream" if row.streams == 1 else f"{row.streams} streams"
+        cost = row.pipelined
+        parts.add_row(streams, f"{cost.forward:.2f}", f"{cost.sampling:.2f}", f"{cost.period:.2f}")
+        gains.add_row(
+            streams,
+            f"{row.blocking.period:.2f}",
+            f"{cost.period:.2f}",
+            str(row.length),
+            f"{row.predicted - 1:+.1%}",
+            f"{row.observed - 1:+.1%}",
+        )
+    return parts, gains
+
+
+def task_table(figures: Sequence[dict[str, float]], title: str) -> Table:
+    """Constrained steps against free ones; one row per entry of `bench.task_figures`."""
+    heads = ("streams", "context", "query ms", "detect ms", "detect over text")
+    table = _table(f"Constrained steps: {title}", heads)
+    for row in figures:
+        table.add_row(
+            str(row["streams"]),
+            str(row["context"]),
+            f"{row['query_ms']:.3f}",
+            f"{row['detect_ms']:.3f}",
+            f"{row['detect_over_text']:.3f}",
+        )
+    return table
+
+
+def speculation_table(rows: Sequence[Figures], title: str) -> Table:
+    """Settings beside each other; the gain is over plain decoding of the same workload."""
+    heads = (
+        *(
+            "workload",
+            "streams",
+            "setting",
+            "tok/s",
+            "gain",
+            "decoding",
+            "tok/verify",
+            "accepted",
+            "right",
+            "block",
+        ),
+        *("variance", "step ms", "first ms", "gap P50 ms", "P95 ms", "P99 ms"),
+        *("hits", "wasted", "KV peak", "same tokens"),
+    )
+    table = _table(f"Speculation: {title}", heads)
+    plain = {(row.workload, row.streams): row for row in rows if row.setting == SPECULATION_OFF}
+    for row in rows:
+        without = plain[row.workload, row.streams]
+        gain = row.tokens_per_second / without.tokens_per_second
+        decoding = row.decode_tokens_per_second / without.decode_tokens_per_second
+        table.add_row(
+            *(row.workload, str(row.streams), row.setting, f"{row.tokens_per_second:.0f}"),
+            *(f"{gain:.2f}", f"{decoding:.2f}"),
+            *(f"{row.tokens_per_verify:.2f}", f"{row.acceptance:.0%}"),
+            right_text(row.right, row.right_within) if row.num_tried else "",
+            *(f"{row.mean_block_size:.2f}", f"{row.block_size_variance:.2f}"),
+            *(f"{row.forward_ms + row.sample_ms:.3f}", f"{row.first_token_ms['p50']:.1f}"),
+            *(f"{row.gap_ms[p]:.2f}" for p in ("p50", "p95", "p99")),
+            *(f"{row.kv_hit_rate:.0%}", f"{row.fragmentation:.0%}", f"{row.kv_peak:.0%}"),
+            "yes" if row.identical else "NO",
+        )
+    return table
+
+
+def right_text(right: float, within: Sequence[float]) -> str:
+    """A share and half of the interval it is known to, in hundredths: 40.1 +- 0.9."""
+    return f"{100 * right:.1f} \u00b1 {50 * (within[1] - within[0]):.1f}"
+
+
+def _table(title: str, heads: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for head in heads:
+        table.add_column(head, justify="right")
+    return table

@@ -1,0 +1,51 @@
+"""A timeline of a short run: `python -m legato_engine.bench.trace --output trace.json`."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+
+from legato_engine.bench.command import add_model_arguments, model_config
+from legato_engine.bench.workload import Workload
+from legato_engine.engine.assembly import assemble
+from legato_engine.scheduler.sink import SilentSink
+from legato_engine.telemetry.timeline import StepFeed, Timeline
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a few requests and write what happened when."""
+    arguments = _parse(argv)
+    config = model_config(arguments)
+    assembly = assemble(msgspec.structs.replace(config, max_running=arguments.streams))
+    workload = Workload(
+        assembly, kind=arguments.task, count=arguments.streams, length=arguments.length
+    )
+    timeline = Timeline(capacity=2 * workload.num_tokens + arguments.streams)
+    feed = StepFeed(assembly.runner.times, (timeline,))
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=arguments.depth, observer=feed)
+    for sequence in workload.sequences():
+        scheduler.submit(sequence)
+    scheduler.drain()
+    arguments.output.write_text(timeline.to_json())
+    Console().print(f"{len(timeline.steps)} launches in {arguments.output}")
+    assembly.device.close()
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="legato_engine.bench.trace", description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--output", default=pathlib.Path("trace.json"), type=pathlib.Path)
+    parser.add_argument("--streams", default=4, type=int)
+    parser.add_argument("--length", default=32, type=int, help="tokens per request")
+    parser.add_argument("--depth", default=2, type=int, choices=(1, 2))
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

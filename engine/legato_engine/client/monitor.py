@@ -1,0 +1,89 @@
+"""Where the engine stands, as a service process knows it from what the engine said last."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Callable
+
+import structlog
+
+from legato_engine.errors import Draining, EngineLost, EngineStarting
+from legato_engine.ipc.messages import Heartbeat, Load, Loading, ModelInfo, Ready
+
+_log = structlog.get_logger()
+
+
+class EngineState(enum.StrEnum):
+    """Where the engine stands, as the service sees it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LOST = "lost"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class EngineMonitor:
+    """What is known of the engine; `progress` is that of its start. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[Callable[[EngineState], None]] = []
+        self.state = EngineState.STARTING
+        self.model: ModelInfo | None = None
+        self.load = Load()
+        self.step = 0
+        self.last_heartbeat = 0.0
+        self.estimated_wait = 0.0
+        self.progress = Loading(stage="start", fraction=0.0)
+
+    async def wait_ready(self) -> None:
+        """Return once `READY`; raises `Draining` when that will not happen any more."""
+        changed = asyncio.Event()
+        unsubscribe = self.subscribe(lambda _: changed.set())
+        try:
+            while self.state is not EngineState.READY:
+                if self.state in (EngineState.DRAINING, EngineState.STOPPED):
+                    raise Draining("the engine is shutting down")
+                changed.clear()
+                await changed.wait()
+        finally:
+            unsubscribe()
+
+    def subscribe(self, callback: Callable[[EngineState], None]) -> Callable[[], None]:
+        """Call `callback` with every new state; the returned function ends that."""
+        self._subscribers.append(callback)
+        return lambda: self._subscribers.remove(callback)
+
+    def _check_alive(self) -> None:
+        if self.state is EngineState.STARTING:
+            stage, fraction = self.progress.stage, self.progress.fraction
+            raise EngineStarting(f"the engine is starting: {stage}, {fraction:.0%}")
+        if self.state is EngineState.LOST:
+            raise EngineLost("the engine is being restarted")
+
+    def _on_heartbeat(self, beat: Heartbeat) -> None:
+        self.last_heartbeat = time.monotonic()
+        self.step = beat.step
+        self.load = beat.load
+        self.estimated_wait = beat.estimated_wait
+
+    def _on_loading(self, report: Loading) -> None:
+        self.progress = report
+        if self.state is EngineState.LOST:
+            self._set_state(EngineState.STARTING)
+
+    def _on_ready(self, report: Ready) -> None:
+        self.model = report.model
+        self.progress = Loading(stage="ready", fraction=1.0)
+        self.last_heartbeat = time.monotonic()
+        _log.info("engine ready", pid=report.pid, model=report.model.name)
+        if self.state in (EngineState.STARTING, EngineState.LOST):
+            self._set_state(EngineState.READY)
+
+    def _set_state(self, state: EngineState) -> None:
+        if state is not self.state:
+            self.state = state
+            for callback in list(self._subscribers):
+                callback(state)

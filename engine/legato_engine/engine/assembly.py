@@ -1,0 +1,293 @@
+"""The parts of an engine, put together from its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from legato_engine.config import EngineConfig, check
+from legato_engine.device.base import Device
+from legato_engine.device.host import available_memory
+from legato_engine.device.select import open_device
+from legato_engine.engine.adapter_store import AdapterStore
+from legato_engine.engine.engine_core import EngineCore
+from legato_engine.engine.output_sink import OutputSink
+from legato_engine.engine.pending_leases import PendingLeases
+from legato_engine.engine.preprocessor import Preprocessor
+from legato_engine.engine.refinements import Refinements
+from legato_engine.engine.warm_up import warm_up
+from legato_engine.errors import InvalidField
+from legato_engine.images.cache import ImageCache
+from legato_engine.images.leases import ImageLeases
+from legato_engine.images.pixel_memory import PixelMemory, Pixels, host_slab
+from legato_engine.images.quota import image_quota
+from legato_engine.ipc.messages import EngineOutput, ModelInfo
+from legato_engine.kv_cache.manager import KVCacheManager
+from legato_engine.layers.lora import AdapterBank
+from legato_engine.megakernel.costs import CostTable
+from legato_engine.models import registry
+from legato_engine.models.bundle import ModelBundle
+from legato_engine.models.checkpoint_plan import dtype_name
+from legato_engine.models.model import MaskRefiner, Model, ModelFrontend, PreparedImage
+from legato_engine.models.paged_cache import KVCache
+from legato_engine.runtime.kv_pool import allocate, num_pages_for, token_bytes
+from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.runtime.warm_runner import warm_runner
+from legato_engine.scheduler.clock import SystemClock
+from legato_engine.scheduler.launch import ALONE
+from legato_engine.scheduler.pipeline import Pipeline
+from legato_engine.scheduler.scheduler import Scheduler
+from legato_engine.scheduler.sink import SilentSink, Sink
+from legato_engine.scheduler.step_record import Observer
+from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.speculative.block_sizes import block_sizes
+from legato_engine.speculative.proposer import Proposer
+
+Progress = Callable[[str, float], None]
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+_PIXELS_UNDER_WAY = 64 * 1024 * 1024  # bytes of pictures beside the cache: decoded, held, uncached
+_QUICK_PIXELS = 1024 * 1024  # that are decoded in some six milliseconds
+_WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the start, by its progress
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assembly:
+    """A loaded and warm model with its runner; schedulers over it come and go, one at a time."""
+
+    config: EngineConfig
+    frontend: ModelFrontend
+    model: Model
+    device: Device
+    runner: ModelRunner
+    kv: KVCache
+    num_pages: int  # of those of `kv`, that its schedulers use
+    adapter_folders: tuple[Path, ...]
+    bank: AdapterBank | None  # None where no folder has adapters, or the model takes none
+    draft: Path | None  # that the model brings
+    refiner: MaskRefiner | None  # None where outlines stay as they are
+    costs: CostTable | None  # of a decode step, where proposals are weighed against them
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the service is told."""
+        prompt = self.frontend.prefix_length(has_image=True) + 1
+        return ModelInfo(
+            name=self.frontend.name,
+            device=self.device.name,
+            tasks=self.frontend.tasks,
+            max_context_tokens=self.model.max_context,
+            max_output_tokens=self.model.max_context - prompt,
+            max_running=self.config.max_running,
+            max_waiting=self.config.max_waiting,
+            num_parameters=self.model.num_parameters,
+            dtype=dtype_name(self.model.dtype),
+            adapters=self.bank is not None,
+            kv_dtype=dtype_name(self.kv.k_LNHSE.dtype),
+            kv_token_bytes=token_bytes(self.model),
+        )
+
+    def scheduler(
+        self,
+        sink: Sink,
+        *,
+        pipeline_depth: int,
+        prefills_per_decode: int = 1,
+        shares: bool = True,
+        observer: Observer | None = None,
+    ) -> Scheduler:
+        """A fresh scheduler with an empty KV cache; the one before must be idle.
+
+        Without `shares` every prefill has a launch of its own.
+        """
+        manager = KVCacheManager(
+            self.num_pages,
+            self.config.page_size,
+            self.config.max_running,
+            self.model.max_context,
+            num_adapter_slots=self.config.adapter_slots if self.bank is not None else 0,
+        )
+        return Scheduler(
+            self.runner,
+            manager,
+            Pipeline(pipeline_depth),
+            SystemClock(),
+            sink,
+            max_waiting=self.config.max_waiting,
+            max_waiting_per_tenant=self.config.max_waiting_per_tenant,
+            priority_seconds=self.config.priority_seconds,
+            prefills_per_decode=prefills_per_decode,
+            crops_per_launch=self.config.crops_per_launch,
+            limits=self.runner.limits if shares else ALONE,
+            block_sizes=block_sizes(self.config.speculation, self.costs),
+            observer=observer,
+        )
+
+    def core(
+        self,
+        *,
+        blobs: BlobReader,
+        send: Callable[[EngineOutput], None],
+        wake: Callable[[], None],
+        observer: Observer | None = None,
+    ) -> EngineCore:
+        """The engine over these parts."""
+        config = self.config
+        cache = ImageCache[PreparedImage](config.image_cache_bytes)
+        preprocessor = Preprocessor(
+            self.frontend,
+            cache,
+            blobs=blobs,
+            max_pixels=config.max_image_pixels,
+            threads=config.preprocess_threads,
+            memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _PIXELS_UNDER_WAY)),
+            quick_pixels=_QUICK_PIXELS if self.runner.encodes_pictures else 0,
+        )
+        holds = ImageLeases(cache, image_quota(config))
+        image_jobs = PendingLeases(preprocessor, holds, send=send, wake=wake)
+        refinements = Refinements(self.refiner, send=send, wake=wake)
+        sink = OutputSink(self.frontend.name, refinements.report)
+        scheduler = self.scheduler(sink, pipeline_depth=config.pipeline_depth, observer=observer)
+        adapters = self._adapter_store()
+        return EngineCore(
+            self.frontend,
+            scheduler,
+            preprocessor,
+            image_jobs,
+            adapters,
+            refinements,
+            sink,
+            wake=wake,
+        )
+
+    def _pixel_slab(self, num_bytes: int) -> Pixels:
+        """Memory for decoded pictures, page-locked where the device reads them as they are."""
+        if not self.runner.encodes_pictures:
+            return host_slab(num_bytes)
+        slab: Pixels = self.device.pinned((num_bytes,), torch.uint8).numpy()
+        return slab
+
+    def _adapter_store(self) -> AdapterStore | None:
+        if self.bank is None:
+            return None
+        config, values = self.config, self.bank.values_per_slot
+        max_rank = config.max_adapter_rank
+        on_device = config.adapter_slots * values * self.model.dtype.itemsize
+        return AdapterStore(
+            lambda data, key: self.model.read_adapter(data, key, max_rank),
+            self.adapter_folders,
+            max_values=values,
+            # What is asked for in turn must not be read in turn.
+            cache_bytes=max(config.adapter_cache_bytes, on_device),
+        )
+
+
+def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: None) -> Assembly:
+    """Open the device, load the weights, build the runner, warm everything up.
+
+    Raises `LegatoError` for a model or device that does not exist and for settings that none could
+    be served with, `OSError` for missing files.
+    """
+    check(config)
+    progress("device", 0.0)
+    device = open_device(config.device, config.threads)
+    bundle = registry.resolve(
+        config.model,
+        weights=config.weights,
+        tokenizer=config.tokenizer,
+        random_weights=config.random_weights,
+        max_context=config.max_context,
+    )
+    progress("weights", _WEIGHTS_FROM)
+    dtype = _dtype(config.dtype, device)
+    folders = _adapter_folders(config, bundle)
+    free = device.free_memory()
+    model = bundle.load(
+        device.torch_device,
+        dtype,
+        vision_fp8=config.vision_dtype == "fp8",
+        kv_dtype=config.kv_dtype,
+        memory=available_memory() if free is None else free,
+        progress=lambda done: progress("weights", _WEIGHTS_FROM + done * _WEIGHTS_SHARE),
+    )
+    progress("warm-up", _WEIGHTS_FROM + _WEIGHTS_SHARE)
+    assembly = _with_runner(config, bundle, model, device, folders)
+    progress("ready", 1.0)
+    return assembly
+
+
+def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = None) -> Assembly:
+    """The same model and KV cache with another `speculation`; use one of the two at a time.
+
+    Without a `proposer` it is the engine's. Raises `InvalidField` for an unknown setting, or a
+    draft that cannot be used.
+    """
+    config = msgspec.structs.replace(assembly.config, speculation=setting)
+    runner, costs = warm_runner(
+        config,
+        assembly.model,
+        assembly.device,
+        assembly.kv,
+        bank=assembly.bank,
+        refiner=assembly.refiner,
+        draft=assembly.draft,
+        proposer=proposer,
+    )
+    return dataclasses.replace(assembly, config=config, runner=runner, costs=costs)
+
+
+def _with_runner(
+    config: EngineConfig,
+    bundle: ModelBundle,
+    model: Model,
+    device: Device,
+    folders: tuple[Path, ...],
+) -> Assembly:
+    # Before the KV cache, which takes its share of what is left.
+    bank = model.adapter_bank(config.adapter_slots, config.max_adapter_rank) if folders else None
+    if bank is None and config.adapters:
+        raise InvalidField(f"{bundle.frontend.name} takes no adapters", field="adapters")
+    refiner = model.mask_refiner(Path(config.refiner)) if config.refiner else None
+    num_pages = config.num_pages or num_pages_for(
+        model, device, config.page_size, config.max_running, config.kv_memory_fraction
+    )
+    kv = allocate(model, device, num_pages, config.page_size)
+    runner, costs = warm_runner(
+        config, model, device, kv, bank=bank, refiner=refiner, draft=bundle.draft
+    )
+    frontend = bundle.frontend.keeping_pictures() if refiner else bundle.frontend
+    if runner.encodes_pictures:
+        frontend = frontend.resizing_on_device()
+    assembly = Assembly(
+        config,
+        frontend,
+        model,
+        device,
+        runner,
+        kv,
+        num_pages,
+        folders,
+        bank,
+        bundle.draft,
+        refiner,
+        costs,
+    )
+    warm_up(frontend, assembly.scheduler(SilentSink(), pipeline_depth=config.pipeline_depth))
+    return assembly
+
+
+def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:
+    """Where adapters are looked for, in this order; raises `InvalidField` naming the setting."""
+    given = Path(config.adapters) if config.adapters else None
+    if given is not None and not given.is_dir():
+        raise InvalidField(f"{given} is not a folder", field="adapters")
+    return tuple(folder for folder in (given, bundle.adapters) if folder is not None)
+
+
+def _dtype(name: str, device: Device) -> torch.dtype:
+    if name == "auto":
+        name = "f32" if device.torch_device.type == "cpu" else "bf16"
+    return _DTYPES[name]

@@ -1,0 +1,125 @@
+"""The layers of a few tokens' step as two kernels each: between layers, and attention.
+
+Thread blocks of the first wait for each other inside it, so all of them must run at once: on a
+processor each.
+
+Shape legend: B tokens, D width, F inner width and D, L layers, N pages, H heads, S positions per
+page, E head dim, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from legato_engine.kernels.cuda import skinny_gemm
+from legato_engine.kernels.cuda.attention import Attention, Places
+from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes, LayerWeights, layer_defines
+from legato_engine.kernels.cuda.module import Kernel, Module
+
+FEWEST_TOKENS = 2
+MOST_TOKENS = 8
+"""One token, and more of them, have a kernel for each end of a layer."""
+STAGES = 8
+"""Depth of the ring of weights."""
+
+_THREADS = skinny_gemm.WORKERS + 32
+_FEWEST_LAYERS = 3  # whose numbers are zero again before anybody looks at them
+
+
+class LayerBoundary:
+    """The kernel, and what its thread blocks tell each other of each layer."""
+
+    def __init__(self, sizes: DecoderSizes, num_layers: int, device: torch.device) -> None:
+        self._num_layers = num_layers
+        blocks = (3 * sizes.dim + sizes.ff_dim) // 16
+        self._grid = max(skinny_gemm.even_grid(blocks, skinny_gemm.CLUSTER), sizes.dim // 16)
+        self._kernel = _kernel(sizes) if num_layers >= _FEWEST_LAYERS else None
+        shape = num_layers, 2, 32
+        self._progress = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def takes(self, batch: int) -> bool:
+        """Whether it runs so many tokens here."""
+        there = self._kernel is not None and self._grid <= skinny_gemm.num_processors()
+        return there and FEWEST_TOKENS <= batch <= MOST_TOKENS
+
+    def run(
+        self,
+        x_BD: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        places: Places,
+        k_LNHSE: torch.Tensor,
+        v_LNHSE: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        attention: Attention,
+        q_BD: torch.Tensor,
+        mixed_BF: torch.Tensor,
+    ) -> None:
+        """All layers on `x_BD` in place; `q_BD` and `mixed_BF` are scratch memory.
+
+        `angles`: cosines and sines [P, 16] float32.
+        """
+        last = self._num_layers
+        assert len(layers) == last
+        for index in range(last + 1):
+            behind = layers[index - 1] if index > 0 else None
+            ahead = layers[index] if index < last else None
+            cache = (k_LNHSE[index], v_LNHSE[index]) if ahead else (None, None)
+            self._launch(index, x_BD, behind, ahead, places, cache, angles, q_BD, mixed_BF)
+            if ahead:
+                attention.launch(q_BD, k_LNHSE[index], v_LNHSE[index], places, mixed_BF)
+
+    def _launch(
+        self,
+        index: int,
+        x_BD: torch.Tensor,
+        behind: LayerWeights | None,
+        ahead: LayerWeights | None,
+        places: Places,
+        cache: tuple[torch.Tensor | None, torch.Tensor | None],
+        angles: tuple[torch.Tensor, torch.Tensor],
+        q_BD: torch.Tensor,
+        mixed_BF: torch.Tensor,
+    ) -> None:
+        assert self._kernel is not None
+        out = (behind.weights_out, behind.proj_bias, behind.fc2_bias) if behind else (None,) * 3
+        into = (ahead.weights_in, ahead.folded_in) if ahead else (None,) * 2
+        self._kernel.launch(
+            (self._grid, 1, 1),
+            _THREADS,
+            (
+                *(mixed_BF, *out, x_BD, *into),
+                *(*angles, places.row_B, places.position_B, places.table_RM),
+                *(q_BD, *cache, self._progress),
+                *(index, self._num_layers, x_BD.shape[0], STAGES),
+            ),
+            overlap=True,
+        )
+
+
+def supported(sizes: DecoderSizes) -> bool:
+    """Whether the kernel is there for these sizes: in parts, and with a processor per block."""
+    return sizes.parts > 1 and sizes.dim <= sizes.mixed_dim // sizes.parts
+
+
+def between_defines(sizes: DecoderSizes) -> dict[str, int]:
+    """Constants of `between.cu`."""
+    return layer_defines(sizes, tiles=1)
+
+
+def shared_bytes(sizes: DecoderSizes) -> int:
+    """Dynamic shared memory, with a ring that serves both maps."""
+    width = max(skinny_gemm.chunk(sizes.dim), skinny_gemm.chunk(sizes.mixed_dim // sizes.parts))
+    warps = skinny_gemm.WARPS * skinny_gemm.SUM
+    sums = max(sizes.parts * warps, 2 * warps + skinny_gemm.SUM)
+    return skinny_gemm.ring(16 * width, STAGES) + sums
+
+
+def _kernel(sizes: DecoderSizes) -> Kernel | None:
+    """None where thread blocks do not have a processor each."""
+    if not supported(sizes):
+        return None
+    module = Module("between.cu", between_defines(sizes))
+    kernel = module.kernel("between_layers", shared=shared_bytes(sizes))
+    return kernel if kernel.per_processor(_THREADS) == 1 else None

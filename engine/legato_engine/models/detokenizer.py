@@ -1,0 +1,67 @@
+"""Tokens to text as it may be shown: whole characters only, cut before a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Pieces(Protocol):
+    """What a tokenizer says of its ids."""
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, part of a character perhaps; none for special ids."""
+        ...
+
+
+class Detokenizer:
+    """Joins tokens into text.
+
+    What `push` and `close` return adds up to `text`. Bytes of an unfinished character wait for the
+    rest of it and are dropped if it never comes; text that may be the start of a stop string waits
+    until it is known. Whitespace before the first word is dropped.
+    """
+
+    def __init__(self, tokenizer: Pieces, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Read a token; the text that can be shown now. Sets `stopped` at a stop string."""
+        if self.stopped:
+            return ""
+        pending = self._held + self._decoder.decode(self._tokenizer.piece(token_id))
+        if not self.text:
+            pending = pending.lstrip()
+        if not self._stop:
+            return self._show(pending)
+        cut = min((at for stop in self._stop if (at := pending.find(stop)) >= 0), default=-1)
+        if cut >= 0:
+            self.stopped = True
+            self._held = ""
+            return self._show(pending[:cut])
+        shown = len(pending) - self._num_held(pending)
+        self._held = pending[shown:]
+        return self._show(pending[:shown])
+
+    def close(self) -> str:
+        """The text still held back; nothing more comes."""
+        held, self._held = self._held, ""
+        return self._show(held)
+
+    def _show(self, text: str) -> str:
+        self.text += text
+        return text
+
+    def _num_held(self, pending: str) -> int:
+        """Length of the longest end of `pending` that begins a stop string."""
+        longest = max(map(len, self._stop), default=0) - 1
+        for length in range(min(longest, len(pending)), 0, -1):
+            if any(stop.startswith(pending[-length:]) for stop in self._stop):
+                return length
+        return 0

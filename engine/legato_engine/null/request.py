@@ -1,0 +1,60 @@
+"""A request to an engine without a model: its made-up answer, its times, and its figures."""
+
+from __future__ import annotations
+
+import msgspec
+
+from legato_engine.core import ImageInfo, Request, Timings, Usage
+from legato_engine.null.answers import Answer
+
+IMAGE_TOKENS = 729
+
+
+class NullRequest(msgspec.Struct, eq=False):
+    """A request with its answer; times are monotonic seconds, 0 until they come."""
+
+    request: Request
+    answer: Answer
+    image: ImageInfo | None
+    arrival: float
+    image_seconds: float
+    started: float = 0.0
+    first_token: float = 0.0
+    num_tokens: int = 0
+
+    @property
+    def input_tokens(self) -> int:
+        """BOS, the picture, and a token for each word."""
+        return 1 + (IMAGE_TOKENS if self.image else 0) + self.answer.num_words
+
+    @property
+    def cached_tokens(self) -> int:
+        """BOS and the picture, if that was seen lately."""
+        return 1 + IMAGE_TOKENS if self.image and self.image.cache_hit else 0
+
+    @property
+    def queue_time(self) -> float:
+        """Seconds between its picture, taken, and its start."""
+        return max(0.0, self.started - self.arrival - self.image_seconds)
+
+    def usage(self) -> Usage:
+        """Its tokens up to now."""
+        return Usage(
+            input_tokens=self.input_tokens,
+            output_tokens=self.num_tokens,
+            cached_tokens=self.cached_tokens,
+            image_tokens=IMAGE_TOKENS if self.image else 0,
+            reasoning_tokens=min(self.num_tokens, self.answer.num_thoughts),
+        )
+
+    def timings(self, now: float) -> Timings:
+        """Its times, if it ends now."""
+        first_token = self.first_token or now
+        return Timings(
+            queue=self.queue_time,
+            image=self.image_seconds,
+            prefill=first_token - (self.started or now),
+            first_token=first_token - self.arrival,
+            decode=now - first_token,
+            total=now - self.arrival,
+        )

@@ -1,0 +1,159 @@
+"""One upload, from its header to a picture that the engine can be given."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from legato.v1 import image_pb2
+from legato_engine.errors import ImageUndecodable, InvalidField
+from legato_engine.images.quota import ByteQuota
+from legato_engine.shm.blob_store import BlobStore, BlobWriter
+
+from legato_service.images.headers import file_type
+from legato_service.images.intake import Form
+from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
+
+CHUNK = "chunk"  # the field of the bytes
+_MUCH = 1024 * 1024  # bytes that the event loop does not write itself
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UploadLimits:
+    """What uploads may be; bytes, pixels and seconds."""
+
+    max_bytes: int
+    max_pixels: int
+    ttl: float
+    max_ttl: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Header:
+    """What is going to come, checked; a `size` of 0 and an empty `sha256` are not known."""
+
+    mime_type: str
+    layout: Layout | None
+    size: int
+    sha256: str
+    ttl: float
+
+
+def read_header(message: image_pb2.PutImageRequest | None, limits: UploadLimits) -> Header:
+    """The first message of an upload. Raises `InvalidField` or `ImageTooLarge`."""
+    if message is None or message.WhichOneof("part") != "header":
+        raise InvalidField("comes first", field="header")
+    header = message.header
+    layout = _layout(header, limits) if header.HasField("layout") else None
+    if layout is not None and header.mime_type:
+        raise InvalidField("pixels with a layout have no type", field="header.mime_type")
+    check_size(header.size_bytes, limits.max_bytes, "bytes", "header.size_bytes")
+    if len(header.sha256) not in (0, 32):
+        raise InvalidField(
+            "32 bytes, or none", field="header.sha256", limit=32, actual=len(header.sha256)
+        )
+    return Header(
+        header.mime_type, layout, header.size_bytes, header.sha256.hex(), _ttl(header, limits)
+    )
+
+
+def _layout(header: image_pb2.PutImageHeader, limits: UploadLimits) -> Layout:
+    layout = read_layout(header.layout, "header.layout")
+    check_size(layout.width * layout.height, limits.max_pixels, "pixels", "header.layout")
+    check_size(layout.num_bytes, limits.max_bytes, "bytes", "header.layout")
+    return layout
+
+
+def _ttl(header: image_pb2.PutImageHeader, limits: UploadLimits) -> float:
+    if not header.HasField("ttl"):
+        return limits.ttl
+    seconds = header.ttl.ToNanoseconds() / 1e9
+    if seconds <= 0:
+        raise InvalidField("must be positive", field="header.ttl")
+    return min(seconds, limits.max_ttl)
+
+
+class Upload:
+    """The bytes that came so far. Whoever began it ends it by leaving the block."""
+
+    def __init__(
+        self, header: Header, limits: UploadLimits, draft: BlobWriter, quota: ByteQuota, owner: str
+    ) -> None:
+        self.draft = draft
+        self._header = header
+        self._limits = limits
+        self._quota = quota
+        self._owner = owner
+        self._taken = 0
+        self._take(header.size)
+
+    @classmethod
+    @contextmanager
+    def begin(
+        cls, header: Header, limits: UploadLimits, blobs: BlobStore, quota: ByteQuota, owner: str
+    ) -> Iterator[Upload]:
+        """An upload for the length of the block: what it took of memory and quota goes with it.
+
+        Raises `QuotaExceeded` for a size that is over the caller's share.
+        """
+        with closing(blobs.draft()) as draft:
+            upload = cls(header, limits, draft, quota, owner)
+            try:
+                yield upload
+            finally:
+                quota.give_back(owner, upload._taken)
+
+    async def add(self, message: image_pb2.PutImageRequest) -> None:
+        """The next message.
+
+        Raises `InvalidField`, `ImageTooLarge`, `QuotaExceeded` or, without memory, `QueueFull`.
+        """
+        part = message.WhichOneof("part")
+        if part != "chunk":
+            raise InvalidField("comes once" if part else "a part is needed", field=part or "part")
+        chunk = message.chunk  # every access copies the bytes
+        size = self.draft.size + len(chunk)
+        if self._header.size and size > self._header.size:
+            raise self._size_mismatch(size)
+        check_size(size, self._limits.max_bytes, "bytes", CHUNK)
+        self._take(size - self._taken)
+        if len(chunk) > _MUCH:
+            await asyncio.to_thread(self.draft.write, chunk)
+        else:
+            self.draft.write(chunk)
+
+    async def finish(self) -> Form:
+        """How the bytes are to be read, now that all are here.
+
+        Raises `InvalidField`, `ImageUndecodable` or `ImageTooLarge`.
+        """
+        size, header = self.draft.size, self._header
+        if header.size and size != header.size:
+            raise self._size_mismatch(size)
+        if size == 0:
+            raise ImageUndecodable("no bytes came", field=CHUNK)
+        if header.layout is not None:
+            check_complete(header.layout, size, CHUNK)
+            return header.layout
+        return await file_type(
+            self.draft.view(),
+            header.mime_type,
+            max_bytes=self._limits.max_bytes,
+            max_pixels=self._limits.max_pixels,
+            fields=(CHUNK, "header.mime_type"),
+        )
+
+    def _take(self, num_bytes: int) -> None:
+        if num_bytes > 0:
+            self._quota.take(self._owner, num_bytes)
+            self._taken += num_bytes
+
+    def _size_mismatch(self, actual: int) -> InvalidField:
+        return InvalidField(
+            f"{self._header.size} bytes were announced, {actual} came",
+            field="header.size_bytes",
+            limit=self._header.size,
+            actual=actual,
+        )

@@ -1,0 +1,99 @@
+"""What a person at the terminal sees while the server starts; a log gets the same as events."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import structlog
+from legato_engine.ipc.messages import Loading, ModelInfo
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+
+class Announcer(Protocol):
+    """Told how the start goes."""
+
+    def loading(self, progress: Loading) -> None:
+        """The engine is this far; called again and again, also without news."""
+        ...
+
+    def ready(self, address: str, model: ModelInfo) -> None:
+        """Requests are served at `address`."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes; leave the terminal as it was. Idempotent."""
+        ...
+
+
+class TerminalAnnouncer:
+    """A progress bar, then a summary with a line to try."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def loading(self, progress: Loading) -> None:
+        """Move the bar."""
+        if self._task is None:
+            self._bar.start()
+            self._task = self._bar.add_task("loading", total=1.0)
+        self._bar.update(self._task, completed=progress.fraction, description=progress.stage)
+
+    def ready(self, address: str, model: ModelInfo) -> None:
+        """Replace the bar by the summary."""
+        self.close()
+        table = Table.grid(padding=(0, 2))
+        table.add_row("listening", Text(address, style="bold"))
+        size = f"{model.num_parameters / 1e6:,.1f} M parameters"
+        table.add_row("model", f"{model.name} · {size} · {model.dtype}")
+        if model.kv_token_bytes:
+            cached = f"{model.kv_token_bytes / 1024:,.0f} KiB a token"
+            table.add_row("kv cache", f"{cached} · {model.kv_dtype}")
+        table.add_row("device", model.device)
+        table.add_row("tasks", " ".join(model.tasks))
+        self._console.print(Panel(table, title="legato", expand=False))
+        self._console.print("try:", style="dim")
+        self._console.print(Text(example(address)), soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+class LogAnnouncer:
+    """One event per stage of the start."""
+
+    def __init__(self) -> None:
+        self._log = structlog.get_logger("legato.service")
+        self._stage = ""
+
+    def loading(self, progress: Loading) -> None:
+        """Log a stage when it begins."""
+        if progress.stage != self._stage:
+            self._stage = progress.stage
+            self._log.info("loading", stage=progress.stage, fraction=progress.fraction)
+
+    def ready(self, address: str, model: ModelInfo) -> None:
+        """Log where and what is served."""
+        cache = {"kv_dtype": model.kv_dtype, "kv_token_bytes": model.kv_token_bytes}
+        self._log.info("ready", address=address, model=model.name, device=model.device, **cache)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def example(address: str) -> str:
+    """A command that boxes the cups of a picture."""
+    data = '{"image": {"encoded": {"data": "\'$(base64 -w0 photo.jpg)\'"}}, "object": "cup"}'
+    return f"grpcurl -plaintext -d '{data}' {address} legato.v1.InferenceService/Detect"

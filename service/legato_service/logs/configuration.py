@@ -1,0 +1,153 @@
+"""Logs to standard error: JSON lines, or readable ones on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import structlog
+
+from legato_service.logs.writer import LogWriter
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, Processor
+
+
+def configure(level: str, *, terminal: bool) -> None:
+    """Set up structlog, and the loggers of libraries to go through it. Call once."""
+    shared: list[Processor] = [
+        structlog.processors.add_log_level,
+        _stamped,
+    ]
+    number = logging.getLevelNamesMapping()[level.upper()]
+    last: list[Processor] = [structlog.dev.ConsoleRenderer()]
+    factory: Callable[..., Any] = structlog.WriteLoggerFactory(file=sys.stderr)
+    wrapper: type[Any] = structlog.make_filtering_bound_logger(number)
+    if not terminal:
+        last = [structlog.processors.format_exc_info, _json]
+        lines = LogWriter(sys.stderr.buffer)
+        factory = lambda *_: lines  # noqa: E731 - all loggers write to one place
+        wrapper = type("JsonLogger", (_JsonLogger,), {"threshold": number})
+    structlog.configure(
+        processors=[*shared, *last],
+        wrapper_class=wrapper,
+        logger_factory=factory,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last, _text],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+
+
+_SECOND = 1_000_000_000  # nanoseconds
+
+
+class _Clock:
+    """Moments as RFC 3339 in UTC; most lines are of the same second as the last."""
+
+    def __init__(self) -> None:
+        self._began = 0  # nanoseconds, of the last line's second
+        self._text = ""
+
+    def text(self, wall_ns: int) -> str:
+        """A moment of `time.time_ns()`."""
+        since = wall_ns - self._began
+        if not 0 <= since < _SECOND:
+            second, since = divmod(wall_ns, _SECOND)
+            self._began = second * _SECOND
+            self._text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        return f"{self._text}.{since // 1000:06d}Z"
+
+
+timestamp = _Clock().text
+"""A moment of `time.time_ns()` as lines have it; one that brings its `timestamp` keeps it."""
+
+
+def _stamped(_logger: object, _method: str, event: EventDict) -> EventDict:
+    if "timestamp" not in event:
+        event["timestamp"] = timestamp(time.time_ns())
+    return event
+
+
+class Line(msgspec.Struct, omit_defaults=True):
+    """A line that is whole; who has more to tell adds its fields."""
+
+    event: str
+    level: Literal["debug", "info"]
+    timestamp: str
+
+
+class _JsonLogger(structlog.BoundLoggerBase):
+    """Makes a line of JSON in one step: there is one for each call, and a chain of processors costs
+    several times what the line itself does.
+    """
+
+    threshold = logging.INFO
+    _logger: LogWriter
+
+    def debug(self, event: str, **fields: object) -> None:
+        """See `structlog.typing.FilteringBoundLogger`, and so on."""
+        if self.threshold <= logging.DEBUG:
+            self._logger.later(self._line("debug", event, fields))
+
+    def info(self, event: str, **fields: object) -> None:
+        if self.threshold <= logging.INFO:
+            self._logger.later(self._line("info", event, fields))
+
+    def warning(self, event: str, **fields: object) -> None:
+        if self.threshold <= logging.WARNING:
+            self._logger.now(self._line("warning", event, fields))
+
+    def error(self, event: str, **fields: object) -> None:
+        if self.threshold <= logging.ERROR:
+            self._logger.now(self._line("error", event, fields))
+
+    def exception(self, event: str, **fields: object) -> None:
+        self.error(event, **{"exc_info": True, **fields})
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """See `write` below."""
+        told = [line for line in lines if line.level == "info" or self.threshold <= logging.DEBUG]
+        if told and self.threshold <= logging.INFO:
+            self._logger.later(*map(_encode, told))
+
+    def _line(self, level: str, event: str, fields: dict[str, object]) -> bytes:
+        line = {**self._context, **fields} if self._context else fields
+        line["event"] = event
+        line["level"] = level
+        _stamped(None, level, line)
+        if "exc_info" in line:
+            structlog.processors.format_exc_info(None, level, line)
+        return _encode(line)
+
+
+def write(logger: Any, lines: Sequence[Line]) -> None:
+    """All of them together, which a JSON logger does at a fraction of what each costs alone."""
+    if isinstance(logger, _JsonLogger):
+        logger.write(lines)
+        return
+    for line in lines:
+        fields = msgspec.to_builtins(line)
+        getattr(logger, fields.pop("level"))(fields.pop("event"), **fields)
+
+
+_encode = msgspec.json.Encoder(enc_hook=repr).encode
+
+
+def _json(_logger: object, _method: str, event: EventDict) -> bytes:
+    """A line of JSON; what JSON has no form for as Python shows it."""
+    return _encode(event)
+
+
+def _text(_logger: object, _method: str, line: Any) -> str:
+    """A line as the standard library's handlers write it."""
+    return line.decode() if isinstance(line, bytes) else line

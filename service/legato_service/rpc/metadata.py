@@ -1,0 +1,93 @@
+"""What a call's metadata says of it, read once.
+
+Keys that are not here are nobody's business. A key that is here stands at most once; a malformed
+value is `InvalidField` naming `metadata.<key>`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from legato_engine.errors import InvalidField
+
+from legato_service.rpc import trace_context
+from legato_service.rpc.call import ID_FORM, Call
+
+PRIORITY = "legato-priority"
+TENANT = "legato-tenant"
+CLIENT = "legato-client"
+REQUEST_ID = "x-request-id"
+MIN_PRIORITY, MAX_PRIORITY = -100, 100
+MAX_CLIENT = 128  # characters
+
+_INTEGER = re.compile(r"-?[0-9]{1,3}")
+
+
+def read(call: Call) -> None:
+    """Tell `call` what its metadata says, which it needs no more then. Raises `InvalidField`."""
+    seen: list[str] = []
+    metadata, call.metadata = call.metadata, ()
+    for key, value in metadata:
+        reader = _READERS.get(key)
+        if reader is None:
+            continue
+        if key in seen or not isinstance(value, str):
+            raise _malformed(key, "is one value")
+        seen.append(key)
+        reader(call, value)
+
+
+def _priority(call: Call, value: str) -> None:
+    number = int(value) if _INTEGER.fullmatch(value) else MAX_PRIORITY + 1
+    if not MIN_PRIORITY <= number <= MAX_PRIORITY:
+        raise _malformed(PRIORITY, f"is a whole number from {MIN_PRIORITY} to {MAX_PRIORITY}")
+    call.priority = number
+
+
+def _tenant(call: Call, value: str) -> None:
+    call.tenant = _identifier(TENANT, value)
+
+
+def _client(call: Call, value: str) -> None:
+    if len(value) > MAX_CLIENT:
+        raise _malformed(CLIENT, f"has at most {MAX_CLIENT} characters")
+    call.client = value
+
+
+def _request_id(call: Call, value: str) -> None:
+    call.request_id = _identifier(REQUEST_ID, value)
+    call.is_named = True
+
+
+def _trace(call: Call, value: str) -> None:
+    trace_id = trace_context.trace_id(value)
+    if not trace_id:
+        raise _malformed(trace_context.KEY, "is not a W3C trace context")
+    call.trace_id = trace_id
+
+
+def _attempts(call: Call, value: str) -> None:
+    """What gRPC's own retries count; only a number is worth a word in the log."""
+    if value.isascii() and value.isdigit():
+        call.previous_attempts = int(value)
+
+
+def _identifier(key: str, value: str) -> str:
+    if ID_FORM.fullmatch(value) is None:
+        raise _malformed(key, "is 1 to 64 of A-Z a-z 0-9 . _ : -")
+    return value
+
+
+def _malformed(key: str, rule: str) -> InvalidField:
+    return InvalidField(f"metadata {key} {rule}", field=f"metadata.{key}")
+
+
+_READERS: dict[str, Callable[[Call, str], None]] = {
+    PRIORITY: _priority,
+    TENANT: _tenant,
+    CLIENT: _client,
+    REQUEST_ID: _request_id,
+    trace_context.KEY: _trace,
+    "grpc-previous-rpc-attempts": _attempts,
+}

@@ -1,0 +1,75 @@
+"""Requests of fixed length."""
+
+import pytest
+from legato_engine.bench.workload import KINDS, Workload, endless
+from legato_engine.config import EngineConfig
+from legato_engine.core import DetectResult, FinishReason
+from legato_engine.engine.assembly import assemble
+from legato_engine.errors import InvalidField
+from legato_engine.scheduler.sink import SilentSink
+from legato_engine.tasks import Constraint
+from legato_engine.telemetry.timeline import StepFeed, Timeline
+
+LENGTH = 10
+
+
+@pytest.fixture(scope="module")
+def assembly():
+    """One model for all tests."""
+    made = assemble(EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=2))
+    yield made
+    made.device.close()
+
+
+@pytest.mark.parametrize("context", [0, 100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_request_has_its_length_context_and_pages(assembly, kind, context):
+    """All requests take exactly `length` tokens from `context` on, and share no page."""
+    workload = Workload(assembly, kind=kind, count=5, length=LENGTH, context=context)
+    timeline = Timeline(capacity=100)
+    feed = StepFeed(assembly.runner.times, (timeline,))
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=2, observer=feed)
+    sequences = workload.sequences()
+    assert {sequence.length for sequence in sequences} == {workload.context}, "all of it is fed"
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    scheduler.drain()
+    assert [sequence.num_committed for sequence in sequences] == [LENGTH] * 5
+    assert {sequence.prompt_length for sequence in sequences} == {workload.context}
+    assert workload.context == context or not context
+    assert [sequence.cached_tokens for sequence in sequences] == [0] * 5
+
+
+def test_every_detect_step_is_constrained(assembly):
+    """A detection waits for the commit before it samples; its list goes on and on."""
+    (sequence,) = Workload(assembly, kind="detect", count=1, length=LENGTH).sequences()
+    assert sequence.task.constrained
+    assert sequence.task.has_payload
+    first = assembly.frontend.constraints[sequence.task.constraint()]
+    assert first.allowed is not None
+    assert len(first.allowed) == 1
+    scheduler = assembly.scheduler(SilentSink(), pipeline_depth=2)
+    scheduler.submit(sequence)
+    scheduler.drain()
+    result = sequence.task.result(FinishReason.STOP)
+    assert isinstance(result, DetectResult)
+    assert len(result.objects) == LENGTH // 3
+
+
+def test_endless():
+    """Only what another constraint narrows is replaced, by the widest that does."""
+    table = (
+        Constraint(),
+        Constraint(allowed=(1,)),
+        Constraint(allowed=(1, 2)),
+        Constraint(allowed=(1, 2, 3)),
+        Constraint(suppressed=(1,)),
+        Constraint(allowed=(7,)),
+    )
+    assert endless(table) == (0, 1, 1, 2, 4, 5)
+
+
+def test_a_context_too_short_is_refused(assembly):
+    """A context that the prompt alone exceeds is an error, not a shorter prompt."""
+    with pytest.raises(InvalidField, match="detect has a context of"):
+        Workload(assembly, kind="detect", count=1, length=LENGTH, context=5)

@@ -1,0 +1,415 @@
+"""The client against a process that speaks the protocol without a model."""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+import uvloop
+from legato_engine.client.connection import EngineConnection
+from legato_engine.client.engine_client import EngineClient, EngineLimits, EngineState
+from legato_engine.client.request_stream import merge_events
+from legato_engine.client.supervisor import ChildProcess
+from legato_engine.config import EngineConfig
+from legato_engine.core import EncodedImage, FinishReason, QueryTask, Request, TextDelta
+from legato_engine.errors import (
+    Draining,
+    EngineLost,
+    EngineStarting,
+    ImageNotFound,
+    ImageUndecodable,
+    InvalidField,
+)
+from legato_engine.ipc.links import pending_connections
+from legato_engine.ipc.messages import Delta, Done, DropImage, HoldImage, Started
+from legato_engine.shm.blob_store import blob_folder
+
+FAKE = (sys.executable, str(pathlib.Path(__file__).with_name("fake_engine.py")))
+pytestmark = pytest.mark.usefixtures("child_python_path")
+
+
+@contextlib.asynccontextmanager
+async def running(
+    *, model: str = "fake", ready: bool = True, **limits: float
+) -> AsyncIterator[EngineClient]:
+    """A started client that must end with nothing open."""
+    config = EngineConfig(model=model, heartbeat_interval=0.02)
+    client = EngineClient(
+        config, limits=EngineLimits(**{"backoff_first": 0.05, **limits}), command=FAKE
+    )
+    await client.start()
+    try:
+        if ready:
+            await client.wait_ready()
+        yield client
+    finally:
+        await client.close()
+        assert client.num_open == 0
+        assert list(blob_folder().glob(f"{client.blobs.namespace}*")) == []
+
+
+def ask(question, name="r", image=None):
+    """A request that tells the fake engine what to do."""
+    return Request(request_id=name, task=QueryTask(question=question), image=image)
+
+
+def running_process(client: EngineClient) -> ChildProcess:
+    """The engine process that is running now."""
+    assert client._process is not None
+    return client._process
+
+
+async def until(condition):
+    """Poll what has no event to wait for."""
+    while not condition():  # noqa: ASYNC110 - the condition is another process's
+        await asyncio.sleep(0.005)
+
+
+async def test_answer():
+    """A request's reports arrive in order and end with the result."""
+    async with running() as client:
+        assert client.model is not None
+        assert client.model.name == "fake"
+        reports = [r async for r in client.submit(ask("echo"))]
+        assert isinstance(reports[0], Started)
+        assert isinstance(reports[-1], Done)
+        events = [e for r in reports if isinstance(r, Delta) for e in r.events]
+        assert merge_events(events) == (TextDelta(text="abc"),)
+        assert client.num_open == 0
+
+
+async def test_heartbeats_are_seen():
+    """Step, load and estimate are those of the last heartbeat."""
+    async with running() as client:
+        stream = client.submit(ask("hang"))
+        await until(lambda: client.load.running == 1)
+        assert client.step > 0
+        assert client.estimated_wait == 0.5
+        stream.abort()
+        await until(lambda: client.load.running == 0)
+
+
+async def test_failure_of_one_request():
+    """A failed request raises its own error; the engine serves on."""
+    async with running() as client:
+        stream = client.submit(ask("bad"))
+        with pytest.raises(ImageUndecodable):
+            [r async for r in stream]
+        assert isinstance([r async for r in client.submit(ask("echo", "r2"))][-1], Done)
+
+
+async def test_refused_before_ready():
+    """A request before the engine is ready is told that it starts."""
+    async with running(ready=False) as client:
+        with pytest.raises(EngineStarting):
+            client.submit(ask("echo"))
+
+
+async def test_same_id_twice():
+    """A second request with an id that is open is refused; the first is untouched."""
+    async with running() as client:
+        first = client.submit(ask("slow"))
+        with pytest.raises(InvalidField):
+            client.submit(ask("echo"))
+        assert isinstance(await anext(first), Started)
+
+
+@pytest.mark.parametrize("question", ["die", "kill"])
+async def test_engine_death(question):
+    """When the engine dies every open stream fails with EngineLost at once, then it recovers."""
+    async with running() as client:
+        states: list[EngineState] = []
+        client.subscribe(states.append)
+        others = [client.submit(ask("slow", f"o{i}")) for i in range(5)]
+        for stream in others:
+            await anext(stream)
+        if question == "kill":
+            os.killpg(running_process(client).pid, signal.SIGKILL)
+        else:
+            client.submit(ask("die"))
+        for stream in others:
+            with pytest.raises(EngineLost):
+                [r async for r in stream]
+        assert states == [EngineState.LOST], "streams fail before the restart, not after it"
+        with pytest.raises(EngineLost):
+            client.submit(ask("echo", "while-lost"))
+        await client.wait_ready()
+        assert states == [EngineState.LOST, EngineState.STARTING, EngineState.READY]
+        assert client.restarts == 1
+        assert isinstance([r async for r in client.submit(ask("echo"))][-1], Done)
+
+
+async def test_engine_that_never_starts():
+    """An engine that cannot start is tried again and again, and requests are refused meanwhile."""
+    async with running(model="broken", ready=False, backoff_cap=0.05) as client:
+        await until(lambda: client.restarts >= 3)
+        with pytest.raises((EngineLost, EngineStarting)):
+            client.submit(ask("echo"))
+        waiting = list(pending_connections(client._doors._sockets[0]))
+        assert len(waiting) <= 2, "links to engines that never came do not pile up"
+        for each in waiting:
+            each.close()
+
+
+async def test_an_engine_that_loads_may_be_silent_for_longer():
+    """Until it is ready another patience holds; where that ends, it is replaced, too."""
+    async with running(model="heavy", silence=1.0) as client:
+        assert client.restarts == 0
+    async with running(model="heavy", ready=False, loading=1.0) as client:
+        await until(lambda: client.restarts >= 1)
+
+
+async def test_frozen_engine_is_replaced():
+    """An engine whose heartbeats stop is aborted and restarted."""
+    async with running(silence=1.0) as client:
+        stream = client.submit(ask("freeze"))
+        with pytest.raises(EngineLost):
+            [r async for r in stream]
+        await client.wait_ready()
+        assert client.restarts == 1
+
+
+async def test_stopped_engine_is_replaced():
+    """An engine that was stopped by a signal is killed and restarted."""
+    async with running(silence=1.0) as client:
+        os.kill(running_process(client).pid, signal.SIGSTOP)
+        await until(lambda: client.restarts >= 1)
+        await client.wait_ready()
+
+
+async def test_abort_races():
+    """Aborting at any moment leaves nothing open and no other stream disturbed."""
+    async with running() as client:
+        streams = [client.submit(ask("slow", f"s{i}")) for i in range(200)]
+        for i, stream in enumerate(streams):
+            if i % 3 == 0:
+                await asyncio.sleep(0)
+            stream.abort()
+        again = [client.submit(ask("echo", f"s{i}")) for i in range(200)]
+        for stream in again:
+            assert isinstance([r async for r in stream][-1], Done)
+        assert client.num_open == 0
+
+
+async def test_a_stopped_request_ends_with_what_it_has():
+    """The engine is asked for the end, and the stream says CANCELLED."""
+    async with running() as client:
+        stream = client.submit(ask("slow"))
+        assert isinstance(await anext(stream), Started)
+        stream.stop()
+        last = await stream.done()
+        assert last.finish_reason is FinishReason.CANCELLED
+        assert client.num_open == 0
+
+
+async def test_blob_ends_with_its_request():
+    """A blob is gone when its request ended, was refused, or died with the engine."""
+    async with running() as client:
+
+        def picture():
+            return EncodedImage(blob=client.blobs.put(b"picture"), mime_type="image/png")
+
+        [r async for r in client.submit(ask("echo", image=picture()))]
+        assert len(client.blobs) == 0
+        with contextlib.suppress(EngineLost):
+            [r async for r in client.submit(ask("die", image=picture()))]
+        with pytest.raises((EngineLost, EngineStarting)):
+            client.submit(ask("echo", image=picture()))
+        assert len(client.blobs) == 0
+        assert list(blob_folder().glob(f"{client.blobs.namespace}*")) == []
+
+
+def hold(client, data, name="h"):
+    """A command to hold a picture of these bytes."""
+    image = EncodedImage(blob=client.blobs.put(data), mime_type="image/png")
+    return HoldImage(request_id=name, image=image, owner="me", ttl=5.0)
+
+
+def drop(image_id, name="d"):
+    """A command to drop it."""
+    return DropImage(request_id=name, image_id=image_id, owner="me")
+
+
+async def test_a_picture_is_held_and_dropped():
+    """Each command is answered once; what is wrong is raised; no blob stays."""
+    async with running() as client:
+        held = await client.hold(hold(client, b"img"))
+        assert (held.image.image_id, held.until) == ("img", 5.0)
+        with pytest.raises(ImageUndecodable):
+            await client.hold(hold(client, b"bad"))
+        await client.drop(drop("img"))
+        with pytest.raises(ImageNotFound):
+            await client.drop(drop("img"))
+        assert len(client.blobs) == 0
+
+
+async def test_a_hold_is_lost_with_its_engine():
+    """An engine that dies fails what it has not answered, and its successor holds nothing."""
+    async with running() as client:
+        waiting = asyncio.create_task(client.hold(hold(client, b"hang", "h1")))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineLost):
+            await client.hold(hold(client, b"die", "h2"))
+        with pytest.raises(EngineLost):
+            await waiting
+        with pytest.raises((EngineLost, EngineStarting)):
+            await client.hold(hold(client, b"img"))
+        with pytest.raises((EngineLost, EngineStarting)):
+            await client.drop(drop("img"))
+        assert len(client.blobs) == 0
+        await client.wait_ready()
+        with pytest.raises(ImageNotFound):
+            await client.drop(drop("img"))
+
+
+async def test_a_cancelled_hold_leaves_nothing():
+    """Who is cancelled while a picture is prepared leaves no blob and no waiting call."""
+    async with running() as client:
+        command = hold(client, b"hang")
+        waiting = asyncio.create_task(client.hold(command))
+        await until(lambda: not (blob_folder() / command.image.blob.name).exists())
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert len(client.blobs) == 0
+        assert len(client._calls) == 0
+        assert (await client.hold(hold(client, b"img"))).image.image_id == "img"
+
+
+async def test_drain():
+    """While draining, what runs goes on and nothing new is taken; a death then stays final."""
+    async with running() as client:
+        stream = client.submit(ask("slow"))
+        client.drain()
+        with pytest.raises(Draining):
+            client.submit(ask("echo", "late"))
+        assert isinstance(await anext(stream), Started)
+        delta = await anext(stream)
+        assert isinstance(delta, Delta)
+        assert isinstance(delta.events[0], TextDelta)
+        running_process(client).kill()
+        with pytest.raises(EngineLost):
+            [r async for r in stream]
+        assert client._supervision is not None
+        await asyncio.wait_for(client._supervision, 5)
+        assert client.state is EngineState.DRAINING
+
+
+async def test_close_fails_what_is_open():
+    """Closing fails open streams with Draining and leaves no process behind."""
+    async with running() as client:
+        stream = client.submit(ask("hang"))
+        pid = running_process(client).pid
+        await client.close()
+        await client.close()
+        with pytest.raises(Draining):
+            [r async for r in stream]
+        assert client.state is EngineState.STOPPED
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_uvloop():
+    """The client runs on uvloop, through a crash and back."""
+
+    async def scenario():
+        async with running() as client:
+            with contextlib.suppress(EngineLost):
+                [r async for r in client.submit(ask("die"))]
+            await client.wait_ready()
+            reports = [r async for r in client.submit(ask("echo"))]
+            assert isinstance(reports[-1], Done)
+
+    uvloop.run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def beside(client, number=1):
+    """The connection of another service process to a client's engine, here in this one."""
+    connection = EngineConnection(f"{client.blobs.namespace}-{number}", number)
+    connection.connect(client.endpoint)
+    try:
+        await connection.wait_ready()
+        yield connection
+    finally:
+        await connection.close()
+        assert connection.num_open == 0
+        assert list(blob_folder().glob(f"{connection.blobs.namespace}*")) == []
+
+
+async def test_memory_for_pictures_is_kept_for_one_engine():
+    """It takes one picture after another, and a new engine is given new memory."""
+    async with running() as client:
+        names = []
+        for question in ("echo", "echo", "die", "echo", "echo"):
+            image = EncodedImage(blob=client.blobs.put(b"picture"), mime_type="image/png")
+            names.append(image.blob.name)
+            with contextlib.suppress(EngineLost):
+                [r async for r in client.submit(ask(question, image=image))]
+            await client.wait_ready()
+        assert [name == names[0] for name in names] == [True, True, True, False, False]
+        assert names[3] == names[4]
+
+
+async def test_two_processes_may_use_one_id():
+    """The same id in two service processes is two requests, each answered to its own."""
+    async with running() as client, beside(client) as other:
+        assert other.model == client.model
+        image = EncodedImage(blob=other.blobs.put(b"picture"), mime_type="image/png")
+        first, second = client.submit(ask("slow")), other.submit(ask("echo", image=image))
+        assert isinstance([r async for r in second][-1], Done)
+        first.stop()
+        assert (await first.done()).finish_reason is FinishReason.CANCELLED
+
+
+async def test_stopping_elsewhere():
+    """`stop_elsewhere` ends other processes' requests and none of its own, and counts them."""
+    async with running() as client, beside(client) as other:
+        own, another = ([each.submit(ask("slow", n)) for n in "abc"] for each in (client, other))
+        for stream in another:
+            assert isinstance(await anext(stream), Started)
+        assert await client.stop_elsewhere("a") == 1
+        assert (await another[0].done()).finish_reason is FinishReason.CANCELLED
+        assert await client.stop_elsewhere("a") == 0
+        assert await client.stop_elsewhere() == 2
+        for stream in another[1:]:
+            assert (await stream.done()).finish_reason is FinishReason.CANCELLED
+        assert not any(stream.ended for stream in own)
+        for stream in own:
+            stream.abort()
+
+
+async def test_an_engine_that_dies_is_lost_to_all():
+    """Every connection fails what it has open, is lost, and ready again with the next engine."""
+    async with running() as client, beside(client) as other:
+        states: list[EngineState] = []
+        other.subscribe(states.append)
+        streams = [each.submit(ask("slow")) for each in (client, other)]
+        for stream in streams:
+            await anext(stream)
+        running_process(client).kill()
+        for stream in streams:
+            with pytest.raises(EngineLost):
+                [r async for r in stream]
+        with pytest.raises((EngineLost, EngineStarting)):
+            await other.stop_elsewhere()
+        for each in (client, other):
+            await each.wait_ready()
+            assert isinstance([r async for r in each.submit(ask("echo"))][-1], Done)
+        assert states[0] is EngineState.LOST
+        assert states[-1] is EngineState.READY
+
+
+async def test_what_waits_for_an_answer_ends_with_the_engine():
+    """A `stop_elsewhere` that the engine did not answer fails with it."""
+    async with running() as client:
+        os.kill(running_process(client).pid, signal.SIGSTOP)
+        asking = asyncio.create_task(client.stop_elsewhere())
+        await asyncio.sleep(0)
+        running_process(client).kill()
+        with pytest.raises(EngineLost):
+            await asking

@@ -1,0 +1,211 @@
+"""One request's stream of reports."""
+
+import asyncio
+
+import pytest
+from legato_engine.client.request_stream import RequestStream, merge_events
+from legato_engine.core import (
+    Box,
+    Event,
+    FinishReason,
+    OutlineEvent,
+    Point,
+    PointEvent,
+    QueryResult,
+    QueryTask,
+    ReasoningDelta,
+    Request,
+    TextDelta,
+    Timings,
+    TokenInfo,
+    TokensDelta,
+    Usage,
+)
+from legato_engine.errors import EngineLost, InternalError, PromptTooLong, to_value
+from legato_engine.ipc.messages import Delta, Done, Failed
+
+DONE = Done(
+    request_id="r",
+    result=QueryResult(answer="ab"),
+    finish_reason=FinishReason.STOP,
+    usage=Usage(input_tokens=1, output_tokens=2),
+    timings=Timings(),
+)
+
+
+def delta(*events):
+    """A delta of request r."""
+    return Delta(request_id="r", events=events)
+
+
+@pytest.fixture
+def aborted():
+    """Streams that asked for an abort."""
+    return []
+
+
+@pytest.fixture
+def stopped():
+    """Streams that asked to be stopped."""
+    return []
+
+
+@pytest.fixture
+def stream(aborted, stopped):
+    """A stream under test."""
+    request = Request(request_id="r", task=QueryTask(question="?"))
+    return RequestStream(request, on_abort=aborted.append, on_stop=stopped.append)
+
+
+async def test_a_stopped_stream_goes_on_to_its_end(stream, stopped, aborted):
+    """Stopping asks the engine for the end; what it says until then is still read."""
+    stream.feed(delta(TextDelta(text="a")))
+    stream.stop()
+    assert (stopped, aborted) == ([stream], [])
+    stream.feed(DONE)
+    stream.stop()
+    assert stopped == [stream], "an ended stream has nothing to stop"
+    assert [r async for r in stream] == [delta(TextDelta(text="a")), DONE]
+
+
+async def test_lagging_consumer_gets_one_delta(stream):
+    """Deltas that piled up arrive as one, with neighbouring text joined."""
+    for text in "abc":
+        stream.feed(delta(TextDelta(text=text)))
+    stream.feed(DONE)
+    assert [r async for r in stream] == [delta(TextDelta(text="abc")), DONE]
+
+
+async def test_prompt_consumer_gets_each_delta(stream):
+    """A consumer that keeps up gets every delta as it was sent."""
+    for text in "ab":
+        stream.feed(delta(TextDelta(text=text)))
+        assert await anext(stream) == delta(TextDelta(text=text))
+
+
+async def test_failure_is_raised_once(stream):
+    """A failure reaches the reader as its own error, then the stream is at its end."""
+    stream.feed(Failed(request_id="r", error=to_value(PromptTooLong("long", limit=4))))
+    with pytest.raises(PromptTooLong) as caught:
+        await anext(stream)
+    assert caught.value.metadata == {"limit": "4"}
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_nothing_follows_the_end(stream):
+    """What arrives after the terminal report is dropped."""
+    stream.feed(DONE)
+    stream.feed(delta(TextDelta(text="x")))
+    stream.fail(EngineLost("gone"))
+    assert [r async for r in stream] == [DONE]
+
+
+async def test_abort_wakes_the_reader(stream, aborted):
+    """A reader that waits when the stream is aborted sees its end; a second abort is nothing."""
+    reader = asyncio.ensure_future(anext(stream, None))
+    await asyncio.sleep(0)
+    stream.abort()
+    stream.abort()
+    assert await reader is None
+    assert aborted == [stream]
+
+
+async def test_abort_after_the_end_tells_nobody(stream, aborted):
+    """Aborting an ended stream does not reach the engine."""
+    stream.feed(DONE)
+    stream.abort()
+    assert aborted == []
+
+
+async def test_cancelled_read_loses_nothing(stream):
+    """A report that comes after a cancelled read is there for the next one."""
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    stream.feed(DONE)
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    assert await anext(stream) == DONE
+
+
+def test_merge_keeps_order_and_all_content():
+    """Only neighbours of one kind are joined; boxes, points and tokens all survive."""
+    token = TokenInfo(token_id=1, text="a")
+    box = Box(x_min=0, y_min=0, x_max=1, y_max=1)
+    point = PointEvent(point=Point(x=0, y=0), label="x")
+    events: list[Event] = [
+        ReasoningDelta(text="r", tokens=(token,)),
+        ReasoningDelta(text="s", tokens=(token,)),
+        TokensDelta(tokens=(token,)),
+        TokensDelta(tokens=(token, token)),
+        TextDelta(text="a", tokens=(token,)),
+        TextDelta(text="b", tokens=(token,)),
+        point,
+        point,
+        TextDelta(text="c"),
+        OutlineEvent(index=0, box=box),
+        OutlineEvent(index=0, path_delta="M"),
+        OutlineEvent(index=1, path_delta="L"),
+        OutlineEvent(index=1, box=box),
+    ]
+    assert merge_events(events) == (
+        ReasoningDelta(text="rs", tokens=(token, token)),
+        TokensDelta(tokens=(token, token, token)),
+        TextDelta(text="ab", tokens=(token, token)),
+        point,
+        point,
+        TextDelta(text="c"),
+        OutlineEvent(index=0, box=box, path_delta="M"),
+        OutlineEvent(index=1, path_delta="L"),
+        OutlineEvent(index=1, box=box),
+    )
+
+
+async def test_done_is_woken_by_the_end_alone(stream):
+    """Who waits for the result is not woken by what comes before it."""
+    waiting = asyncio.ensure_future(stream.done())
+    await asyncio.sleep(0)
+    stream.feed(delta(TextDelta(text="a")))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stream.feed(DONE)
+    assert await waiting == DONE
+
+
+async def test_done_of_what_has_ended(stream):
+    """A result that is there already is given without waiting."""
+    stream.feed(delta(TextDelta(text="a")))
+    stream.feed(DONE)
+    assert await stream.done() == DONE
+
+
+async def test_done_raises_the_failure(stream):
+    """A failed request raises its own error, whatever was unread."""
+    waiting = asyncio.ensure_future(stream.done())
+    await asyncio.sleep(0)
+    stream.feed(delta(TextDelta(text="a")))
+    stream.fail(EngineLost("gone"))
+    with pytest.raises(EngineLost):
+        await waiting
+
+
+async def test_done_of_an_aborted_stream(stream):
+    """An aborted stream has no result; its waiting reader is told."""
+    waiting = asyncio.ensure_future(stream.done())
+    await asyncio.sleep(0)
+    stream.abort()
+    with pytest.raises(InternalError):
+        await waiting
+
+
+async def test_reading_on_after_waiting_for_the_end(stream):
+    """A cancelled wait for the result leaves the stream as it was."""
+    waiting = asyncio.ensure_future(stream.done())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    stream.feed(delta(TextDelta(text="a")))
+    async with asyncio.timeout(5):
+        assert await reading == delta(TextDelta(text="a"))

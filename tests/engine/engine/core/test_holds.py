@@ -1,0 +1,70 @@
+"""Pictures that callers have the engine hold."""
+
+import math
+import time
+
+from legato_engine.core import CachedImage, DetectTask
+from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageDropped
+
+from tests.engine.engine.core.world import GatedFrontend, World, png
+
+
+def test_a_held_picture_answers_as_its_bytes_do(world):
+    """Uploading a picture and naming it gives what sending it gives; dropped, it is unknown."""
+    world.submit("a", DetectTask(object="x"), world.encoded(png()), cache_image=False)
+    (by_bytes,) = world.run("a")
+    named = CachedImage(image_id=world.hold(png()).image.image_id)
+    world.submit("b", DetectTask(object="x"), named)
+    (by_id,) = world.run("b")
+    assert by_id.result == by_bytes.result
+    assert by_id.image.cache_hit
+    world.core.drop(DropImage(request_id="d", image_id=named.image_id, owner="me"))
+    assert world.of("d", ImageDropped)
+    world.submit("c", DetectTask(object="x"), named)
+    world.run("c")
+    assert type(world.error("c")).__name__ == "ImageNotFound"
+
+
+def test_a_running_request_keeps_its_picture(world):
+    """A picture that is dropped while a request waits for it answers that request all the same."""
+    named = CachedImage(image_id=world.hold(png()).image.image_id)
+    world.submit("a", DetectTask(object="x"), named)
+    world.core.drop(DropImage(request_id="d", image_id=named.image_id, owner="me"))
+    assert isinstance(world.run("a")[0], Done)
+
+
+def test_the_loop_wakes_for_the_end_of_a_hold(world):
+    """An idle engine lets a picture go when its time is over, and not only when it is asked."""
+    held = world.hold(png(), ttl=0.05)
+    assert world.core.next_deadline() == held.until
+    assert world.core.load().images_cached == 1
+    while time.monotonic() < held.until:
+        time.sleep(0.01)
+    world.core.step()
+    assert world.core.load().images_cached == 0
+    assert world.core.next_deadline() == math.inf
+
+
+def test_a_hold_ends_on_time_however_late_the_loop_is(world):
+    """Who asks behind the end is told so, also where the loop has not come round since."""
+    held = world.hold(png(), ttl=0.05)
+    while time.monotonic() < held.until:
+        time.sleep(0.01)
+    world.submit("late", DetectTask(object="x"), CachedImage(image_id=held.image.image_id))
+    assert type(world.error("late")).__name__ == "ImageNotFound"
+
+
+def test_holds_wait_in_the_same_queue(assembly):
+    """Pictures to be held are refused like requests when too many of both wait."""
+    world = World(assembly, max_waiting=1, preprocess_threads=1)
+    gated = GatedFrontend(assembly.frontend)
+    world.core._preprocessor._frontend = gated
+    for number in range(3):
+        image = world.encoded(png(number))
+        world.core.hold(HoldImage(request_id=str(number), image=image, owner="me", ttl=9.0))
+    assert [type(world.error(name)).__name__ for name in "12"] == ["QueueFull"] * 2
+    assert not world.of("0")
+    for number in range(3):
+        world.core.abort(str(number))
+    gated.gate.set()
+    world.close()

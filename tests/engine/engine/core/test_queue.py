@@ -1,0 +1,61 @@
+"""Who waits, who is told so, and who is refused."""
+
+import dataclasses
+
+from legato_engine.core import CaptionTask, QueryTask
+from legato_engine.ipc.messages import Delta, Done, Queued, Started
+
+from tests.engine.engine.core.world import CONFIG, GatedFrontend, World, png
+
+
+def test_queued_is_told_once_to_those_that_wait(world):
+    """Only requests that find no row free are told their place in the queue."""
+    names = [f"r{i}" for i in range(7)]
+    for name in names:
+        world.submit(name, QueryTask(question="hello"))
+    world.run(*names)
+    assert world.of("r0", Queued) == []
+    queued = [world.of(name, Queued) for name in names]
+    assert [len(reports) for reports in queued[1:]] == [1] * 6
+    assert [reports[0].position for reports in queued[1:]] == list(range(6))
+    for name in names:
+        assert isinstance(world.of(name)[-2], Delta | Started)
+
+
+def test_full_queue(gated):
+    """Requests over max_waiting are refused, those whose picture is being prepared included."""
+    world, frontend = gated
+    for i in range(CONFIG.max_waiting):
+        world.submit(f"r{i}", CaptionTask(), world.encoded(png()))
+    assert world.core.load().waiting == CONFIG.max_waiting
+    world.submit("late", QueryTask(question="hello"))
+    assert type(world.error("late")).__name__ == "QueueFull"
+    assert int(world.error("late").metadata["retry_after_ms"]) > 0
+    frontend.gate.set()
+    for done in world.run(*(f"r{i}" for i in range(CONFIG.max_waiting))):
+        assert isinstance(done, Done)
+
+
+def test_a_tenants_share_counts_pictures_in_preparation(assembly):
+    """QuotaExceeded comes before the picture is touched, and only to the tenant it is about."""
+    frontend = GatedFrontend(assembly.frontend)
+    world = World(dataclasses.replace(assembly, frontend=frontend), max_waiting_per_tenant=1)
+    world.submit("a0", CaptionTask(), world.encoded(png()), tenant="a")
+    world.submit("a1", CaptionTask(), world.encoded(png()), tenant="a")
+    assert type(world.error("a1")).__name__ == "QuotaExceeded"
+    world.submit("b0", CaptionTask(), world.encoded(png()), tenant="b")
+    frontend.gate.set()
+    assert all(isinstance(done, Done) for done in world.run("a0", "b0"))
+    world.close()
+
+
+def test_queued_tells_the_place_that_the_priority_gives(world):
+    """A request of a higher priority is told of those before it only."""
+    for name in ("r0", "r1", "r2", "r3", "r4"):
+        world.submit(name, QueryTask(question="hello"))
+    world.core.step()
+    world.submit("low", QueryTask(question="hello"), priority=-1)
+    world.submit("high", QueryTask(question="hello"), priority=100)
+    world.run("low", "high")
+    assert world.of("high", Queued)[0].position == 0
+    assert world.of("low", Queued)[0].position > 0

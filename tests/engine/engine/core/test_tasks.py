@@ -1,0 +1,169 @@
+"""What requests are answered, whoever else is there."""
+
+import random
+
+import pytest
+from legato_engine.core import (
+    Box,
+    CaptionResult,
+    CaptionTask,
+    DetectResult,
+    DetectTask,
+    FinishReason,
+    Point,
+    PointTask,
+    QueryTask,
+    SamplingParams,
+    SegmentTask,
+    TaskResult,
+    TextDelta,
+    Turn,
+)
+from legato_engine.ipc.messages import Delta, Done, Queued, Started
+
+from tests.engine.engine.core.world import EITHER_KIND, World, png
+
+
+@EITHER_KIND
+@pytest.mark.parametrize(
+    "task",
+    [
+        QueryTask(question="what?"),
+        QueryTask(question="what?", reasoning=True),
+        QueryTask(question="what?", system="s", history=(Turn(question="a", answer="b"),)),
+        CaptionTask(),
+        DetectTask(object="cat", max_objects=3),
+        PointTask(object="cat", max_objects=3),
+        SegmentTask(object="cat"),
+    ],
+    ids=lambda task: type(task).__name__,
+)
+def test_every_task_on_a_picture(world, task):
+    """A request reports Started, deltas and Done, in that order, with usage and timings."""
+    world.submit("r", task, world.encoded(png()))
+    (done,) = world.run("r")
+    assert isinstance(done, Done)
+    kinds = [type(r) for r in world.of("r")]
+    assert kinds[0] is Started
+    assert kinds[-1] is Done
+    assert set(kinds[1:-1]) <= {Delta}
+    started = world.of("r")[0]
+    assert started.image == done.image
+    assert done.image is not None
+    assert (done.image.width, done.image.height, done.image.cache_hit) == (40, 30, False)
+    usage = done.usage
+    assert usage.input_tokens == started.input_tokens > usage.image_tokens > 0
+    assert usage.output_tokens > 0
+    timings = done.timings
+    assert 0 < timings.first_token <= timings.total
+    assert timings.image > 0
+
+
+def test_text_deltas_add_up_to_the_result(world):
+    """The deltas of a caption spell its result."""
+    world.submit("r", CaptionTask(), world.encoded(png()))
+    (done,) = world.run("r")
+    texts = [e.text for d in world.of("r", Delta) for e in d.events if isinstance(e, TextDelta)]
+    assert isinstance(done.result, CaptionResult)
+    assert "".join(texts) == done.result.caption
+
+
+def test_question_without_a_picture(world):
+    """A question needs no image; its Started names none."""
+    world.submit("r", QueryTask(question="hello"))
+    (done,) = world.run("r")
+    assert done.image is None
+    assert done.usage.image_tokens == 0
+
+
+def test_deltas_only_for_those_who_read_them(world):
+    """A request without deltas gets the same result, told by its end alone."""
+    world.submit("a", CaptionTask(), world.encoded(png()))
+    world.submit("b", CaptionTask(), world.encoded(png()), deltas=False)
+    first, second = world.run("a", "b")
+    assert world.of("a", Delta)
+    assert [type(report) for report in world.of("b") if not isinstance(report, Queued)] == [
+        Started,
+        Done,
+    ]
+    assert second.result == first.result
+
+
+def test_progress_only_for_those_who_read_it(world):
+    """A request whose caller reads its end alone is told that and nothing else."""
+    names = [f"r{number}" for number in range(5)]  # more than run at a time
+    for name in names:
+        question = QueryTask(question="What is it?")
+        world.submit(name, question, deltas=False, progress=False)
+    world.run(*names)
+    assert {type(report) for name in names for report in world.of(name)} == {Done}
+
+
+@EITHER_KIND
+def test_answers_do_not_depend_on_depth_or_order(assembly):
+    """Blocking or pipelined, in any order of arrival, the prefix its own or another's: every
+    request gets the same answer.
+    """
+    refs = (Point(x=0.25, y=0.5), Box(x_min=0.1, y_min=0.2, x_max=0.6, y_max=0.9))
+    requests = {
+        "q": (QueryTask(question="hello"), None),
+        "t": (QueryTask(question="why?"), 0),
+        "r": (QueryTask(question="why?", reasoning=True, spatial_refs=refs), 2),
+        "c": (CaptionTask(), 1),
+        "d": (DetectTask(object="cat", max_objects=4), 0),
+        "p": (PointTask(object="dog", max_objects=4), 1),
+        "s": (SegmentTask(object="dog"), 2),
+    }
+    answers: list[dict[str, TaskResult]] = []
+    shared: list[set[str]] = []
+    for depth in (1, 2, 2, 2):
+        world = World(assembly, pipeline_depth=depth)
+        order = random.Random(len(answers)).sample(sorted(requests), len(requests))
+        for name in order:
+            task, picture = requests[name]
+            image = None if picture is None else world.encoded(png(picture))
+            world.submit(name, task, image, sampling=SamplingParams(temperature=0.7, max_tokens=20))
+            for _ in range(len(answers)):
+                world.core.step()
+        world.run(*requests)
+        done = {name: world.of(name, Done)[0] for name in requests}
+        answers.append({name: one.result for name, one in done.items()})
+        shared.append({name for name, one in done.items() if one.usage.cached_tokens})
+        world.close()
+    assert all(answer == answers[0] for answer in answers)
+    assert len(set.union(*shared)) > len(set.intersection(*shared))
+
+
+def test_seed_comes_from_the_request_id(world):
+    """A retried request id answers the same, another id may not, and a given seed wins."""
+    warm = SamplingParams(temperature=1.0, max_tokens=24)
+    world.submit("same", QueryTask(question="hello"), sampling=warm)
+    (first,) = world.run("same")
+    world.reports.clear()
+    world.submit("same", QueryTask(question="hello"), sampling=warm)
+    (second,) = world.run("same")
+    assert first.result == second.result
+    world.submit("other", QueryTask(question="hello"), sampling=warm)
+    (third,) = world.run("other")
+    assert third.result != first.result
+
+
+def test_max_objects_ends_a_detection(world):
+    """A detection ends for max_objects exactly when it has found that many."""
+    world.submit("r", DetectTask(object="cat", max_objects=1), world.encoded(png()))
+    (done,) = world.run("r")
+    assert isinstance(done.result, DetectResult)
+    assert (len(done.result.objects) == 1) == (done.finish_reason is FinishReason.MAX_OBJECTS)
+
+
+def test_the_load_says_what_was_found_and_what_is_kept(world):
+    """Of two equal questions the second finds all of its prompt but the end; both leave pages."""
+    world.submit("a", QueryTask(question="what is to be seen in this picture?"))
+    world.run("a")
+    world.submit("b", QueryTask(question="what is to be seen in this picture?"))
+    (done,) = world.run("b")
+    usage, load = done.usage, world.core.load()
+    assert usage.input_tokens - 2 <= usage.cached_tokens < usage.input_tokens
+    assert load.kv.hit_rate == pytest.approx(usage.cached_tokens / usage.input_tokens / 2)
+    assert (load.kv.idle, load.kv.draft, load.kv.preemptions) == (load.prefix_pages, 0, 0)
+    assert load.kv.free + load.kv.idle + load.pages_used == load.pages_total

@@ -1,0 +1,120 @@
+"""An engine without its process, what it reads and what it reports."""
+
+import dataclasses
+import io
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+from legato_engine.config import EngineConfig
+from legato_engine.core import EncodedImage, Request, SamplingParams
+from legato_engine.errors import from_value
+from legato_engine.ipc.messages import Done, Failed, HoldImage, ImageHeld, Load, Report
+from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm.blob_store import BlobStore, new_namespace
+from PIL import Image
+
+CONFIG = EngineConfig(
+    model="random-tiny", device="cpu", threads=1, max_running=3, max_waiting=8, page_size=16
+)
+
+EITHER_KIND = pytest.mark.parametrize(
+    "assembly", ["random-tiny", "random-tiny3"], indirect=True, scope="module"
+)
+
+
+def png(seed=0, size=(40, 30), **options):
+    """A PNG of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", **options)
+    return buffer.getvalue()
+
+
+class World:
+    """A core, the blobs it reads and the reports it sent."""
+
+    def __init__(self, assembly, **changes):
+        config = msgspec.structs.replace(assembly.config, **changes)
+        assembly = dataclasses.replace(assembly, config=config)
+        self.reports: list[Report] = []
+        self.woken = threading.Event()
+        self.blobs = BlobStore(new_namespace())
+        self.core = assembly.core(
+            blobs=BlobReader(self.blobs.namespace), send=self.reports.append, wake=self.woken.set
+        )
+
+    def encoded(self, data):
+        """A picture file in a blob."""
+        return EncodedImage(blob=self.blobs.put(data), mime_type="image/png")
+
+    def submit(self, name, task, image=None, **fields):
+        """Hand a request to the core."""
+        sampling = fields.pop("sampling", SamplingParams(max_tokens=12))
+        self.core.submit(
+            Request(request_id=name, task=task, image=image, sampling=sampling, **fields)
+        )
+
+    def of(self, name, kind=object):
+        """Reports of one request."""
+        return [
+            r for r in self.reports if getattr(r, "request_id", "") == name and isinstance(r, kind)
+        ]
+
+    def run(self, *names):
+        """Step until every named request has ended."""
+        while not all(self.of(name, Done | Failed) for name in names):
+            self._step()
+        return [self.of(name, Done | Failed)[-1] for name in names]
+
+    def hold(self, data, name="h", ttl=60.0):
+        """How holding a picture ended."""
+        command = HoldImage(request_id=name, image=self.encoded(data), owner="me", ttl=ttl)
+        self.core.hold(command)
+        while not self.of(name, ImageHeld | Failed):
+            self._step()
+        return self.of(name, ImageHeld | Failed)[-1]
+
+    def error(self, name):
+        """A failed request's error."""
+        return from_value(self.of(name, Failed)[-1].error)
+
+    def close(self):
+        """Finish; everything must have been given back."""
+        while self.core.busy:
+            self.core.step()
+        load = self.core.load()
+        assert load == Load(
+            pages_total=load.pages_total,
+            prefix_pages=load.prefix_pages,
+            images_cached=load.images_cached,
+            kv=load.kv,
+        )
+        self.core.close()
+        self.blobs.close()
+
+    def _step(self):
+        """One step, when there is something to do."""
+        if not self.core.busy:
+            self.woken.wait(10)
+            self.woken.clear()
+        self.core.step()
+
+
+class GatedFrontend:
+    """A frontend whose pictures are prepared only once `gate` is set."""
+
+    def __init__(self, frontend):
+        self._frontend = frontend
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+
+    def prepare_image(self, *arguments):
+        """Wait for the gate."""
+        self.entered.set()
+        self.gate.wait(30)
+        return self._frontend.prepare_image(*arguments)
+
+    def __getattr__(self, name):
+        return getattr(self._frontend, name)

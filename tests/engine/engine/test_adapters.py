@@ -1,0 +1,280 @@
+"""The engine with adapters: a real model with random weights, and files that come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from legato_engine.config import EngineConfig
+from legato_engine.core import CachedImage, CaptionTask, DetectTask, QueryTask
+from legato_engine.engine.assembly import assemble
+from legato_engine.errors import InvalidField
+from legato_engine.ipc.messages import Done, Failed, Started
+from legato_engine.models.moondream.presets import tiny_random3_config, tiny_random_config
+
+from tests.adapters import published_file, random_adapter, safetensors_file
+from tests.engine.engine.core.world import CONFIG, World, png
+
+TEXT = tiny_random_config().text
+TEXTS = {"random-tiny": TEXT, "random-tiny3": tiny_random3_config().text}
+NAMES = ("x", "y", "z")
+TASKS = (DetectTask(object="x"), CaptionTask(), QueryTask(question="what is it?"))
+
+
+def adapter_of(name, text=TEXT):
+    """One of three, of different ranks."""
+    seed = NAMES.index(name)
+    return random_adapter(text, (2, 16, 10)[seed], seed)
+
+
+@pytest.fixture(scope="module")
+def make_assembly(tmp_path_factory):
+    """A model with three adapters of different ranks, one as published, and room for two."""
+    made = []
+
+    def make(model):
+        folder, text = tmp_path_factory.mktemp("adapters"), TEXTS[model]
+        for name in "xy":
+            (folder / f"{name}.safetensors").write_bytes(safetensors_file(adapter_of(name, text)))
+        (folder / "z.pt").write_bytes(published_file(adapter_of("z", text), text=text))
+        changes = {"adapters": str(folder), "adapter_slots": 2, "max_adapter_rank": 16}
+        config = msgspec.structs.replace(CONFIG, model=model, max_running=4, max_waiting=64)
+        made.append(assemble(msgspec.structs.replace(config, **changes)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.device.close()
+
+
+@pytest.fixture(scope="module")
+def assembly(make_assembly):
+    """One model for all tests."""
+    return make_assembly("random-tiny")
+
+
+@pytest.fixture
+def folder(assembly):
+    """Where its adapters are."""
+    return Path(assembly.config.adapters)
+
+
+@pytest.fixture(scope="module", params=TEXTS)
+def either(request, assembly, make_assembly):
+    """That model, or one with experts."""
+    return assembly if request.param == "random-tiny" else make_assembly(request.param)
+
+
+@pytest.fixture(params=[1, 2])
+def depth(request):
+    """Blocking and pipelined."""
+    return request.param
+
+
+@pytest.fixture
+def world(assembly, depth):
+    """A core over the shared model; at its end no slot is held."""
+    made = World(assembly, pipeline_depth=depth)
+    yield made
+    made.close()
+
+
+def result(world, name):
+    """What a request ended with, its times left out."""
+    (end,) = world.run(name)
+    assert isinstance(end, Done), end
+    return end.result, end.finish_reason
+
+
+def test_adapters_side_by_side_answer_as_alone(either, depth):
+    """Requests of all adapters and of none, mixed and more than the slots, answer as one by one."""
+    world, picture = World(either, pipeline_depth=depth), png()
+    asked = [(task, name) for name in ("", *NAMES) for task in TASKS] * 2
+    alone = {}
+    for number, (task, name) in enumerate(asked[: len(asked) // 2]):
+        request_id = f"alone-{number}"
+        image = world.encoded(picture)
+        world.submit(request_id, task, image, adapter=name, cache_image=False)
+        alone[type(task), name] = result(world, request_id)
+    for number, (task, name) in enumerate(asked):
+        world.submit(f"r-{number}", task, world.encoded(picture), adapter=name)
+    for number, (task, name) in enumerate(asked):
+        assert result(world, f"r-{number}") == alone[type(task), name]
+    assert len({repr(alone[CaptionTask, name]) for name in ("", *NAMES)}) == 4, "all say the same"
+    assert world.core.load().adapters_used == 0
+    world.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_answer_as_merged_weights(either, depth, seed):
+    """Each skill answers as a model with the adapter in its weights, on every kind of launch."""
+    world, name = World(either, pipeline_depth=depth), either.config.model
+    merged = assemble(msgspec.structs.replace(CONFIG, model=name, max_waiting=64))
+    model: Any = merged.model
+    tensors = adapter_of(NAMES[seed], TEXTS[name])
+    for layer, block in enumerate(model._network.text.blocks):
+        for part in ("fc1", "fc2"):
+            a_RI, b_OR = tensors[layer, f"{part}.lora_a"], tensors[layer, f"{part}.lora_b"]
+            getattr(block.mlp, part).weight += b_OR @ a_RI
+    reference = World(merged)
+    for number, task in enumerate((*TASKS, *TASKS)):
+        for where, name in ((world, NAMES[seed]), (reference, "")):
+            image = where.encoded(png(seed=30 + number))
+            where.submit(f"r-{number}", task, image, adapter=name)
+    for number in range(2 * len(TASKS)):
+        ours, truth = result(world, f"r-{number}"), result(reference, f"r-{number}")
+        assert str(ours) == str(truth)
+    world.close()
+    reference.close()
+    merged.device.close()
+
+
+def test_a_prefix_is_shared_under_its_adapter_alone(world):
+    """A picture's positions are computed once for each adapter, and once without."""
+    picture, cached = png(seed=3), dict.fromkeys(("", *NAMES), False)
+    for number, name in enumerate(("x", "x", "", "y", "", "x", "y")):
+        world.submit(f"r-{number}", DetectTask(object="x"), world.encoded(picture), adapter=name)
+        world.run(f"r-{number}")
+        hit = world.of(f"r-{number}", Started)[0].cached_tokens > 0
+        assert hit == cached[name]
+        cached[name] = True
+
+
+def test_a_file_that_appears_is_found(world, folder):
+    """The same name is unknown before its file is there, and found after."""
+    world.submit("before", QueryTask(question="?"), adapter="late")
+    world.run("before")
+    assert type(world.error("before")).__name__ == "AdapterNotFound"
+    path = folder / "late.safetensors"
+    path.write_bytes(safetensors_file(random_adapter(TEXT, 4, seed=9)))
+    world.submit("after", QueryTask(question="?"), adapter="late")
+    world.submit("plain", QueryTask(question="?"))
+    assert result(world, "after") != result(world, "plain")
+    path.unlink()
+
+
+def test_a_replaced_file_is_for_those_who_come_later(world, folder):
+    """Who began with the old content ends with it; the next request has the new one."""
+    path = folder / "changing.safetensors"
+    task, picture = CaptionTask(), png(seed=4)
+    answers = {}
+    for seed in (20, 21):
+        path.write_bytes(safetensors_file(random_adapter(TEXT, 6, seed)))
+        world.submit(f"alone-{seed}", task, world.encoded(picture), adapter="changing")
+        answers[seed] = result(world, f"alone-{seed}")
+    assert answers[20] != answers[21]
+    path.write_bytes(safetensors_file(random_adapter(TEXT, 6, 20)))
+    world.submit("old", task, world.encoded(picture), adapter="changing")
+    while not world.of("old", Started):
+        world.core.step()
+    path.write_bytes(safetensors_file(random_adapter(TEXT, 6, 21)))
+    world.submit("new", task, world.encoded(picture), adapter="changing")
+    assert result(world, "new") == answers[21]
+    assert result(world, "old") == answers[20]
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"nonsense", "neither safetensors"),
+        (safetensors_file(random_adapter(TEXT, 17)), "rank is 17"),
+        (safetensors_file(random_adapter(TEXT, 4), "moondream2"), "for the model moondream2"),
+    ],
+)
+def test_a_bad_file_disturbs_nobody(world, folder, data, says):
+    """A malformed adapter fails its own request with what is wrong; those beside it answer."""
+    (folder / "bad.safetensors").write_bytes(data)
+    picture = world.encoded(png(seed=5))
+    world.submit("good", DetectTask(object="x"), picture, adapter="x")
+    world.submit("bad", DetectTask(object="x"), world.encoded(png(seed=6)), adapter="bad")
+    world.submit("other", QueryTask(question="?"))
+    good, bad, other = world.run("good", "bad", "other")
+    assert isinstance(good, Done)
+    assert isinstance(other, Done)
+    assert isinstance(bad, Failed)
+    error = world.error("bad")
+    assert type(error).__name__ == "AdapterUnusable"
+    assert says in error.message
+    (folder / "bad.safetensors").unlink()
+
+
+def test_a_failed_adapter_does_not_wait_for_its_picture(assembly, depth):
+    """A request ends with the first of its parts that fails, and its picture is given up."""
+    world = World(assembly, pipeline_depth=depth, preprocess_threads=1)
+    blocked = world.encoded(png(seed=7, size=(900, 900)))
+    world.submit("busy", DetectTask(object="x"), blocked)
+    world.submit("r", DetectTask(object="x"), world.encoded(png(seed=8)), adapter="none")
+    world.run("r")
+    assert type(world.error("r")).__name__ == "AdapterNotFound"
+    world.run("busy")
+    world.close()
+
+
+def test_aborts_and_stops_while_an_adapter_is_read(world):
+    """A request whose adapter is being read can be aborted and stopped; no slot stays held."""
+    for number in range(6):
+        world.submit(f"r-{number}", CaptionTask(), world.encoded(png(seed=9)), adapter="x")
+    world.core.abort("r-0")
+    world.core.stop("r-1")
+    for _ in range(5):
+        world.core.step()
+    world.core.abort("r-2")
+    world.core.stop("r-3")
+    world.run("r-1", "r-3", "r-4", "r-5")
+    assert not world.of("r-0")
+
+
+def test_a_named_picture_with_an_adapter(world):
+    """A picture that is known by its id needs no thread, and still waits for its adapter."""
+    world.submit("a", CaptionTask(), world.encoded(png(seed=10)))
+    (done,) = world.run("a")
+    named = CachedImage(image_id=done.image.image_id)
+    world.submit("b", CaptionTask(), named, adapter="y")
+    world.submit("c", CaptionTask(), world.encoded(png(seed=10)), adapter="y")
+    assert result(world, "b") == result(world, "c")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"adapters": "/nowhere"}, "adapters"),
+        ({"adapter_slots": 0}, "adapter_slots"),
+        ({"max_adapter_rank": 0}, "max_adapter_rank"),
+        ({"max_adapter_rank": 513}, "max_adapter_rank"),
+    ],
+)
+def test_settings_that_make_no_sense(changes, field):
+    """A folder that is not there and numbers out of range are named when the engine starts."""
+    with pytest.raises(InvalidField) as caught:
+        assemble(EngineConfig(model="random-tiny", device="cpu", threads=1, **changes))
+    assert caught.value.metadata["field"] == field
+
+
+def test_as_many_as_have_slots_are_read_once(assembly, monkeypatch):
+    """However little the host is to keep, adapters that are asked for in turn stay in memory."""
+    config = msgspec.structs.replace(assembly.config, adapter_cache_bytes=1)
+    world, reads = World(dataclasses.replace(assembly, config=config)), []
+    read = assembly.model.read_adapter
+
+    def counted(data, key, max_rank):
+        reads.append(key)
+        return read(data, key, max_rank)
+
+    monkeypatch.setattr(assembly.model, "read_adapter", counted)
+    for number, name in enumerate("xyxyxy"):
+        world.submit(f"r-{number}", QueryTask(question="?"), adapter=name)
+        world.run(f"r-{number}")
+    assert len(reads) == 2
+    world.close()
+
+
+def test_without_a_folder_there_is_no_bank(assembly):
+    """Only an engine that has adapters says so, and pays for their slots."""
+    assert assembly.info.adapters
+    plain = assemble(CONFIG)
+    assert (plain.bank, plain.info.adapters) == (None, False)
+    plain.device.close()

@@ -1,0 +1,117 @@
+"""How an engine's parts are chosen for each other."""
+
+from __future__ import annotations
+
+import re
+
+import legato_tiny
+import msgspec
+import numpy as np
+import pytest
+import torch
+from legato_engine.config import EngineConfig
+from legato_engine.core import ImageInfo
+from legato_engine.engine import assembly
+from legato_engine.errors import InvalidField
+from legato_engine.models.moondream import family, presets
+from legato_engine.models.moondream.preprocess import Crops, WholeImage
+from legato_engine.models.moondream.weights import random_weights
+from legato_engine.runtime.model_runner import ModelRunner
+from safetensors.torch import save_file
+
+CONFIG = EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=1)
+INFO = ImageInfo(image_id="img", width=300, height=200, cache_hit=False)
+
+
+@pytest.mark.parametrize(("encodes", "kind"), [(None, Crops), (True, WholeImage)])
+def test_pictures_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch, encodes, kind):
+    """The runner decides, not the device: here it has none of the kernels, unless it says so."""
+    if encodes is not None:
+        monkeypatch.setattr(ModelRunner, "encodes_pictures", encodes)
+        monkeypatch.setattr(assembly, "warm_up", lambda frontend, scheduler: None)
+    made = assembly.assemble(CONFIG)
+    try:
+        image = made.frontend.prepare_image(np.zeros((200, 300, 3), np.uint8), "key", INFO)
+        assert isinstance(image.pixels, kind)
+    finally:
+        made.device.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"dtype": "f16"}, "unknown dtype 'f16'; use auto, f32 or bf16"),
+        ({"vision_dtype": "int8"}, "unknown vision_dtype 'int8'; use auto or fp8"),
+        ({"kv_dtype": "f32"}, "unknown kv_dtype 'f32'; use auto, model or fp8"),
+        ({"max_prefill_rows": 33}, "0 to 32"),
+        ({"pictures_per_launch": 0}, "1 to 4"),
+        ({"adapter_slots": 0}, "at least 1"),
+        ({"max_adapter_rank": 513}, "1 to 512"),
+        ({"speculation": "fixed:0"}, "unknown speculation 'fixed:0'"),
+    ],
+)
+def test_settings_for_no_model_are_refused_before_one_is_loaded(settings, told):
+    """By the name of the setting and its limit."""
+    reached: list[str] = []
+    config = msgspec.structs.replace(CONFIG, **settings)
+    with pytest.raises(InvalidField, match=re.escape(told)) as caught:
+        assembly.assemble(config, lambda stage, fraction: reached.append(stage))
+    assert caught.value.metadata["field"] in settings
+    assert reached == []
+
+
+def test_a_draft_that_cannot_be_read_stops_the_start(tmp_path):
+    """Whoever names a file wants that one, and hears what is wrong with it; without speculation
+    nobody asks for it.
+    """
+    config = msgspec.structs.replace(CONFIG, draft=str(tmp_path / "absent"))
+    assembly.assemble(config).device.close()
+    with pytest.raises(InvalidField, match="absent cannot be read"):
+        assembly.assemble(msgspec.structs.replace(config, speculation="fixed:2"))
+
+
+@pytest.fixture
+def moondream2(monkeypatch, tmp_path):
+    """A small checkpoint under the name moondream2, with a tokenizer from elsewhere."""
+    monkeypatch.setitem(
+        family._NAMES, "moondream2", (presets.tiny_random_config, family._read_published)
+    )
+    config = presets.tiny_random_config()
+    state = random_weights(config, 0, torch.device("cpu"), torch.bfloat16).state_dict()
+    file = tmp_path / "moondream.safetensors"
+    save_file({f"model.{name}": tensor for name, tensor in state.items()}, file)
+    return msgspec.structs.replace(
+        CONFIG,
+        model="moondream2",
+        weights=str(file),
+        tokenizer=str(legato_tiny.path() / "tokenizer.json"),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("f32", "float32"), ("bf16", "bfloat16")])
+def test_moondream2_loads_from_files_in_either_dtype(moondream2, dtype, name):
+    """A checkpoint, a tokenizer and a dtype make a warm model, and the bar moves while they do."""
+    seen = []
+    made = assembly.assemble(
+        msgspec.structs.replace(moondream2, dtype=dtype),
+        lambda stage, fraction: seen.append((fraction, stage)),
+    )
+    try:
+        assert made.info.dtype == name
+        assert made.model.dtype is getattr(torch, name)
+    finally:
+        made.device.close()
+    assert seen == sorted(seen, key=lambda each: each[0])
+    of_weights = [fraction for fraction, stage in seen if stage == "weights"]
+    assert len(of_weights) > 20
+    assert of_weights[0] == 0.1
+    assert of_weights[-1] == pytest.approx(0.7)
+    assert seen[-1] == (1.0, "ready")
+
+
+def test_weights_that_do_not_fit_the_memory_are_refused(moondream2, monkeypatch):
+    """The memory that the device has free is asked before the first weight is allocated."""
+    monkeypatch.setattr(assembly, "available_memory", lambda: 1000)
+    with pytest.raises(InvalidField, match="free on cpu") as caught:
+        assembly.assemble(moondream2)
+    assert caught.value.metadata["free_bytes"] == "1000"

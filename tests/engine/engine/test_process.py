@@ -1,0 +1,215 @@
+"""The real engine process behind the real client."""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from legato_engine.client.engine_client import EngineClient, EngineLimits
+from legato_engine.config import EngineConfig
+from legato_engine.core import DetectTask, EncodedImage, QueryTask, Request, SamplingParams
+from legato_engine.errors import EngineLost, ImageUndecodable
+from legato_engine.ipc.messages import Done, Load
+from legato_engine.telemetry.timeline import timeline_path
+from PIL import Image
+
+from tests.e2e.server import policies
+
+CONFIG = EngineConfig(
+    model="random-tiny", device="cpu", threads=1, max_running=2, heartbeat_interval=0.05
+)
+pytestmark = pytest.mark.usefixtures("child_python_path")
+
+FAILING = """
+import sys
+from legato_engine.engine import process
+from legato_engine.engine.engine_core import EngineCore
+def step(self, real=EngineCore.step):
+    if self._jobs or not self._scheduler.idle:
+        raise RuntimeError("device fault")
+    return real(self)
+EngineCore.step = step
+sys.exit(process.main())
+"""
+
+PARENT = """
+import asyncio, sys, time
+import msgspec
+from legato_engine.client.engine_client import EngineClient
+from legato_engine.config import EngineConfig
+async def main():
+    client = EngineClient(msgspec.json.decode(sys.argv[1], type=EngineConfig))
+    await client.start()
+    await client.wait_ready()
+    print("engine:", client._process.pid, flush=True)
+    await asyncio.sleep(3600)
+asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def running(**options):
+    """A ready client."""
+    client = EngineClient(CONFIG, limits=EngineLimits(backoff_first=0.05), **options)
+    await client.start()
+    try:
+        await client.wait_ready()
+        yield client
+    finally:
+        await client.close()
+
+
+def ask(name, image=None, max_tokens=8):
+    """A detection on a picture, or a question."""
+    task = DetectTask(object="cat") if image else QueryTask(question="hello")
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return Request(request_id=name, task=task, image=image, sampling=sampling)
+
+
+def picture(client):
+    """A small PNG in a blob."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 20), "red").save(buffer, "PNG")
+    return EncodedImage(blob=client.blobs.put(buffer.getvalue()), mime_type="image/png")
+
+
+def exists(pid):
+    """Whether a process runs, zombies aside."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def until(condition):
+    """Poll what has no event to wait for."""
+    while not condition():  # noqa: ASYNC110 - the condition is another process's
+        await asyncio.sleep(0.01)
+
+
+async def test_requests_kill_and_recovery():
+    """Requests are answered, fail alone, are lost with the engine, and answered the same after."""
+    async with running() as client:
+        assert client.model.name == "random-tiny"
+        first = [r async for r in client.submit(ask("a", picture(client)))][-1]
+        assert isinstance(first, Done)
+        broken = EncodedImage(blob=client.blobs.put(b"no image"), mime_type="image/png")
+        with pytest.raises(ImageUndecodable):
+            [r async for r in client.submit(ask("bad", broken))]
+        os.kill(client._process.pid, signal.SIGSTOP)  # so that none is answered before the kill
+        streams = [client.submit(ask(f"s{i}", max_tokens=200)) for i in range(4)]
+        client._process.kill()
+        for stream in streams:
+            with pytest.raises(EngineLost):
+                [r async for r in stream]
+        await client.wait_ready()
+        again = [r async for r in client.submit(ask("a", picture(client)))][-1]
+        assert again.result == first.result
+        streams = [client.submit(ask(f"s{i}", max_tokens=200)) for i in range(4)]
+        for stream in streams:
+            stream.abort()
+        await until(lambda: client.load.images_cached)
+        beat = client.last_heartbeat
+        await until(lambda: client.last_heartbeat > beat and _idle(client.load))
+
+
+def _idle(load):
+    return load.running + load.waiting + load.inflight + load.rows_used + load.pages_used == 0
+
+
+async def test_only_the_service_stops_it():
+    """SIGTERM and SIGINT are passed over; told to shut down, the engine leaves with exit code 0."""
+    async with running() as client:
+        process = client._process
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(process.pid, number)
+        assert isinstance([r async for r in client.submit(ask("a"))][-1], Done)
+        await client.close()
+        assert await process.wait() == 0
+        assert client.load == Load()
+
+
+async def test_timeline_on_request():
+    """On SIGUSR1 the engine writes the timeline of its last launches, and serves on."""
+    async with running() as client:
+        pid = client._process.pid
+        [r async for r in client.submit(ask("a"))]
+        os.kill(pid, signal.SIGUSR1)
+        path = timeline_path(pid)
+        await until(path.exists)
+        assert isinstance([r async for r in client.submit(ask("b"))][-1], Done)
+        assert json.loads(path.read_text())["traceEvents"]
+        path.unlink()
+
+
+async def test_decode_steps_are_reported():
+    """An engine that fell idle has told of every step, none left out for having come too soon."""
+    async with running() as client:
+        assert client.load == Load()
+        done = [r async for r in client.submit(ask("a", max_tokens=12))][-1]
+        assert isinstance(done, Done)
+        await until(lambda: client.load.decode_steps is not None and _idle(client.load))
+        steps = client.load.decode_steps
+        assert steps is not None
+        assert 0 < steps.num_steps <= 12
+        assert steps.num_tokens == done.usage.output_tokens
+        assert steps.rows == 1
+        assert min(steps.step_ms, steps.forward_ms, steps.sampling_ms, steps.blocking_ms) > 0
+
+
+async def test_a_fault_in_a_tick_is_fatal():
+    """An exception out of a tick ends the process, and with it the requests, not the service."""
+    async with running(command=(sys.executable, "-c", FAILING)) as client:
+        process = client._process
+        with pytest.raises(EngineLost):
+            [r async for r in client.submit(ask("a"))]
+        assert await process.wait() == 1
+        await client.wait_ready()
+
+
+def test_engine_dies_with_its_service():
+    """When the service is killed no engine is left behind."""
+    config = msgspec.json.encode(CONFIG).decode()
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, config], stdout=subprocess.PIPE, text=True
+    ) as service:
+        assert service.stdout is not None
+        said = next((line for line in service.stdout if line.startswith("engine:")), None)
+        service.kill()
+    assert said is not None
+    engine = int(said.split()[1])
+    asyncio.run(until(lambda: not exists(engine)))
+
+
+def test_front_door_loads_no_torch():
+    """What the service imports of the engine never loads torch."""
+    script = (
+        "import sys, legato_engine.client.engine_client;"
+        "import legato_engine.images.decoding, legato_engine.shm.blob_store;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "then"), [("random-tiny", os.SCHED_OTHER), ("null", os.SCHED_BATCH)]
+)
+async def test_who_keeps_a_device_waiting_runs_when_woken(model, then):
+    """Whatever its service does; an engine without a device lets others finish as that does."""
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    client = EngineClient(msgspec.structs.replace(CONFIG, model=model))
+    try:
+        await client.start()
+        await client.wait_ready()
+        assert client._process is not None
+        assert policies(client._process.pid) == {then}
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        await client.close()

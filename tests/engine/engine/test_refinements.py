@@ -1,0 +1,345 @@
+"""Outlines refined behind their requests, on a real model whose text is scripted."""
+
+import dataclasses
+import gc
+import io
+import threading
+import time
+import weakref
+
+import msgspec
+import numpy as np
+import pytest
+from legato_engine.config import EngineConfig
+from legato_engine.core import (
+    DetectTask,
+    FinishReason,
+    OutlineEvent,
+    QueryTask,
+    SamplingParams,
+    SegmentTask,
+)
+from legato_engine.engine.assembly import assemble
+from legato_engine.errors import InvalidField, QueueFull
+from legato_engine.ipc.messages import Delta, Done
+from PIL import Image
+
+from tests.engine.engine.core.world import World
+from tests.engine.models.moondream.outlines import scripted
+from tests.engine.models.moondream.outlines.heads import BRIGHT, DARK
+from tests.engine.models.moondream.outlines.shapes import drawn, overlap
+
+WIDTH, HEIGHT = 160, 120
+EGG = SegmentTask(object="egg")
+SAMPLING = SamplingParams(max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """The scripted model's and its refiner's."""
+    folder = tmp_path_factory.mktemp("scripted")
+    scripted.write_model(folder)
+    scripted.write_head(folder / "head.pt")
+    return EngineConfig(
+        model="legato-tiny",
+        weights=str(folder),
+        refiner=str(folder / "head.pt"),
+        device="cpu",
+        threads=1,
+        max_running=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def assembly(config):
+    """The scripted model and a refiner that has learnt."""
+    made = assemble(config)
+    yield made
+    made.device.close()
+
+
+@pytest.fixture
+def world(assembly):
+    """An engine."""
+    made = World(assembly)
+    yield made
+    made.close()
+
+
+def truth():
+    """Where the egg is: an ellipse in the box that the model always says."""
+    (x, y), (width, height) = scripted.CENTRE, scripted.EXTENT
+    ys, xs = (np.mgrid[:HEIGHT, :WIDTH] + 0.5) / np.array([HEIGHT, WIDTH]).reshape(2, 1, 1)
+    return ((xs - x) / width) ** 2 + ((ys - y) / height) ** 2 < 0.25
+
+
+def egg():
+    """A PNG of it."""
+    noise = np.random.default_rng(1).normal(0, 8, (HEIGHT, WIDTH, 3))
+    pixels = np.where(truth()[..., None], BRIGHT, DARK) + noise
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def ask(world, name, **fields):
+    """Ask for the egg's outline."""
+    fields = {"sampling": SAMPLING, **fields}
+    world.submit(name, EGG, world.encoded(egg()), **fields)
+
+
+def outline(done):
+    """The one outline of a report."""
+    (found,) = done.result.segments
+    return found
+
+
+def likeness(found):
+    """Its overlap with what is there."""
+    box = msgspec.structs.astuple(found.box)
+    return overlap(truth(), drawn(found.path, box, WIDTH, HEIGHT))
+
+
+class Changed:
+    """A refiner of which some parts are replaced; what runs on the device is the real one's."""
+
+    def __init__(self, refiner, **parts):
+        self._refiner = refiner
+        self._parts = parts
+
+    def __getattr__(self, name):
+        return self._parts.get(name) or getattr(self._refiner, name)
+
+
+class Gate:
+    """Holds up whoever calls it until it is opened."""
+
+    def __init__(self, then):
+        self._then = then
+        self.picture: weakref.ref[object] = weakref.ref(self)  # of whoever came first
+        self.entered, self._open = threading.Event(), threading.Event()
+
+    def __call__(self, outline, image):
+        """Raises if nobody opens it."""
+        if not self.entered.is_set():
+            self.picture = weakref.ref(image.pixels.picture)
+        self.entered.set()
+        assert self._open.wait(60)
+        return self._then(outline, image)
+
+    def open(self):
+        """Let all pass."""
+        self._open.set()
+
+
+def with_parts(assembly, **parts):
+    """An engine whose refiner has other parts."""
+    return World(dataclasses.replace(assembly, refiner=Changed(assembly.refiner, **parts)))
+
+
+@pytest.fixture
+def gated(assembly):
+    """An engine whose outlines wait to be prepared until the gate opens."""
+    gate = Gate(assembly.refiner.prepare)
+    made = with_parts(assembly, prepare=gate)
+    yield made, gate
+    gate.open()
+    made.close()
+
+
+def wait_held(world, gate, *names):
+    """Step until these requests, and no others, are being refined."""
+    while len(world.core._refinements) < len(names) or world.core.busy:
+        world.core.step()
+    assert gate.entered.wait(60)
+    assert not any(world.of(name, Done) for name in names)
+
+
+def test_an_outline_is_refined_before_it_is_told(world):
+    """What streams is the coarse outline, the result is the better one, nothing else changes."""
+    ask(world, "r")
+    (done,) = world.run("r")
+    events = [event for delta in world.of("r", Delta) for event in delta.events]
+    assert all(isinstance(event, OutlineEvent) for event in events)
+    assert "".join(event.path_delta for event in events) == scripted.PATH
+    better = outline(done)
+    assert (better.label, better.coarse) == ("egg", False)
+    assert likeness(better) > 0.85
+    assert done.finish_reason is FinishReason.STOP
+    assert done.usage.output_tokens == len(scripted.WORDS) + 4
+
+
+def test_without_a_refiner_the_outline_stays_as_it_is(assembly):
+    """And overlaps the egg no more than a box does."""
+    world = World(dataclasses.replace(assembly, refiner=None))
+    ask(world, "r")
+    (done,) = world.run("r")
+    coarse = outline(done)
+    assert (coarse.path, coarse.coarse) == (scripted.PATH, True)
+    assert likeness(coarse) < 0.85
+    world.close()
+
+
+def test_company_changes_nothing(world):
+    """Six outlines and other requests at once: each is what it is alone."""
+    ask(world, "alone")
+    (alone,) = world.run("alone")
+    for number in range(6):
+        ask(world, f"r{number}")
+    world.submit("q", QueryTask(question="What?"), world.encoded(egg()))
+    world.submit("d", DetectTask(object="egg"), world.encoded(egg()))
+    *together, _, _ = world.run(*(f"r{number}" for number in range(6)), "q", "d")
+    assert [done.result for done in together] == [alone.result] * 6
+
+
+class Fault(BaseException):
+    """What a library in another language raises when it gives up."""
+
+
+def _fail(*given):
+    raise Fault
+
+
+@pytest.mark.parametrize("part", ["prepare", "finish"])
+def test_a_failure_keeps_the_coarse_outline(assembly, part):
+    """Whatever is raised, by either half; the next outline is tried again."""
+    world = with_parts(assembly, **{part: _fail})
+    for name in ("a", "b"):
+        ask(world, name)
+        (done,) = world.run(name)
+        assert (outline(done).path, outline(done).coarse) == (scripted.PATH, True)
+        assert done.finish_reason is FinishReason.STOP
+    assert (world.core._refinements.num_kept, world.core._refinements.num_refined) == (2, 0)
+    world.close()
+
+
+def test_numbers_that_are_none_keep_the_coarse_outline(assembly):
+    """The head's answer is looked at before it is traced."""
+    finish = assembly.refiner.finish
+    world = with_parts(assembly, finish=lambda *given: finish(*given[:2], given[2] * np.nan))
+    ask(world, "r")
+    assert outline(*world.run("r")).coarse
+    world.close()
+
+
+def test_others_go_on_while_an_outline_is_refined(gated):
+    """It counts as running until it is told, and holds up nobody."""
+    world, gate = gated
+    ask(world, "r")
+    wait_held(world, gate, "r")
+    assert world.core.load().running == 1
+    assert world.core.load().pages_used == 0
+    world.submit("q", QueryTask(question="What?"))
+    world.run("q")
+    assert not world.of("r", Done)
+    gate.open()
+    assert not outline(*world.run("r")).coarse
+
+
+def test_an_aborted_request_is_not_mentioned_again(gated):
+    """Its picture goes with it."""
+    world, gate = gated
+    ask(world, "r", cache_image=False)
+    wait_held(world, gate, "r")
+    world.core.abort("r")
+    gate.open()
+    ask(world, "s")
+    assert not outline(*world.run("s")).coarse
+    assert not world.of("r", Done)
+    gc.collect()
+    assert gate.picture() is None
+
+
+def test_an_answer_for_an_aborted_request_is_not_its_successors(world):
+    """Who takes the id again while the device still works for the first is refined by itself."""
+    ask(world, "r")
+    refinements = world.core._refinements
+    while not (len(refinements) and refinements._jobs["r"].refinement):
+        if not world.core.busy:
+            world.woken.wait(10)
+            world.woken.clear()
+        world.core.step()
+    first = refinements._jobs["r"].refinement
+    world.core.abort("r")
+    ask(world, "r")
+    (done,) = world.run("r")
+    assert first.answer is not None
+    assert not outline(done).coarse
+    assert refinements.num_refined == 1
+
+
+def test_a_stopped_request_is_told_what_there_is(gated):
+    """The coarse outline at once; its reason is the model's, as all tokens were there."""
+    world, gate = gated
+    ask(world, "r")
+    wait_held(world, gate, "r")
+    world.core.stop("r")
+    (done,) = world.of("r", Done)
+    assert (outline(done).coarse, done.finish_reason) == (True, FinishReason.STOP)
+    gate.open()
+    ask(world, "s")
+    world.run("s")
+    assert len(world.of("r", Done)) == 1
+
+
+def test_a_deadline_that_passes_meanwhile_is_answered_with_what_there_is(gated):
+    """The loop is told when to look."""
+    world, gate = gated
+    deadline = time.monotonic() + 3600
+    ask(world, "r", deadline=deadline)
+    wait_held(world, gate, "r")
+    assert world.core.next_deadline() == deadline
+    world.core._refinements._jobs["r"].deadline = time.monotonic()
+    world.core.step()
+    (done,) = world.of("r", Done)
+    assert outline(done).coarse
+
+
+def test_outlines_that_wait_take_places_in_the_queue(gated):
+    """Whoever asks faster than one thread can refine is refused, before its picture is decoded."""
+    world, gate = gated
+    places = world.core._scheduler._admission._max_waiting
+    ask(world, "r")
+    wait_held(world, gate, "r")
+    job = world.core._refinements._jobs["r"]
+    world.core._refinements._jobs |= {f"r{n}": dataclasses.replace(job) for n in range(places)}
+    ask(world, "one more")
+    assert isinstance(world.error("one more"), QueueFull)
+    for number in range(places):
+        world.core.abort(f"r{number}")
+    gate.open()
+    world.run("r")
+
+
+def test_an_id_is_in_use_until_its_outline_is_told(gated):
+    """A second request of that name fails, the first does not."""
+    world, gate = gated
+    ask(world, "r")
+    wait_held(world, gate, "r")
+    world.submit("r", QueryTask(question="What?"))
+    assert isinstance(world.error("r"), InvalidField)
+    gate.open()
+    while not world.of("r", Done):
+        world.woken.wait(10)
+        world.core.step()
+    assert not outline(world.of("r", Done)[-1]).coarse
+
+
+@pytest.mark.parametrize("max_tokens", [3, 5])
+def test_what_has_no_path_is_not_refined(world, max_tokens):
+    """No box yet, or a box and a path that has not begun."""
+    ask(world, "r", sampling=SamplingParams(max_tokens=max_tokens))
+    (done,) = world.run("r")
+    assert all(each.coarse for each in done.result.segments)
+    assert world.core._refinements.num_refined == 0
+
+
+def test_a_refiner_that_cannot_be_used_stops_the_start(config, tmp_path):
+    """The setting is named."""
+    missing = msgspec.structs.replace(config, refiner=str(tmp_path / "none.pt"))
+    with pytest.raises(InvalidField, match="cannot be read") as caught:
+        assemble(missing)
+    assert caught.value.metadata["field"] == "refiner"
+    for model in ("random-tiny", "legato-tiny"):
+        with pytest.raises(InvalidField, match="takes no refiner"):
+            assemble(msgspec.structs.replace(config, model=model, weights=""))

@@ -1,0 +1,267 @@
+"""Pictures that callers had the engine hold: for how long, for whom, and at what size."""
+
+import hashlib
+import io
+import threading
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from legato_engine.core import EncodedImage, ImageInfo, PixelFormat, RawImage
+from legato_engine.engine.pending_leases import PendingLeases
+from legato_engine.engine.preprocessor import Preprocessor
+from legato_engine.errors import from_value
+from legato_engine.images.cache import ImageCache
+from legato_engine.images.leases import ImageLeases
+from legato_engine.images.pixel_memory import PixelMemory, host_slab
+from legato_engine.images.quota import ByteQuota
+from legato_engine.ipc.messages import DropImage, Failed, HoldImage, ImageDropped, ImageHeld
+from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm.blob_store import BlobStore, new_namespace
+from PIL import Image
+
+from tests.fakes import FakeClock
+
+
+def png(colour):
+    """A picture of 8 by 6 pixels, 144 bytes once it is prepared."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 6), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+RED, GREEN, BLUE = (png(colour) for colour in ("red", "green", "blue"))
+PREPARED = 144
+
+
+class PixelFrontend:
+    """Prepares a picture by keeping its pixels, once `gate` is set."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.gate.set()
+        self.prepared = []
+
+    def prepare_image(self, pixels_HWC, key, info):
+        """Its pixels as they are."""
+        self.gate.wait(30)
+        self.prepared.append(info.image_id)
+        return PreparedImage(key=key, pixels=pixels_HWC, info=info, num_bytes=pixels_HWC.nbytes)
+
+
+class World:
+    """Holds with room for two pictures a caller and three in all, and a clock turned by hand."""
+
+    def __init__(self):
+        self.clock = FakeClock()
+        self.blobs = BlobStore(new_namespace())
+        self.cache = ImageCache[PreparedImage](1000)
+        self.frontend = PixelFrontend()
+        self.reports: list[Any] = []
+        self.woken = threading.Event()
+        self.quota = ByteQuota("images", per_caller=2 * PREPARED, total=3 * PREPARED)
+        self.preprocessor = Preprocessor(
+            cast(ModelFrontend, self.frontend),
+            self.cache,
+            blobs=BlobReader(self.blobs.namespace),
+            max_pixels=1000,
+            threads=1,
+            memory=PixelMemory(host_slab(1 << 20)),
+        )
+        self.holds = ImageLeases(self.cache, self.quota, self.clock.now)
+        self.jobs = PendingLeases(
+            self.preprocessor, self.holds, send=self.reports.append, wake=self.woken.set
+        )
+        self._names = iter(range(1000))
+
+    def begin(self, data, owner="me", ttl=10.0, sha256="", raw=None):
+        """Ask to hold a picture; the command's id."""
+        name = f"r{next(self._names)}"
+        blob = self.blobs.put(data)
+        image = raw(blob) if raw else EncodedImage(blob=blob, mime_type="image/png")
+        self.jobs.hold(HoldImage(request_id=name, image=image, owner=owner, ttl=ttl, sha256=sha256))
+        return name
+
+    def answer(self, name):
+        """The one report about a command."""
+        while not any(report.request_id == name for report in self.reports):
+            assert self.woken.wait(30)
+            self.woken.clear()
+            self.jobs.step()
+        (report,) = [report for report in self.reports if report.request_id == name]
+        return from_value(report.error) if isinstance(report, Failed) else report
+
+    def hold(self, data, owner="me", **fields):
+        """How holding a picture ended."""
+        return self.answer(self.begin(data, owner, **fields))
+
+    def drop(self, image_id, owner="me"):
+        """How dropping it ended."""
+        name = f"r{next(self._names)}"
+        self.jobs.drop(DropImage(request_id=name, image_id=image_id, owner=owner))
+        return self.answer(name)
+
+    def pass_time(self, seconds):
+        """Turn the clock, and let the engine's loop do what it is then woken for."""
+        self.clock.advance(seconds)
+        if self.jobs.next_expiry <= self.clock.now():
+            self.jobs.step()
+
+
+@pytest.fixture
+def world():
+    """A world that ends without threads and blobs."""
+    made = World()
+    yield made
+    made.frontend.gate.set()
+    made.preprocessor.close()
+    made.blobs.close()
+
+
+def kind(outcome):
+    """The name of a report or error."""
+    return type(outcome).__name__
+
+
+def test_a_held_picture_is_told_and_found(world):
+    """The report has the picture's id and size and its end; the picture is found by its id."""
+    held = world.hold(RED)
+    key = hashlib.sha256(RED).hexdigest()
+    assert held.image == ImageInfo(image_id=f"img_{key[:32]}", width=8, height=6, cache_hit=False)
+    assert held.until == world.clock.now() + 10
+    image = world.cache.get(held.image.image_id)
+    assert image is not None
+    assert (image.pixels == (255, 0, 0)).all()
+
+
+def test_no_other_picture_evicts_a_held_one(world):
+    """However many pictures pass through the cache, a held one stays until its end."""
+    held = world.hold(RED, ttl=10)
+    for number in range(20):
+        world.cache.put(str(number), held, 900)
+    assert world.cache.get(held.image.image_id) is not None
+    world.pass_time(9.9)
+    assert world.cache.get(held.image.image_id) is not None
+    world.pass_time(0.2)
+    assert world.cache.get(held.image.image_id) is None
+    assert world.quota.num_bytes == 0
+    assert kind(world.drop(held.image.image_id)) == "ImageNotFound"
+
+
+def test_the_same_picture_twice_is_held_once_and_longer(world):
+    """A second upload is a hit, costs nothing, and never shortens the time."""
+    first = world.hold(RED, ttl=10)
+    again = world.hold(RED, ttl=30)
+    assert (again.image.cache_hit, again.until) == (True, first.until + 20)
+    assert world.hold(RED, ttl=1).until == again.until
+    assert world.quota.num_bytes == PREPARED
+    assert len(world.frontend.prepared) == 1
+    world.pass_time(29)
+    assert world.cache.get(first.image.image_id) is not None
+    world.pass_time(2)
+    assert world.cache.get(first.image.image_id) is None
+
+
+def test_each_caller_holds_for_itself(world):
+    """Who drops a picture, or whose time is over, takes it from nobody else."""
+    image_id = world.hold(RED, "a", ttl=10).image.image_id
+    world.hold(RED, "b", ttl=20)
+    world.hold(RED, "c", ttl=30)
+    assert kind(world.drop(image_id, "a")) == "ImageDropped"
+    assert kind(world.drop(image_id, "a")) == "ImageNotFound"
+    assert world.cache.get(image_id) is not None
+    world.pass_time(21)
+    assert world.quota.of("b") == 0
+    assert world.cache.get(image_id) is not None
+    assert kind(world.drop(image_id, "c")) == "ImageDropped"
+    assert world.cache.get(image_id) is None
+
+
+def test_a_picture_of_a_request_can_be_dropped_too(world):
+    """A picture that is only remembered from a request is forgotten for whoever knows its id."""
+    held = world.hold(RED)
+    image = world.cache.get(held.image.image_id)
+    world.drop(held.image.image_id)
+    world.cache.put(held.image.image_id, image, PREPARED)
+    assert kind(world.drop(held.image.image_id)) == "ImageDropped"
+    assert len(world.cache) == 0
+
+
+def test_quotas(world):
+    """A caller has its own limit and all have one; what is let go is free again."""
+    first = world.hold(RED, "a")
+    world.hold(GREEN, "a")
+    refused = world.hold(BLUE, "a")
+    assert kind(refused) == "BytesExceeded"
+    assert refused.metadata["caller"] == "a"
+    assert (refused.metadata["limit"], refused.metadata["actual"]) == ("288", "432")
+    assert isinstance(world.hold(BLUE, "b"), ImageHeld)
+    refused = world.hold(RED, "c")
+    assert refused.metadata["quota"] == "images_bytes_total"
+    world.drop(first.image.image_id, "a")
+    assert isinstance(world.hold(RED, "c"), ImageHeld)
+    world.pass_time(100)
+    assert world.quota.num_bytes == 0
+    assert len(world.cache) == 0
+
+
+def test_a_refused_picture_is_not_kept(world):
+    """What is over the quota leaves nothing in the cache."""
+    for data in (RED, GREEN, BLUE):
+        world.hold(data)
+    assert len(world.cache) == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "error"), [(b"junk", "ImageUndecodable"), (RED[:50], "ImageUndecodable")]
+)
+def test_what_cannot_be_decoded_is_told_at_once(world, data, error):
+    """A broken picture fails its upload, not the requests that would name it."""
+    assert kind(world.hold(data)) == error
+    assert world.quota.num_bytes == len(world.cache) == 0
+
+
+def test_too_many_pixels(world):
+    """The limit on pixels holds for what is uploaded."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(buffer, "PNG")
+    assert kind(world.hold(buffer.getvalue())) == "ImageTooLarge"
+
+
+@pytest.mark.parametrize("form", ["file", "pixels"])
+def test_the_hash_is_that_of_the_bytes(world, form):
+    """A hash that is not that of the bytes is refused; of pixels, their layout is no part of it."""
+    pixels = np.arange(144, dtype=np.uint8).tobytes()
+
+    def raw(blob):
+        return RawImage(blob=blob, width=8, height=6, row_stride=24, format=PixelFormat.RGB8)
+
+    data, shape = (RED, None) if form == "file" else (pixels, raw)
+    digest = hashlib.sha256(data).hexdigest()
+    assert isinstance(world.hold(data, sha256=digest, raw=shape), ImageHeld)
+    refused = world.hold(data, sha256="0" * 64, raw=shape)
+    assert (kind(refused), refused.metadata["field"]) == ("InvalidField", "sha256")
+
+
+def test_an_aborted_hold_is_forgotten(world):
+    """Whoever is gone before its picture is prepared holds nothing, and is told nothing."""
+    world.frontend.gate.clear()
+    names = [world.begin(RED), world.begin(GREEN)]
+    assert list(world.jobs.owners) == ["me", "me"]
+    assert all(world.jobs.abort(name) for name in names)
+    assert not world.jobs.abort(names[0])
+    assert not list(world.jobs.owners)
+    world.frontend.gate.set()
+    assert isinstance(world.hold(BLUE), ImageHeld)
+    assert [report.request_id for report in world.reports] == ["r2"]
+    assert world.quota.num_bytes == PREPARED
+    assert len(world.cache) == 1
+
+
+def test_every_command_is_answered_once(world):
+    """Dropping and holding give one report each, of the command's id."""
+    held = world.hold(RED)
+    dropped = world.drop(held.image.image_id)
+    assert isinstance(dropped, ImageDropped)
+    assert [report.request_id for report in world.reports] == ["r0", "r1"]

@@ -1,0 +1,98 @@
+"""Pixels lie in a slab whose parts come back when nobody looks at them any more."""
+
+import concurrent.futures
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from legato_engine.images.pixel_memory import PAGE, PixelMemory, host_slab
+
+SHAPE = (200, 300, 3)
+SIZE = 200 * 300 * 3
+
+
+def address(pixels_HWC):
+    """Where the pixels begin."""
+    return pixels_HWC.__array_interface__["data"][0]
+
+
+def test_memory_is_used_again():
+    """The next picture that fits lies where one before it has been."""
+    memory = PixelMemory(host_slab(1 << 20))
+    first = memory.take(SHAPE)
+    where = address(first)
+    del first
+    again = memory.take((100, 301, 3))
+    assert address(again) == where
+    assert (again.shape, again.dtype.name) == ((100, 301, 3), "uint8")
+    again[:] = 7  # it may be written
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda pixels: pixels[5:, ::2],
+        lambda pixels: pixels.reshape(-1)[10:20],
+        lambda pixels: np.frombuffer(memoryview(pixels.reshape(-1)), np.uint8),
+    ],
+)
+def test_a_view_holds_its_memory(view):
+    """As long as anybody can see the pixels, nobody else gets their memory."""
+    memory = PixelMemory(host_slab(1 << 20))
+    pixels = memory.take(SHAPE)
+    pixels[:] = 1
+    seen = view(pixels)
+    del pixels
+    other = memory.take(SHAPE)
+    other[:] = 2
+    assert (seen == 1).all()
+
+
+def test_a_full_slab_refuses_nobody():
+    """What does not fit lies beside it, and the slab is whole again at the end."""
+    memory = PixelMemory(host_slab(2 * SIZE))
+    pictures = [memory.take(SHAPE) for _ in range(4)]
+    for value, pixels in enumerate(pictures):
+        pixels[:] = value
+    assert all((pixels == value).all() for value, pixels in enumerate(pictures))
+    large = memory.take((2000, 1000, 3))
+    assert large.shape == (2000, 1000, 3)
+    del pictures, pixels, large
+    assert memory.free_bytes == 2 * SIZE
+
+
+def test_free_parts_grow_together():
+    """After pictures of many sizes in any order one of almost the whole slab fits."""
+    rng, slab = random.Random(0), host_slab(4 << 20)
+    memory = PixelMemory(slab)
+    held: list[tuple[int, Any]] = []
+    for _ in range(2000):
+        if held and rng.random() < 0.5:
+            value, pixels = held.pop(rng.randrange(len(held)))
+            assert (pixels == value).all()
+            del pixels
+        else:
+            pixels = memory.take((rng.randint(1, 300), rng.randint(1, 300), 3))
+            value = rng.randrange(256)
+            pixels[:] = value
+            held.append((value, pixels))
+    del held, pixels
+    whole = memory.take((1, (slab.size - PAGE) // 3, 3))
+    assert address(whole) == address(slab)
+
+
+def test_threads_never_get_the_same_memory():
+    """Four threads write and read back what they wrote."""
+    memory = PixelMemory(host_slab(3 * SIZE))
+
+    def use(value):
+        for _ in range(200):
+            pixels = memory.take(SHAPE)
+            pixels[:] = value
+            if not (pixels == value).all():
+                return False
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(use, range(4)))

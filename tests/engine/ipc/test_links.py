@@ -1,0 +1,425 @@
+"""Several service processes before one engine, as the engine sees them."""
+
+import asyncio
+import os
+import select
+from typing import cast
+
+import msgspec
+import pytest
+from legato_engine.client.connection import EngineConnection
+from legato_engine.client.engine_client import EngineState
+from legato_engine.core import BlobRef, CaptionTask, EncodedImage, Request, caller_id
+from legato_engine.ipc.messages import (
+    Abort,
+    DropImage,
+    Expect,
+    Failed,
+    ImageDropped,
+    Queued,
+    Shutdown,
+    Stop,
+    StopElsewhere,
+    Stopped,
+    Submit,
+)
+
+from tests.engine.ipc.linked import done, linked, loading, submit, until
+
+
+class Poller:
+    """Sees something at the last of `looks`, and remembers how long each might have slept."""
+
+    def __init__(self, looks: int) -> None:
+        self.slept: list[float | None] = []
+        self._looks = looks
+
+    def poll(self, seconds: float | None, _: int) -> list[tuple[int, int]]:
+        """As an epoll's."""
+        self.slept.append(seconds)
+        return [(0, 0)] if len(self.slept) == self._looks else []
+
+
+def connected(ends, *, spare_cores=True, state=EngineState.READY):
+    """A service's door to the engine at the other end."""
+    connection = EngineConnection("legato-test")
+    connection.connect(ends.doors.endpoint)
+    connection.has_spare_cores, connection.state = spare_cores, state
+    return connection
+
+
+def queued(name):
+    """A report that is not the last."""
+    return Queued(request_id=name, position=0, estimated_wait=0.0)
+
+
+async def test_a_report_goes_to_whom_it_concerns():
+    """Each service process hears of its own requests and of nobody else's."""
+    with linked() as ends:
+        first, second = ends.knock(), ends.knock()
+        first.submit("a")
+        second.submit("1@a")
+        await ends.received(2)
+        for name in ("a", "1@a"):
+            ends.engine.post(queued(name))
+            ends.engine.send(done(name))
+        assert await first.told(2) == [queued("a"), done("a")]
+        assert await second.told(2) == [queued("1@a"), done("1@a")]
+
+
+async def test_the_status_reaches_all_and_latecomers():
+    """Whoever is there hears how the start goes; who comes later hears the latest, once."""
+    with linked() as ends:
+        first = ends.knock()
+        ends.engine.broadcast(loading(1))
+        second = ends.knock()
+        ends.engine.broadcast(loading(2))
+        third = ends.knock()
+        third.submit("a")
+        await ends.received()
+        assert await first.told(2) == [loading(1), loading(2)]
+        assert await second.told(1) == [loading(2)]
+        assert await third.told(1) == [loading(2)]
+
+
+async def test_who_hangs_up_leaves_nothing():
+    """Open requests of a service process that died are aborted; the others' go on."""
+    with linked() as ends:
+        first, second = ends.knock(), ends.knock()
+        first.submit("a")
+        second.submit("1@a", "1@b", "1@c")
+        await ends.received(4)
+        ends.engine.send(done("1@c"))
+        second.link.close()
+        assert {each.request_id for each in await ends.received(2)} == {"1@a", "1@b"}
+        assert len(ends.engine) == 1
+        ends.engine.send(done("1@a"))
+        ends.engine.send(done("a"))
+        assert await first.told(1) == [done("a")]
+
+
+async def test_whose_memory_is_over_is_told():
+    """Of who hangs up the namespace is told, if it had any; of who stays it is not."""
+    with linked() as ends:
+        services = [ends.knock() for _ in range(3)]
+        for number, service in enumerate(services[:2]):
+            image = EncodedImage(blob=BlobRef(name=f"ns-{number}-abc", size=1), mime_type="")
+            request = Request(request_id=f"{number}", task=CaptionTask(), image=image)
+            service.link.send(Submit(request=request))
+        await ends.received(2)
+        services[1].link.close()
+        services[2].link.close()
+        await ends.received(1)
+        ends.engine.wait(100)
+        ends.engine.receive()
+        assert len(ends.engine) == 1
+        assert ends.gone == ["ns-1"]
+
+
+async def test_the_end_of_a_link_comes_before_what_others_ask():
+    """What a dead process left is aborted before its successor asks under the same id."""
+    with linked() as ends:
+        first = ends.knock()
+        second = ends.knock()
+        second.submit("1@a")
+        await ends.received()
+        third = ends.knock()
+        first.submit("b")
+        third.submit("1@z")
+        assert len(await ends.received(2)) == 2
+        first.submit("c")
+        third.submit("1@a")
+        second.link.close()
+        commands = await ends.received(3)
+        assert commands[0] == Abort(request_id="1@a")
+        assert submit("c") in commands
+
+
+async def test_nobody_takes_over_or_ends_what_is_anothers():
+    """An id that is open is refused, and `Abort` and `Stop` of another's id are dropped."""
+    with linked() as ends:
+        first, second = ends.knock(), ends.knock()
+        first.submit("a")
+        await ends.received()
+        second.submit("a", "b")
+        second.link.send(Abort(request_id="a"))
+        second.link.send(Stop(request_id="a"))
+        second.link.send(Stop(request_id="b"))
+        assert await ends.received(2) == [submit("b"), Stop(request_id="b")]
+        ends.engine.flush()
+        (failed,) = await second.told(1)
+        assert isinstance(failed, Failed)
+        assert failed.request_id == "a"
+        ends.engine.send(done("a"))
+        assert await first.told(1) == [done("a")]
+
+
+async def test_answers_about_pictures_go_to_who_asked():
+    """`HoldImage` and `DropImage` are answered to the process that asked, and forgotten with it."""
+    with linked() as ends:
+        first, second = ends.knock(), ends.knock()
+        drops = [DropImage(request_id=n, image_id="img_1", owner="me") for n in ("1@a", "1@b")]
+        for drop in drops:
+            second.link.send(drop)
+        assert await ends.received(2) == drops
+        ends.engine.send(ImageDropped(request_id="1@a"))
+        assert await second.told(1) == [ImageDropped(request_id="1@a")]
+        second.link.close()
+        assert await ends.received() == [Abort(request_id="1@b")]
+        assert first.reports == []
+
+
+async def test_an_aborted_request_is_told_nothing_more():
+    """Reports of a request that its owner aborted go nowhere, and its id is free again."""
+    with linked() as ends:
+        service = ends.knock()
+        service.submit("a")
+        service.link.send(Abort(request_id="a"))
+        service.submit("a")
+        assert await ends.received(3) == [submit("a"), Abort(request_id="a"), submit("a")]
+        service.link.send(Abort(request_id="a"))
+        await ends.received()
+        ends.engine.send(done("a"))
+        service.submit("b")
+        await ends.received()
+        ends.engine.send(done("b"))
+        assert await service.told(1) == [done("b")]
+
+
+async def test_stopping_what_others_have():
+    """What the other processes have of an id is stopped, of one tenant or any; tasks count once."""
+    with linked() as ends:
+        first, second = ends.knock(), ends.knock()
+        first.submit("a#0", "a#1", "shop/a", "b")
+        second.submit("1@a", "1@c")
+        second.link.send(DropImage(request_id="1@drop", image_id="img_1", owner="me"))
+        await ends.received(7)
+
+        async def stopped(service, call, target, count):
+            service.link.send(StopElsewhere(request_id=call, target=target))
+            stops = await ends.received(count)
+            assert all(isinstance(each, Stop) for each in stops)
+            return {each.request_id for each in stops}
+
+        assert await stopped(second, "7", "a", 3) == {"a#0", "a#1", "shop/a"}
+        assert await stopped(second, "8", "shop/a", 1) == {"shop/a"}
+        assert await stopped(first, "9", "", 2) == {"1@a", "1@c"}
+        ends.engine.flush()
+        assert await second.told(2) == [
+            Stopped(request_id="7", count=2),
+            Stopped(request_id="8", count=1),
+        ]
+        assert await first.told(1) == [Stopped(request_id="9", count=2)]
+
+
+async def test_a_backlog_of_reports_leaves_in_order():
+    """A sender never blocks; what the socket did not take follows when there is room."""
+    with linked() as ends:
+        service = ends.knock()
+        names = [str(i) for i in range(20)]
+        service.submit(*names)
+        await ends.received(len(names))
+        sent = [done(name, size=100_000) for name in names]
+        for report in sent:
+            ends.engine.send(report)
+        while len(service.reports) < len(sent):
+            ends.engine.receive()
+            await asyncio.sleep(0)
+        assert service.reports == sent
+
+
+async def test_room_for_unsent_reports_wakes_the_engine():
+    """An engine that sleeps with unsent reports is woken once the service has read some."""
+    with linked() as ends:
+        service = ends.knock()
+        service.submit("a")
+        await ends.received()
+        ends.engine.send(done("a", size=3_000_000))
+
+        def sleep_and_send():
+            while any(link.is_full for link in ends.engine._links.values()):
+                ends.engine.wait(None)
+                ends.engine.receive()
+
+        await asyncio.to_thread(sleep_and_send)  # the loop reads meanwhile, which makes the room
+        assert await service.told(1) == [done("a", size=3_000_000)]
+
+
+async def test_posted_reports_leave_with_the_flush():
+    """What is posted is told with the next flush and not before."""
+    with linked() as ends:
+        service = ends.knock()
+        service.submit("a")
+        await ends.received()
+        ends.engine.post(queued("a"))
+        await asyncio.sleep(0.01)
+        assert service.reports == []
+        ends.engine.flush()
+        assert await service.told(1) == [queued("a")]
+
+
+async def test_an_engine_that_nobody_is_linked_to_sleeps():
+    """After all hung up, only the descriptor is left to wake it, once."""
+    with linked() as ends:
+        service = ends.knock()
+        service.link.send(Shutdown())
+        service.link.close()
+        assert await ends.received() == [Shutdown()]
+        os.eventfd_write(ends.wake, 1)
+        ends.engine.wait(None)
+        assert ends.engine.receive() == []
+        ends.engine.wait(0)
+        assert ends.engine.receive() == []
+        assert len(ends.engine) == 0
+
+
+async def test_closing_lets_the_backlog_leave():
+    """Who closes with patience gets everything out."""
+    with linked() as ends:
+        service = ends.knock()
+        service.submit("a")
+        await ends.received()
+        ends.engine.send(done("a", size=3_000_000))
+        closing = asyncio.create_task(asyncio.to_thread(ends.engine.close, 60_000))
+        assert await service.told(1) == [done("a", size=3_000_000)]
+        await closing
+        await until(lambda: service.ends == 1)
+
+
+@pytest.mark.parametrize("spare_cores", [False, True])
+async def test_which_requests_wait_for_those_of_their_turn(spare_cores):
+    """None where cores abound and nobody reads its progress; elsewhere all but a lone one."""
+    with linked() as ends:
+        connection = connected(ends, spare_cores=spare_cores)
+        for name in ("a", "b", "c"):
+            request = msgspec.structs.replace(submit(name).request, progress=False)
+            connection.submit(request)
+        ends.engine.receive()  # lets the service in
+        ends.engine.wait(1000)
+        came = [command.request.request_id for command in ends.engine.receive()]
+        assert came == (["a", "b", "c"] if spare_cores else ["a"])
+        if not spare_cores:
+            others = await ends.received(2)
+            assert [each.request.request_id for each in others] == ["b", "c"]
+        await connection.close()
+
+
+def test_callers_ids():
+    """The number of a link, the name of a tenant and the number of a task are not the caller's."""
+    ids = ("a", "3@a", "a#0", "12@some/a", "some/a#7", "1@a.b:c-d#3")
+    assert [caller_id(each) for each in ids] == ["a"] * 5 + ["a.b:c-d"]
+
+
+async def test_an_engine_that_expects_a_request_does_not_sleep():
+    """It is told, and nothing is to be done for it; then it looks again and again, for a while."""
+    with linked() as ends:
+        service = ends.knock()
+        service.submit("a")
+        await ends.received()
+        service.link.send(Expect(), at_once=True)
+        ends.engine.wait(1000)
+        assert ends.engine.receive() == []
+        real = ends.engine._poller
+        for alert_until, slept in ((float("inf"), [0, 0, 0]), (0.0, [1.0])):
+            poller = Poller(looks=len(slept))
+            ends.engine._poller = cast("select.epoll", poller)
+            assert ends.engine._alert_until > 0.0
+            ends.engine._alert_until = alert_until
+            ends.engine.wait(1000)
+            assert poller.slept == slept
+            ends.engine._events, ends.engine._alert_until = [], 1.0
+        ends.engine._poller = real
+
+
+@pytest.mark.parametrize("expects", [False, True])
+async def test_an_engine_stays_awake_behind_the_last_answer(expects):
+    """Where requests are told ahead; not while others still wait."""
+    with linked() as ends:
+        service = ends.knock()
+        if expects:
+            service.link.send(Expect())
+        service.submit("a", "b")
+        await ends.received(2)
+        assert bool(ends.engine._alert_until) == expects
+        before = ends.engine._alert_until = float(expects)
+        ends.engine.send(done("a"))
+        assert ends.engine._alert_until == before
+        ends.engine.send(done("b"))
+        assert (ends.engine._alert_until > before) == expects
+
+
+async def test_only_a_lone_request_is_expected():
+    """The engine is told where cores are spare, it is ready, and nothing else is open."""
+    with linked() as ends:
+        connection = connected(ends, state=EngineState.STARTING)
+        connection.expect()
+        connection.state = EngineState.READY
+        connection.expect()
+        connection.submit(submit("a").request)
+        connection.expect()
+        assert await ends.received() == [submit("a")]
+        assert ends.engine._alert_until > 0.0
+        await connection.close()
+
+
+async def test_an_engine_sleeps_where_cores_are_few():
+    """There, one that looks without sleep would be in the way of the request."""
+    with linked() as ends:
+        connection = connected(ends, spare_cores=False)
+        connection.expect()
+        connection.submit(submit("a").request)
+        assert await ends.received() == [submit("a")]
+        assert ends.engine._alert_until == 0.0
+        await connection.close()
+
+
+async def test_a_loop_looks_without_sleep_until_a_lone_request_ends():
+    """From the moment it is expected to its end, unless another comes or it takes its time."""
+    with linked() as ends:
+        connection = connected(ends)
+
+        async def looks() -> bool:
+            await asyncio.sleep(0)
+            return connection._awake.looks
+
+        connection.expect()
+        assert await looks()
+        connection.submit(submit("a").request)
+        assert await looks()
+        connection.submit(submit("b").request).abort()
+        connection.submit(submit("c").request)
+        assert not await looks()
+        await connection.close()
+
+
+@pytest.mark.parametrize("spare_cores", [True, False])
+async def test_a_loop_looks_for_another_request_behind_the_end_of_one(spare_cores):
+    """Where cores are spare, for a moment: a time that is over ends it."""
+    with linked() as ends:
+        connection = connected(ends, spare_cores=spare_cores)
+        stream = connection.submit(submit("a").request)
+        connection._awake.end()
+        await asyncio.sleep(0)
+        assert not connection._awake.looks
+        await ends.received()
+        ends.engine.send(done("a"))
+        await stream.done()
+        await asyncio.sleep(0)
+        assert connection._awake.looks == spare_cores
+        connection._awake.end()
+        await asyncio.sleep(0)
+        assert not connection._awake.looks
+        await connection.close()
+
+
+async def test_a_loop_sleeps_while_others_wait_for_their_answers():
+    """The end of one of several requests is not the end of all."""
+    with linked() as ends:
+        connection = connected(ends)
+        ended, other = (connection.submit(submit(name).request) for name in "ab")
+        await asyncio.sleep(0)
+        ended.abort()
+        await asyncio.sleep(0)
+        assert not connection._awake.looks
+        other.abort()
+        await connection.close()

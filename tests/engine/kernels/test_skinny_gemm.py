@@ -1,0 +1,210 @@
+"""What the launches take of shared memory fits the GPU, and agrees with the kernels' headers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import re
+
+import pytest
+import torch
+from legato_engine.kernels.cuda import attention, layer_boundary, skinny_gemm, tau_decoder_stages
+from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS
+from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
+from legato_engine.kernels.cuda.tau_decoder_stages import TauSizes
+from legato_engine.kernels.cuda.value_heads import BINS_STAGES, INNER_STAGES, RegionSizes
+from legato_engine.models.moondream.fused_sizes import gained_sizes, region_sizes
+from legato_engine.models.moondream.presets import (
+    legato_tiny_config,
+    moondream2_config,
+    moondream3_config,
+)
+
+MOST = 232448  # bytes of shared memory that a thread block of an H200 may have
+PROCESSOR = 233472  # that a processor has, `RESERVED` of them taken for each thread block
+RESERVED = 1024
+EXPERT_STATIC = 4096  # what the experts' kernels know of routes
+GAINS_STATIC = 1024
+STATIC = 768  # bytes at most that these kernels have beside the dynamic ones
+STAGE = 4096  # keys and values of a step
+PART = 68 * 4  # a token's part
+PAGE = 16
+EXPERT_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+CONFIGS = {"moondream2": moondream2_config(), "legato-tiny": legato_tiny_config()}
+
+
+def sizes_of(name: str) -> tuple[DecoderSizes, RegionSizes]:
+    """A model's sizes, as its kernels are compiled."""
+    config = CONFIGS[name]
+    text = config.text
+    pages = -(-text.max_context // PAGE)
+    decode = DecoderSizes(
+        dim=text.dim,
+        ff_dim=text.ff_dim,
+        num_heads=text.num_heads,
+        rotary_dim=text.rotary_dim,
+        vocab_size=text.vocab_size,
+        page_size=PAGE,
+        max_pages=pages,
+    )
+    return decode, region_sizes(config)
+
+
+def expert_sizes(dtype: torch.dtype) -> TauSizes:
+    """Moondream 3's sizes, in its whole context."""
+    decode, _ = sizes_of("moondream2")  # the same but for the context
+    decode = dataclasses.replace(decode, max_pages=attention.MAX_CONTEXT // PAGE)
+    return gained_sizes(moondream3_config(), decode, dtype)
+
+
+def expert_shared(dtype: torch.dtype, batch: int) -> dict[str, int]:
+    """Dynamic shared memory of the launches of Moondream 3's experts."""
+    sizes = expert_sizes(dtype)
+    launches = {
+        "experts_up": tau_decoder_stages.up_stages(sizes, batch),
+        "experts_out": tau_decoder_stages.out_stages(sizes, batch),
+    }
+    assert min(stages for stages, _ in launches.values()) >= 2
+    return {name: num_bytes for name, (_, num_bytes) in launches.items()}
+
+
+def dynamic_shared(name, batch):
+    """Dynamic shared memory of each kernel's launch."""
+    decode, region = sizes_of(name)
+    assert region.inner_dim is not None
+    tiles = skinny_gemm.tiles_for(batch)
+    whole = {
+        "layer_in": DEFAULT_STAGES.layer_in[tiles],
+        "head": DEFAULT_STAGES.head[tiles],
+        "region_inner": INNER_STAGES[tiles],
+    }
+    cut = {
+        "layer_out": (decode.mixed_dim, decode.parts, batch, DEFAULT_STAGES.layer_out[tiles]),
+        "region_bins": (region.inner_dim, region.parts, batch, BINS_STAGES[tiles]),
+    }
+    shared = {name: skinny_gemm.whole_shared(decode.dim, batch, n) for name, n in whole.items()}
+    shared |= {name: skinny_gemm.parts_shared(*numbers) for name, numbers in cut.items()}
+    if batch <= layer_boundary.MOST_TOKENS and layer_boundary.supported(decode):
+        shared["between_layers"] = layer_boundary.shared_bytes(decode)
+    return shared
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
+def test_every_launch_fits_the_gpu(name, batch):
+    """No batch asks for more than a thread block may have, nor for more than its kernel allows."""
+    full = dynamic_shared(name, 8 * skinny_gemm.tiles_for(batch))
+    for kernel, num_bytes in dynamic_shared(name, batch).items():
+        assert num_bytes + STATIC <= MOST, kernel
+        assert num_bytes <= full[kernel], kernel
+
+
+@pytest.mark.parametrize("dtype", EXPERT_DTYPES)
+@pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
+def test_the_experts_launches_fit_the_gpu(batch, dtype):
+    """As above; each takes more than half of a processor, and the gains fit beside it."""
+    for kernel, num_bytes in expert_shared(dtype, batch).items():
+        assert num_bytes > MOST // 2, kernel
+        assert num_bytes + EXPERT_STATIC + GAINS_STATIC + 2 * 1024 <= PROCESSOR, kernel
+
+
+@pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
+def test_the_rings_of_attention_fit_the_gpu(batch):
+    """The rings of all warps, and what they compute, leave room for one thread block alone."""
+    assert MOST // 2 < attention.shared_bytes(1, DEFAULT_STAGES.attend, batch) <= MOST
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_attention_that_is_split_fits_beside_other_kernels(batch):
+    """Where a cluster shares a head, a step of one group keeps two kernels on a processor."""
+    mine = attention.shared_bytes(4, DEFAULT_STAGES.attend_split, batch)
+    for name in ("layer_in", "layer_out", "between_layers"):
+        others = dynamic_shared("moondream2", batch)[name] + STATIC
+        assert mine + others + 2 * RESERVED <= PROCESSOR, name
+
+
+def test_a_warp_has_room_for_what_it_computes():
+    """With splits a ring also holds its warp's parts, and those of the lines that it adds up."""
+    for splits in attention.SPLITS[1:]:
+        parts = attention.GROUP + attention.GROUP // splits
+        assert parts * PART <= DEFAULT_STAGES.attend_split * STAGE
+
+
+@pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
+def test_wide_kernels_never_share_a_processor(batch):
+    """At Moondream 2's sizes every kernel takes more than half of the memory."""
+    for kernel, num_bytes in dynamic_shared("moondream2", batch).items():
+        assert num_bytes > MOST // 2, kernel
+
+
+def test_narrow_kernels_have_a_processor_each(monkeypatch):
+    """Where a thread block takes less, an H200 has as many processors as there are blocks."""
+    monkeypatch.setattr(skinny_gemm, "num_processors", lambda: 132)
+    decode, region = sizes_of("legato-tiny")
+    assert (3 * decode.dim + decode.ff_dim) // 16 <= skinny_gemm.num_processors()
+    assert decode.vocab_size // 16 <= skinny_gemm.num_processors()
+    assert decode.dim // 16 <= skinny_gemm.num_processors()
+    assert region.inner_dim is not None
+    assert 2 * region.inner_dim // 16 <= skinny_gemm.num_processors()
+
+
+@pytest.mark.parametrize("blocks", [1, 20, 120, 131, 132, 133, 512, 896, 1320, 1321, 3200])
+def test_a_grid_is_even(monkeypatch, blocks):
+    """All thread blocks have the same number of blocks, or one less, and run at once."""
+    monkeypatch.setattr(skinny_gemm, "num_processors", lambda: 132)
+    grid = skinny_gemm.even_grid(blocks)
+    counts = {len(range(first, blocks, grid)) for first in range(grid)}
+    assert grid <= 132
+    assert max(counts) == -(-blocks // 132)
+    assert min(counts) >= max(counts) - 1
+
+
+@pytest.mark.parametrize("blocks", [4, 20, 120, 132, 512, 896, 900, 1320, 3200])
+def test_a_grid_is_of_whole_clusters(monkeypatch, blocks):
+    """Every thread block of every cluster has something to do, and all run at once."""
+    monkeypatch.setattr(skinny_gemm, "num_processors", lambda: 132)
+    grid = skinny_gemm.even_grid(blocks, skinny_gemm.CLUSTER)
+    assert grid % skinny_gemm.CLUSTER == 0
+    assert grid <= min(blocks, 132)
+
+
+@pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
+def test_a_batch_takes_the_fewest_tiles(batch):
+    """Tiles hold the batch, and the next smaller number of them would not."""
+    tiles = skinny_gemm.tiles_for(batch)
+    assert batch <= 8 * tiles
+    assert all(batch > 8 * fewer for fewer in skinny_gemm.TILES if fewer < tiles)
+
+
+def constants(file: str) -> dict[str, int]:
+    """The `constexpr int` numbers of a source that others of them do not need the compiler for."""
+    folder = importlib.resources.files("legato_engine.kernels.cuda") / "sources"
+    found: dict[str, int] = {}
+    text = (folder / file).read_text()
+    for name, product in re.findall(r"^constexpr int (\w+) = ([\w *]+);", text, re.MULTILINE):
+        factors = [found.get(factor, factor) for factor in product.split(" * ")]
+        if all(str(factor).isdigit() for factor in factors):
+            found[name] = 1
+            for factor in factors:
+                found[name] *= int(factor)
+    return found
+
+
+def test_the_header_has_the_same_numbers():
+    """Threads, groups and padding are those of `stream.cuh`."""
+    header = constants("stream.cuh")
+    assert header["WARPS"] == skinny_gemm.WARPS
+    assert header["WORKERS"] == skinny_gemm.WORKERS == skinny_gemm.THREADS - 64
+    assert header["GROUP"] == skinny_gemm.GROUP
+    assert header["PAD"] == skinny_gemm.PAD
+
+
+def test_attention_has_the_same_numbers():
+    """Sizes are those of `attend.cu`, whose stages are keys and values of a step and a barrier."""
+    source = constants("cached.cuh") | constants("attend.cu")
+    assert source["HEAD"] == attention.HEAD_DIM
+    assert source["TILE"] == attention.TILE
+    assert source["MOST"] == attention.GROUP
+    assert 2 * source["TILE"] * source["HEAD"] * 2 == STAGE
+    assert attention.shared_bytes(4, 1, 1) == source["LINES"] * (STAGE + 8)
+    assert attention.shared_bytes(1, 0, 3) == 2 * 2 * source["LINES"] * 3 * PART

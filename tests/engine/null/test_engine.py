@@ -1,0 +1,349 @@
+"""The engine without a model: what it reports, and the process that runs it."""
+
+import asyncio
+import io
+import math
+import pathlib
+import time
+from typing import Any
+
+import pytest
+from legato_engine.client.engine_client import EngineClient
+from legato_engine.config import EngineConfig
+from legato_engine.core import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    EncodedImage,
+    FinishReason,
+    ObjectEvent,
+    PixelFormat,
+    PointTask,
+    QueryTask,
+    RawImage,
+    Request,
+    SamplingParams,
+    SegmentTask,
+    TextDelta,
+    Turn,
+)
+from legato_engine.errors import DeadlineExceeded
+from legato_engine.ipc.messages import (
+    Delta,
+    Done,
+    DropImage,
+    Failed,
+    HoldImage,
+    Load,
+    Queued,
+    Started,
+)
+from legato_engine.null.engine import NullEngine
+from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm.blob_store import BlobStore, blob_folder, new_namespace
+from PIL import Image
+
+HELLO = QueryTask(question="hi")
+TASKS = (
+    QueryTask(question="what is it"),
+    QueryTask(question="what is it", reasoning=True),
+    CaptionTask(),
+    DetectTask(object="cat"),
+    PointTask(object="cat"),
+    SegmentTask(object="cat"),
+)
+
+
+class Bench:
+    """An engine, what it reported, and blobs that it can read."""
+
+    def __init__(self, **settings):
+        self.blobs = BlobStore(new_namespace())
+        self.reports: list[Any] = []
+        config = EngineConfig(model="null", **settings)
+        self.engine = NullEngine(
+            config, blobs=BlobReader(self.blobs.namespace), send=self.reports.append
+        )
+
+    def submit(self, name, task=HELLO, **fields):
+        """Begin a request."""
+        self.engine.submit(Request(request_id=name, task=task, **fields))
+
+    def run(self, name="a", task=HELLO, **fields):
+        """A request from beginning to end: its reports."""
+        self.submit(name, task, **fields)
+        while self.engine.load() != Load(images_cached=self.engine.load().images_cached):
+            self.engine.step()
+        return self.of(name)
+
+    def of(self, name):
+        """The reports of one request."""
+        return [report for report in self.reports if report.request_id == name]
+
+    def picture(self, size=(30, 20), orientation=1):
+        """A JPEG in a blob."""
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        data = io.BytesIO()
+        Image.new("RGB", size, "red").save(data, "JPEG", exif=exif)
+        return EncodedImage(blob=self.blobs.put(data.getvalue()), mime_type="image/jpeg")
+
+
+@pytest.fixture
+def bench():
+    """An engine that takes no time."""
+    return Bench()
+
+
+def kinds(reports):
+    """The names of their types."""
+    return [type(report).__name__ for report in reports]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
+def test_every_token_is_a_delta_and_the_result_repeats_them(bench, task):
+    """`Started`, one `Delta` a token, `Done`; whoever reads no deltas gets the same result."""
+    started, *deltas, done = bench.run(task=task)
+    assert isinstance(started, Started)
+    assert all(isinstance(delta, Delta) and len(delta.events) == 1 for delta in deltas)
+    assert len(deltas) == done.usage.output_tokens > 1
+    assert done.finish_reason is FinishReason.STOP
+    quiet_started, quiet = bench.run("b", task, deltas=False)
+    assert isinstance(quiet_started, Started)
+    (silent,) = bench.run("c", task, deltas=False, progress=False)
+    assert silent.result == quiet.result == done.result
+
+
+def test_text_has_as_many_words_as_asked_for(bench):
+    """`max_tokens` words and LENGTH; a stop string cuts the text in front of it."""
+    *_, done = bench.run(sampling=SamplingParams(max_tokens=40), deltas=False)
+    assert len(done.result.answer.split()) == 40
+    assert done.finish_reason is FinishReason.LENGTH
+    *_, cut = bench.run("b", sampling=SamplingParams(stop=("picture",)), deltas=False)
+    assert done.result.answer.startswith(cut.result.answer)
+    assert done.result.answer[len(cut.result.answer) :].startswith("picture")
+    assert cut.finish_reason is FinishReason.STOP
+
+
+def test_a_conversation_is_counted_whole(bench):
+    """Every word that was said costs a token, not only the last question's."""
+    turn = Turn(question="what is it", answer="a cup")
+    alone, talk = (
+        bench.run(name, QueryTask(question="what colour", system=system, history=history))[-1]
+        for name, system, history in (("a", "", ()), ("b", "be short", (turn,)))
+    )
+    assert talk.usage.input_tokens - alone.usage.input_tokens == 7
+
+
+def test_tokens_are_told_when_asked_for(bench):
+    """With `return_tokens` each delta holds its token and the end all of them; without, none."""
+    *deltas, done = bench.run(return_tokens=True)[1:]
+    told = [delta.events[0] for delta in deltas]
+    assert all(event.tokens[0].text == event.text for event in told)
+    assert done.tokens == tuple(event.tokens[0] for event in told)
+    assert all(token.logprob is None for token in done.tokens)
+    *deltas, done = bench.run("b")[1:]
+    assert all(not delta.events[0].tokens for delta in deltas)
+    assert done.tokens == ()
+
+
+def test_tokens_of_places_are_told_beside_them(bench):
+    """What is no text has its tokens in events of their own, certain ones where that is asked."""
+    task = DetectTask(object="cat")
+    *deltas, done = bench.run(task=task, return_tokens=True, logprobs=True)[1:]
+    for index, delta in enumerate(deltas):
+        tokens, found = delta.events
+        assert tokens.tokens == (done.tokens[index],)
+        assert isinstance(found, ObjectEvent)
+    assert [token.logprob for token in done.tokens] == [0.0] * len(deltas)
+
+
+@pytest.mark.parametrize(
+    ("max_objects", "found", "reason"),
+    [(None, 5, FinishReason.STOP), (2, 2, FinishReason.MAX_OBJECTS), (9, 5, FinishReason.STOP)],
+)
+def test_objects_are_bounded_by_max_objects(max_objects, found, reason):
+    """As many objects as the engine is told to find, or as are asked for if that is less."""
+    *_, done = Bench(null_objects=5).run(task=DetectTask(object="cat", max_objects=max_objects))
+    assert len({(each.box.x_min, each.box.y_min) for each in done.result.objects}) == found
+    assert done.finish_reason is reason
+
+
+def test_pictures_are_taken_sized_and_remembered(bench):
+    """The blob is gone, the size is the displayed one, and the same bytes or their id are hits."""
+    source = bench.picture((30, 20), orientation=6)
+    first = bench.run("a", CaptionTask(), image=source)[-1]
+    assert not (blob_folder() / source.blob.name).exists()
+    assert (first.image.width, first.image.height, first.image.cache_hit) == (20, 30, False)
+    again = bench.run("b", CaptionTask(), image=bench.picture((30, 20), orientation=6))[-1]
+    named = bench.run("c", CaptionTask(), image=CachedImage(image_id=first.image.image_id))[-1]
+    assert again.image == named.image
+    assert again.image.cache_hit
+    assert again.image.image_id == first.image.image_id
+    assert again.usage.cached_tokens > first.usage.cached_tokens == 0
+
+
+def test_a_picture_is_kept_only_when_allowed(bench):
+    """With `cache_image` off the id names nothing."""
+    raw = RawImage(
+        blob=bench.blobs.put(bytes(24)), width=4, height=2, row_stride=12, format=PixelFormat.RGB8
+    )
+    done = bench.run("a", CaptionTask(), image=raw, cache_image=False)[-1]
+    assert (done.image.width, done.image.height) == (4, 2)
+    (failed,) = bench.run("b", CaptionTask(), image=CachedImage(image_id=done.image.image_id))
+    assert failed.error.kind == "ImageNotFound"
+
+
+def test_what_is_wrong_with_a_request_fails_it_alone(bench):
+    """An unknown model, an adapter, and bytes that are no picture are named errors."""
+    assert bench.run("a", model="other")[0].error.kind == "ModelNotFound"
+    assert bench.run("b", adapter="x")[0].error.kind == "AdapterNotFound"
+    broken = EncodedImage(blob=bench.blobs.put(b"no picture"), mime_type="image/png")
+    assert bench.run("c", CaptionTask(), image=broken)[0].error.kind == "ImageUndecodable"
+    assert isinstance(bench.run("d")[-1], Done)
+
+
+def test_paced_requests_wait_for_room_and_are_told_so():
+    """`max_running` run, `max_waiting` wait, the next is refused; everything ends in order."""
+    bench = Bench(null_step_ms=0.01, max_running=1, max_waiting=1)
+    for name in ("a", "b", "c"):
+        bench.submit(name)
+    (refused,) = bench.of("c")
+    assert refused.error.kind == "QueueFull"
+    assert bench.engine.estimated_wait() > 0
+    bench.run("d", model="other")
+    assert kinds(bench.of("b"))[:2] == ["Queued", "Started"]
+    ends = [report.request_id for report in bench.reports if isinstance(report, Done)]
+    assert ends == ["a", "b"]
+    assert isinstance(bench.of("b")[0], Queued)
+
+
+def test_pacing_waits_between_tokens():
+    """Until its time has come the engine has nothing to do, and says when that will be."""
+    bench = Bench(null_step_ms=3_600_000)
+    bench.submit("a")
+    bench.engine.step()
+    assert kinds(bench.of("a")) == ["Started"]
+    assert not bench.engine.busy
+    assert time.monotonic() < bench.engine.next_deadline() < math.inf
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_stop_gives_what_there_is(running):
+    """A stopped request says `Started` once and `Done` as cancelled, with its partial result."""
+    bench = Bench(null_step_ms=0.01, max_running=1)
+    bench.submit("other")
+    while len(bench.of("other")) < 4:
+        bench.engine.step()
+    bench.submit("waiting")
+    name = "other" if running else "waiting"
+    bench.engine.stop(name)
+    bench.engine.stop(name)
+    told: list[Any] = bench.of(name)
+    assert kinds(told).count("Started") == 1
+    assert kinds(told)[-1] == "Done"
+    assert told[-1].finish_reason is FinishReason.CANCELLED
+    assert told[-1].usage.output_tokens == kinds(told).count("Delta")
+    assert bool(told[-1].result.answer) is running
+
+
+def test_an_abort_is_silent_and_a_deadline_is_not():
+    """An aborted request reports nothing more; one whose time is over fails, running or waiting."""
+    bench = Bench(null_step_ms=3_600_000, max_running=2)
+    bench.submit("aborted")
+    bench.submit("late", deadline=time.monotonic())
+    bench.submit("waiting", deadline=time.monotonic())
+    bench.engine.abort("aborted")
+    told = len(bench.of("aborted"))
+    bench.engine.step()
+    assert len(bench.of("aborted")) == told
+    for name in ("late", "waiting"):
+        last = bench.of(name)[-1]
+        assert isinstance(last, Failed)
+        assert last.error.kind == DeadlineExceeded.__name__
+    assert bench.engine.load() == Load()
+    assert bench.engine.next_deadline() == math.inf
+
+
+def mapped_files(pid):
+    """What a process has loaded."""
+    return pathlib.Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.usefixtures("child_python_path")
+async def test_the_process_serves_without_a_model():
+    """A real engine process: no torch in it, streams and pictures over the real transport."""
+    client = EngineClient(EngineConfig(model="null", heartbeat_interval=0.05))
+    await client.start()
+    try:
+        await client.wait_ready()
+        assert client.model is not None
+        assert client.model.name == "null"
+        assert client._process is not None
+        assert "libtorch" not in mapped_files(client._process.pid)
+        data = io.BytesIO()
+        Image.new("RGB", (8, 6)).save(data, "PNG")
+        image = EncodedImage(blob=client.blobs.put(data.getvalue()), mime_type="image/png")
+        detect = Request(request_id="a", task=DetectTask(object="cat"), image=image)
+        reports: list[Any] = [report async for report in client.submit(detect)]
+        assert isinstance(reports[0], Started)
+        assert isinstance(reports[-1], Done)
+        result: Any = reports[-1].result
+        events = [e for r in reports[1:-1] for e in r.events]
+        assert tuple(events) == result.objects
+        assert all(isinstance(event, ObjectEvent) for event in events)
+        await _until(lambda: client.load == Load(images_cached=1))
+        assert len(client.blobs) == 0
+    finally:
+        await client.close()
+
+
+@pytest.mark.usefixtures("child_python_path")
+async def test_the_process_paces_and_stops():
+    """A paced request goes on until it is stopped, and then answers with what it has."""
+    client = EngineClient(EngineConfig(model="null", heartbeat_interval=0.05, null_step_ms=5))
+    await client.start()
+    try:
+        await client.wait_ready()
+        endless = SamplingParams(max_tokens=7000)
+        stream = client.submit(Request(request_id="a", task=HELLO, sampling=endless))
+        assert isinstance(await stream.__anext__(), Started)
+        first: Any = await stream.__anext__()
+        assert isinstance(first.events[0], TextDelta)
+        stream.stop()
+        last: Any = [report async for report in stream][-1]
+        assert last.finish_reason is FinishReason.CANCELLED
+        assert 0 < last.usage.output_tokens < 7000
+    finally:
+        await client.close()
+
+
+async def _until(condition):
+    while not condition():  # noqa: ASYNC110 - the condition is another process's
+        await asyncio.sleep(0.01)
+
+
+def test_pictures_are_held_and_dropped():
+    """A picture that is held is named by its id, is counted for its caller, and can be dropped."""
+    bench = Bench(image_quota_bytes=40 * 30 * 3)
+
+    def hold(name, size, ttl=9.0, **fields):
+        image = bench.picture(size)
+        bench.engine.hold(HoldImage(request_id=name, image=image, owner="me", ttl=ttl, **fields))
+        return bench.reports[-1]
+
+    held = hold("h", (40, 30))
+    assert (held.image.width, held.image.height) == (40, 30)
+    assert bench.engine.next_deadline() == held.until
+    assert hold("again", (40, 30)).image.cache_hit
+    assert hold("more", (41, 30)).error.kind == "BytesExceeded"
+    assert hold("hash", (2, 2), sha256="0" * 64).error.metadata["field"] == "sha256"
+    *_, answered = bench.run(image=CachedImage(image_id=held.image.image_id))
+    assert answered.image.cache_hit
+    for name, kind in (("d", "ImageDropped"), ("e", "Failed")):
+        bench.engine.drop(DropImage(request_id=name, image_id=held.image.image_id, owner="me"))
+        assert type(bench.reports[-1]).__name__ == kind
+    over = hold("short", (30, 30), ttl=0.0).image.image_id
+    *_, failed = bench.run(image=CachedImage(image_id=over))
+    assert failed.error.kind == "ImageNotFound"
+    bench.blobs.close()

@@ -1,0 +1,95 @@
+"""An engine whose keys and values are e4m3: half the memory, and no bit depends on company."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from legato_engine.config import EngineConfig
+from legato_engine.engine.assembly import assemble, speculating
+from legato_engine.errors import InvalidField
+from legato_engine.models.moondream import family, presets
+from legato_engine.models.moondream.tokenizer import StandInTokenizer
+from legato_engine.models.moondream.weights import random_weights
+from safetensors.torch import save_file
+
+from tests.engine.engine.test_prefix_sharing import Alone, asked, shared
+from tests.engine.models.moondream.published import layout_b
+
+CONFIG = EngineConfig(
+    model="moondream3", device="cpu", threads=1, max_running=7, page_size=4, max_prefill_rows=3
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A small checkpoint with scales of keys and values under the name moondream3."""
+    small = presets.tiny_random3_config()
+    state = random_weights(small, 0, torch.device("cpu"), torch.float32).state_dict()
+    tensors = layout_b(state, small, kv_scales=True)
+    for name, tensor in tensors.items():
+        if "kv_quantizer" in name:
+            tensor.fill_(0.004)
+    file = tmp_path_factory.mktemp("weights") / "moondream3.safetensors"
+    save_file(tensors, file)
+
+    def read(source, preset):
+        """As published, with bytes for tokens."""
+        return family._bundle(source, preset(), StandInTokenizer(), file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(family._NAMES, "moondream3", (presets.tiny_random3_config, read))
+        yield CONFIG
+
+
+@pytest.fixture(scope="module")
+def assembly(config):
+    """One engine for all tests."""
+    made = assemble(config)
+    yield made
+    made.device.close()
+
+
+def test_scales_in_the_file_quarter_a_pool_of_float32(config, assembly):
+    """By itself the pool is e4m3; whoever asks for the model's dtype gets that."""
+    plain = assemble(msgspec.structs.replace(config, kv_dtype="model"))
+    plain.device.close()
+    assert assembly.kv.k_LNHSE.dtype is assembly.kv.v_LNHSE.dtype is torch.float8_e4m3fn
+    assert plain.kv.k_LNHSE.dtype is torch.float32
+    assert plain.kv.k_LNHSE.nbytes == 4 * assembly.kv.k_LNHSE.nbytes
+    assert plain.kv.scale_L2 is None
+    assert assembly.kv.scale_L2 is assembly.model.kv_scale_L2
+    assert assembly.info.kv_dtype == "float8_e4m3fn"
+    assert 4 * assembly.info.kv_token_bytes == plain.info.kv_token_bytes
+    assert plain.kv.k_LNHSE.nbytes * 2 == plain.num_pages * 4 * plain.info.kv_token_bytes
+
+
+@pytest.mark.parametrize(("kv_dtype", "model"), [("e4m3", "random-tiny"), ("fp8", "random-tiny3")])
+def test_a_dtype_that_cannot_be_stops_the_start(kv_dtype, model):
+    """One that nobody knows, and fp8 of weights that have no scales."""
+    config = EngineConfig(model=model, device="cpu", kv_dtype=kv_dtype)
+    with pytest.raises(InvalidField) as caught:
+        assemble(config)
+    assert caught.value.metadata["field"] == "kv_dtype"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_company_and_kept_prefixes_change_no_answer(assembly, temperature):
+    """Tokens, values, log-probabilities of every skill: alone and in order, and all at once.
+
+    Pages are small, so prefixes end inside of them and are copied; what a prompt finds in the tree
+    was computed in another launch.
+    """
+    alone = asked(Alone(assembly), 0, depth=1, temperature=temperature)
+    assert shared(alone) == (0, 0)
+    for seed, depth in ((0, 1), (1, 2)):
+        run = asked(assembly, seed, depth=depth, temperature=temperature)
+        assert run.answers == alone.answers
+        assert min(shared(run)) > 0
+
+
+def test_speculation_changes_no_answer(assembly):
+    """What is proposed and verified in one step reads what single steps would have stored."""
+    alone = asked(Alone(assembly), 0, depth=1)
+    run = asked(speculating(assembly, "fixed:3"), 2, depth=2)
+    assert run.answers == alone.answers

@@ -1,0 +1,297 @@
+"""Launches by kernels, with and without adapters; torch stands in the kernels' place."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from legato_engine.core import CaptionTask, DetectTask, QueryTask
+from legato_engine.engine.assembly import assemble
+from legato_engine.models.moondream.preprocess import crop_image
+from legato_engine.models.moondream.presets import tiny_random_config
+from legato_engine.models.paged_cache import DecodeBatch
+from legato_engine.runtime import kernel_backend
+from legato_engine.runtime.decode_slot import MAX_PASSES
+from legato_engine.runtime.kv_pool import allocate
+from legato_engine.runtime.model_runner import NUM_SLOTS, ModelRunner
+from legato_engine.runtime.sampler import greedy
+from PIL import Image
+
+from tests.adapters import random_adapter, safetensors_file
+from tests.engine.engine.core.world import CONFIG, World, png
+from tests.engine.engine.test_prefix_sharing import Alone, asked, shared
+from tests.engine.scheduler.world import num_pictures
+from tests.engine.speculative.test_speculation import Run
+
+TEXT = tiny_random_config().text
+NAMES = ("", "x", "", "y", "x")
+
+
+class TorchKernels:
+    """A `StepKernels` of the model's own operations; notes how many groups its steps were for."""
+
+    def __init__(self, model, kv, bank):
+        self.model, self.kv, self.bank = model, kv, bank
+        self.steps = {True: 0, False: 0}
+        self.groups = []  # how many each step was laid out for
+
+    @property
+    def num_steps(self):
+        """All there were."""
+        return sum(self.steps.values())
+
+    def forward(self, inputs, hidden_BD, logits_BV):
+        """One step, with adapters where rows may have some."""
+        slot_R, rows = inputs.adapter_slot_R, None
+        self.steps[slot_R is not None] += 1
+        self.groups.append(inputs.num_groups)
+        if slot_R is not None:
+            rows = self.bank.rows(slot_R[inputs.row_B], self.bank.ranks[-1])
+        sampled_B = inputs.source_B >= 0
+        source_B = inputs.source_B.clamp(min=0)
+        token_B = torch.where(sampled_B, inputs.token_R[source_B], inputs.prompt_token_B)
+        payload_B2 = torch.where(
+            sampled_B[:, None], inputs.payload_R2[source_B], inputs.prompt_payload_B2
+        )
+        where = DecodeBatch(inputs.position_B, inputs.page_table_RM[inputs.row_B], rows)
+        x_BD = self.model.decode(self.model.embed(token_B, payload_B2), where, self.kv)
+        hidden_BD.copy_(x_BD)
+        if logits_BV is not None:
+            logits_BV.copy_(self.model.logits(x_BD))
+
+    def payload(self, state, hidden_BD, token_B, row_B, payload_B2):
+        """The values of sampled tokens, here and in their rows."""
+        payload_B2.copy_(self.model.payload(hidden_BD, token_B))
+        state.payload_R2[row_B] = payload_B2
+
+
+class TorchEncoder:
+    """A `ImageEncoder` of the model's own operations; notes how many pictures it cached at once.
+
+    With a `flaw` pictures together have other bits than alone.
+    """
+
+    max_crops = 4
+
+    def __init__(self, assembly, max_pictures, flaw=0.0):
+        self.vision = tiny_random_config().vision
+        self.model, self.flaw = assembly.model, flaw
+        num_places = NUM_SLOTS * max_pictures
+        length = assembly.frontend.prefix_length(has_image=True)
+        self.embeddings_CPD = torch.zeros(num_places, length, assembly.model.width)
+        self.embeddings_CPD[:, 0] = assembly.model.prefix_embeddings(None)
+        self.staged = [None] * num_places
+        self.uploaded = None
+        self.counts = []
+
+    def stage(self, place, image):
+        """What the host writes."""
+        self.staged[place] = image
+
+    def upload(self, place):
+        """What the device has then, of one picture at a time."""
+        self.uploaded = self.staged[place]
+
+    def cut(self):
+        """Nothing, as in all that encodes: the tower runs at once, in the end."""
+
+    def take(self, *crops, **source):
+        """See `cut`."""
+
+    encode = give = take
+
+    def finish(self, place):
+        """Of the picture uploaded last, if there was any: graphs are warmed up before."""
+        picture = self.uploaded
+        if picture is not None:
+            pixels_HWC = Image.fromarray(picture.pixels.pixels_HWC)
+            cut = dataclasses.replace(picture, pixels=crop_image(pixels_HWC, self.vision))
+            self.embeddings_CPD[place] = self.model.prefix_embeddings(cut)
+        return self.embeddings_CPD[place]
+
+    def cache(self, first, pages_CM, kv):
+        """All of them in one pass."""
+        self.counts.append(len(pages_CM))
+        x_CPD = self.embeddings_CPD[first : first + len(pages_CM)]
+        self.model._network.text.cache_stacked(x_CPD + self.flaw, pages_CM, kv)
+
+
+class GreedySampler:
+    """Stands in for the sampling kernel."""
+
+    def __init__(self, vocab_size):
+        pass
+
+    def sample(
+        self, state, logits_BV, table_CV, constraint_B, row_B, position_B, out_B, *, overlap
+    ):
+        """The best token that the constraint allows."""
+        out_B.copy_(greedy(logits_BV + table_CV[constraint_B]))
+        state.token_R[row_B] = out_B
+
+
+@pytest.fixture
+def assembly(tmp_path):
+    """A model with two adapters."""
+    for seed, name in enumerate("xy"):
+        data = safetensors_file(random_adapter(TEXT, 4 + 8 * seed, seed))
+        (tmp_path / f"{name}.safetensors").write_bytes(data)
+    config = msgspec.structs.replace(CONFIG, max_running=7, max_waiting=32, adapters=str(tmp_path))
+    made = assemble(config)
+    yield made
+    made.device.close()
+
+
+def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_pictures=1, encoder=None):
+    """The same model behind the program for kernels, and these; pictures whole for an `encoder`."""
+    made = []
+
+    class WithKernels:
+        def __getattr__(self, name):
+            return getattr(assembly.model, name)
+
+        def step_kernels(self, kv, adapters):
+            """The stand-in."""
+            made.append(TorchKernels(assembly.model, kv, adapters))
+            return made[0]
+
+        def picture_encoder(self, pinned, num_places):
+            """The one given."""
+            return encoder
+
+    config = assembly.config
+    kv = allocate(assembly.model, assembly.device, assembly.num_pages, config.page_size)
+    runner = ModelRunner(
+        WithKernels(),
+        assembly.device,
+        kv,
+        max_running=config.max_running,
+        buckets=buckets,
+        adapters=assembly.bank,
+        max_prompts=max_prompts,
+        max_pictures=max_pictures,
+    )
+    runner.warm_up()
+    frontend = assembly.frontend
+    if runner.encodes_pictures:
+        frontend = frontend.resizing_on_device()
+    return dataclasses.replace(assembly, runner=runner, frontend=frontend), made[0]
+
+
+def answers(assembly):
+    """Requests with and without adapters, all at a time."""
+    world = World(assembly)
+    tasks = (DetectTask(object="x"), CaptionTask(), QueryTask(question="what?" * 12))
+    names = []
+    for number, adapter in enumerate(NAMES * 2):
+        names.append(f"r-{number}")
+        image = world.encoded(png(number // 2)) if number % 3 != 2 else None
+        world.submit(names[-1], tasks[number % 3], image, adapter=adapter)
+    results = [done.result for done in world.run(*names)]
+    world.close()
+    return results
+
+
+def test_adapters_answer_as_by_torch(assembly, monkeypatch):
+    """Every prompt and step runs by the kernels; rows with adapters get torch's answers."""
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    expected = answers(assembly)
+    fused, kernels = with_kernels(assembly)
+    before = dict(kernels.steps)
+    assert answers(fused) == expected
+    assert all(kernels.steps[adapted] > before[adapted] for adapted in before)
+
+
+@pytest.mark.parametrize("buckets", [(8,), (8, 16)])
+def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
+    """Prompts and decodes in the same passes of the kernels give what they give alone, in fewer."""
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    folder = Path(assembly.config.adapters)
+    tuned = assembly.model.read_adapter((folder / "x.safetensors").read_bytes(), "x", 16)
+    alone, alone_kernels = with_kernels(assembly, buckets=buckets)
+    together, kernels = with_kernels(assembly, buckets=buckets, max_prompts=3)
+    for seed, adapters in ((1, {}), (2, {"boxes": tuned})):
+        steps = alone_kernels.num_steps, kernels.num_steps
+        expected = asked(Alone(alone), 0, adapters=adapters)
+        run = asked(together, seed, adapters=adapters)
+        assert run.answers == expected.answers
+        assert min(shared(run)) > 0
+        lengths = [len(sequence.prompt) for sequence in run.sequences.values()]
+        limits = together.runner.limits
+        assert min(lengths) < limits.sampled < max(lengths), "one and several passes"
+        assert kernels.num_steps - steps[1] < alone_kernels.num_steps - steps[0]
+
+
+def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
+    """More tokens than a shared launch has room for are steps too, up to a bound; the answer is the
+    same on either side of it.
+    """
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    fused, kernels = with_kernels(assembly, max_prompts=3)
+    shared_tokens = fused.runner.limits.tokens
+    given = []
+    for most in (MAX_PASSES, 1):
+        monkeypatch.setattr(fused.runner._program, "_most_fed", 8 * most)
+        before, run = kernels.num_steps, Run(fused, max_tokens=1)
+        run.submit("long", QueryTask(question="x" * (2 * shared_tokens)))
+        run.finish()
+        given.append(run.answers)
+        num_tokens = 1 + len(run.sequences["long"].prompt)  # with BOS
+        assert 2 * shared_tokens < num_tokens <= 8 * MAX_PASSES
+        assert kernels.num_steps - before == (-(-num_tokens // 8) if most > 1 else 0)
+    assert given[0] == given[1]
+
+
+def test_pictures_share_a_launch_and_change_no_answer(assembly, monkeypatch):
+    """Those of one launch pass the decoder together where that keeps their bits, else one after
+    another, each into its own pages; whoever asks about one of them stands behind all.
+    """
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    monkeypatch.setattr(kernel_backend, "_CROWD", 0)
+    whole = msgspec.structs.replace(assembly.config, crops_per_launch=0)
+    assembly = dataclasses.replace(assembly, config=whole)
+    folder = Path(assembly.config.adapters)
+    tuned = assembly.model.read_adapter((folder / "x.safetensors").read_bytes(), "x", 16)
+    given = []
+    for most, flaw, together in ((1, 0.0, 0), (3, 0.0, 2), (3, 0.01, 0)):
+        encoder = TorchEncoder(assembly, most, flaw)
+        fused, _ = with_kernels(
+            assembly, buckets=(8, 16), max_prompts=4, max_pictures=most, encoder=encoder
+        )
+        assert bool(encoder.counts) == (most > 1), "measured in advance"
+        del encoder.counts[:]
+        run = Run(fused, max_tokens=6)
+        for number, picture in enumerate((0, 0, 1, 2, 3, 1, None, 4, 5)):
+            adapter = tuned if number in (5, 7) else None
+            run.submit(
+                str(number), QueryTask(question="what?"), picture, adapter=adapter, deltas=False
+            )
+        run.finish()
+        plans = [record.launch.plan for record in run.records]
+        assert max(map(num_pictures, plans)) == most
+        assert any(len(plan.prefills) > most for plan in plans), "questions behind pictures"
+        assert sum(map(num_pictures, plans)) == 7, "each picture once, for each adapter"
+        assert max(encoder.counts, default=0) == together
+        given.append(run.answers)
+    assert given[0] == given[1] == given[2]
+    assert len({answer.result for answer in given[0].values()}) > 1, "pictures differ"
+
+
+def test_steps_of_few_groups_are_laid_out_for_them(assembly, monkeypatch):
+    """The bucket's own layout runs only where the tokens are of more rows than others are for."""
+    monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
+    fused, kernels = with_kernels(assembly)
+    assert set(kernels.groups) == {1, 2, 8}, "all of them are captured beforehand"
+    for rows, layout in ((1, 1), (2, 2), (3, 8), (5, 8)):
+        del kernels.groups[:]
+        world = World(fused)
+        names = [f"{rows}-{number}" for number in range(rows)]
+        for number, name in enumerate(names):
+            world.submit(name, CaptionTask(), world.encoded(png(number)))
+        world.run(*names)
+        world.close()
+        assert layout in kernels.groups
+        assert max(kernels.groups) == layout, "a prompt of up to eight tokens is one group"

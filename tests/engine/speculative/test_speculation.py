@@ -1,0 +1,385 @@
+"""Speculation changes how many steps an answer takes, and nothing about the answer."""
+
+import dataclasses
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from legato_engine.config import EngineConfig
+from legato_engine.core import (
+    CachedImage,
+    CaptionTask,
+    DetectTask,
+    FinishReason,
+    ImageInfo,
+    PointTask,
+    QueryTask,
+    Request,
+    SamplingParams,
+    SegmentTask,
+)
+from legato_engine.engine.assembly import assemble, speculating
+from legato_engine.engine.engine_core import make_sequence
+from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.scheduler.sink import SilentSink
+from legato_engine.speculative.replay import ReplayProposer, known_history
+from PIL import Image
+
+from tests.engine.models.moondream.test_draft import draft_file, random_draft
+
+MAX_RUNNING = 4
+TASKS = {
+    "query": (QueryTask(question="what is it?"), None),
+    "words": (QueryTask(question="a b a b a b a b"), None),
+    "thought": (QueryTask(question="why?", reasoning=True), 0),
+    "caption": (CaptionTask(), 1),
+    "boxes": (DetectTask(object="cat", max_objects=4), 0),
+    "points": (PointTask(object="dog", max_objects=4), 1),
+    "outline": (SegmentTask(object="dog"), 2),
+}
+
+
+@pytest.fixture(scope="module")
+def assembly():
+    """One model for all tests."""
+    config = EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=MAX_RUNNING)
+    made = assemble(config)
+    yield made
+    made.device.close()
+
+
+@dataclasses.dataclass
+class Answer:
+    """What became of a request."""
+
+    tokens: list[tuple[object, ...]]
+    result: object
+    finish_reason: object
+    events: list[tuple[int, tuple[object, ...]]]
+
+
+class Recorded:
+    """A task whose tokens are written down, with values where they have any, as it is asked."""
+
+    def __init__(self, inner, logprobs):
+        self.inner = inner
+        self._logprobs = logprobs
+        self.tokens = []
+
+    def consume(self, token):
+        """Write it down."""
+        payload = token.payload if self.inner.has_payload else None
+        self.tokens.append((token.token_id, token.logprob if self._logprobs else None, payload))
+        return self.inner.consume(token)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class Run(SilentSink):
+    """One schedule of some requests over an assembly, and all that came of it."""
+
+    def __init__(self, assembly, *, depth=2, temperature=0.0, max_tokens=40, stop=()):
+        self.assembly = assembly
+        self.sequences = {}
+        self.answers = {}
+        self.records = []
+        self.scheduler = assembly.scheduler(self, pipeline_depth=depth, observer=self)
+        self._sampling = {"temperature": temperature, "max_tokens": max_tokens, "stop": stop}
+        self._events = {}
+
+    def committed(self, record):
+        """Keep a launch's record."""
+        self.records.append(record)
+
+    def delta(self, sequence, events):
+        """Keep the events, each with the number of the token that made it."""
+        self._events.setdefault(sequence.request.request_id, []).append(
+            (sequence.num_committed, tuple(events))
+        )
+
+    def done(self, sequence, finish_reason):
+        """Keep the whole."""
+        name = sequence.request.request_id
+        result = sequence.task.result(finish_reason)
+        events = self._events.get(name, [])
+        self.answers[name] = Answer(sequence.task.tokens, result, finish_reason, events)
+
+    def submit(
+        self, name, task, picture=None, seed=0, *, adapter=None, logprobs=False, deltas=True
+    ):
+        """Submit a request; pictures are noise."""
+        image = None
+        if picture is not None:
+            info = ImageInfo(image_id=str(picture), width=60, height=50, cache_hit=False)
+            pixels = np.random.default_rng(picture).integers(0, 256, (50, 60, 3), dtype=np.uint8)
+            prepare = self.assembly.frontend.prepare_image
+            image = prepare(Image.fromarray(pixels), str(picture), info)
+        request = Request(
+            request_id=name,
+            task=task,
+            image=None if image is None else CachedImage(image_id=str(picture)),
+            sampling=SamplingParams(seed=seed, **self._sampling),
+            logprobs=logprobs,
+            deltas=deltas,
+        )
+        sequence = make_sequence(self.assembly.frontend, request, image, adapter)
+        sequence.task = Recorded(sequence.task, logprobs)
+        sequence.arrival = float(len(self.sequences))
+        self.sequences[name] = sequence
+        self.scheduler.submit(sequence)
+
+    def finish(self):
+        """Let all run out; nothing may be held then."""
+        self.scheduler.drain()
+        load = self.scheduler.load()
+        assert (load.running, load.rows_used, load.pages_used, load.inflight) == (0, 0, 0, 0)
+        return self
+
+    @property
+    def num_decodes(self):
+        """Decode launches."""
+        return sum(record.launch.plan.kind is LaunchKind.DECODE for record in self.records)
+
+    def total(self, field):
+        """A counter over all launches."""
+        return sum(getattr(record, field) for record in self.records)
+
+
+def mixed(assembly, *, draw, without=(), **options):
+    """All skills but those it is to go without, arriving at random while others decode."""
+    run = Run(assembly, **options)
+    names = sorted(TASKS.keys() - without)
+    for name in draw.sample(names, len(names)):
+        run.submit(name, *TASKS[name], seed=len(name))
+        for _ in range(draw.randrange(4)):
+            run.scheduler.step()
+    return run.finish()
+
+
+def knowing(assembly, run, *rates):
+    """A proposer that knows what this run's requests said, by one rate or one for each."""
+    known = [
+        known_history(s.prefix_length, s.prompt, [token[0] for token in s.task.tokens])
+        for s in run.sequences.values()
+    ]
+    vocab_size = assembly.model.vocab_size
+    return ReplayProposer(known, assembly.device.torch_device, rates=rates, vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("setting", ["fixed:1", "fixed:8", "seed", "budget"])
+def test_answers_are_those_without(assembly, setting, temperature):
+    """Every skill reads the same tokens, values and all, in any mix and at both depths."""
+    plain = mixed(assembly, draw=random.Random(0), depth=1, temperature=temperature)
+    assert plain.total("proposed") == 0
+    replay = speculating(assembly, setting, knowing(assembly, plain, 0.7))
+    for depth, changed in ((1, replay), (2, replay), (2, speculating(assembly, setting))):
+        run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
+        assert run.answers == plain.answers
+        assert changed is not replay or run.total("accepted") > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("setting", ["fixed:3", "budget"])
+def test_answers_are_those_without_a_draft(assembly, tmp_path, setting, temperature):
+    """A draft that says anything at all changes no answer; it speaks for every row that may."""
+    plain = mixed(assembly, draw=random.Random(0), depth=1, temperature=temperature)
+    path = draft_file(tmp_path / "draft.safetensors", random_draft())
+    config = msgspec.structs.replace(assembly.config, draft=str(path))
+    changed = speculating(dataclasses.replace(assembly, config=config), setting)
+    for depth in (1, 2):
+        run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
+        assert run.answers == plain.answers
+        assert run.total("proposed") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_of_the_default_model_are_those_without(temperature):
+    """Trained weights at their own sizes: wider sums, longer contexts, answers that end."""
+    tiny = assemble(EngineConfig(device="cpu", threads=1, max_running=MAX_RUNNING))
+    # It has not learnt to reason, and pictures take it long.
+    options = {"without": {"thought", "points", "outline"}, "temperature": temperature}
+    plain = mixed(tiny, draw=random.Random(0), depth=1, **options)
+    changed = speculating(tiny, "fixed:8", knowing(tiny, plain, 0.7))
+    run = mixed(changed, draw=random.Random(1), **options)
+    tiny.device.close()
+    assert run.answers == plain.answers
+    assert run.total("accepted") > 0
+
+
+def test_what_is_known_takes_fewer_steps(assembly):
+    """A text that is proposed right takes a step a block, and every counter says so."""
+    task = QueryTask(question="what is it?")
+    plain = Run(assembly, max_tokens=37)
+    plain.submit("r", task)
+    plain.finish()
+    length = len(plain.answers["r"].tokens)
+    assert length == 37, "this model ends its answers early"
+    right = speculating(assembly, "fixed:8", knowing(assembly, plain, 1.0))
+    run = Run(right, depth=1, max_tokens=37)
+    run.submit("r", task)
+    run.finish()
+    assert run.answers == plain.answers
+    # One token by the prefill, then nine a step.
+    assert run.num_decodes == (length - 1) // 9 == 4
+    assert [record.tokens for record in run.records] == [1, 9, 9, 9, 9]
+    assert (run.total("proposed"), run.total("accepted")) == (32, 32)
+    wrong = speculating(assembly, "fixed:8", knowing(assembly, plain, 0.0))
+    run = Run(wrong, depth=1, max_tokens=37)
+    run.submit("r", task)
+    run.finish()
+    assert run.answers == plain.answers
+    assert (run.num_decodes, run.total("accepted")) == (36, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_tokens", range(1, 14))
+def test_the_budget_ends_inside_a_block(assembly, max_tokens, depth):
+    """However a block crosses the last token, exactly so many are read and no more."""
+    task = QueryTask(question="what is it?")
+    plain = Run(assembly, max_tokens=13)
+    plain.submit("r", task)
+    plain.finish()
+    right = speculating(assembly, "fixed:5", knowing(assembly, plain, 1.0))
+    run = Run(right, depth=depth, max_tokens=max_tokens)
+    run.submit("r", task)
+    run.submit("other", QueryTask(question="hello"))
+    run.finish()
+    answer = run.answers["r"]
+    assert answer.tokens == plain.answers["r"].tokens[:max_tokens]
+    assert run.total("tokens") == sum(s.num_committed for s in run.sequences.values())
+
+
+def ends_with(run, token_id):
+    """Let this token end the newest request, as EOS does; random weights seldom say that one."""
+    task = list(run.sequences.values())[-1].task.inner
+    task._tokens = msgspec.structs.replace(task._tokens, eos=token_id)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_eos_inside_a_block(assembly, depth):
+    """What was accepted behind the end is nobody's: the answer, its reason and its count."""
+    task = QueryTask(question="what is it?")
+    whole = Run(assembly, temperature=1.0)
+    whole.submit("r", task)
+    said = [token[0] for token in whole.finish().answers["r"].tokens]
+    length = next(n for n in range(7, len(said)) if said[n - 1] not in said[: n - 1])
+    plain = Run(assembly, temperature=1.0)
+    plain.submit("r", task)
+    ends_with(plain, said[length - 1])
+    plain.finish()
+    assert plain.answers["r"].finish_reason is FinishReason.STOP
+    assert len(plain.answers["r"].tokens) == length
+    for block in (2, 3, 4, 8, 16):
+        changed = speculating(assembly, f"fixed:{block}", knowing(assembly, whole, 1.0))
+        run = Run(changed, depth=depth, temperature=1.0)
+        run.submit("r", task)
+        ends_with(run, said[length - 1])
+        run.finish()
+        assert run.answers == plain.answers
+        assert run.sequences["r"].num_committed == length == run.total("tokens")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_stop_string_inside_a_block(assembly, depth):
+    """A stop string ends the answer at the same character, wherever its block ends."""
+    task = QueryTask(question="what is it?")
+    plain = Run(assembly, temperature=1.0)
+    plain.submit("r", task, seed=1)
+    plain.finish()
+    text = plain.answers["r"].result.answer
+    stop = (text[len(text) // 2 : len(text) // 2 + 3],)
+    stopped = Run(assembly, temperature=1.0, stop=stop)
+    stopped.submit("r", task, seed=1)
+    stopped.finish()
+    assert len(stopped.answers["r"].tokens) < len(plain.answers["r"].tokens)
+    for block in (3, 8):
+        changed = speculating(assembly, f"fixed:{block}", knowing(assembly, plain, 1.0))
+        run = Run(changed, depth=depth, temperature=1.0, stop=stop)
+        run.submit("r", task, seed=1)
+        run.finish()
+        assert run.answers == stopped.answers
+
+
+@pytest.mark.parametrize("how", ["abort", "stop"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_leaves_between_two_blocks_disturbs_nobody(assembly, depth, how):
+    """Aborted or stopped at any step, one request gives all back and its neighbours go on."""
+    plain = mixed(assembly, draw=random.Random(0), temperature=0.8)
+    changed = speculating(assembly, "fixed:8", knowing(assembly, plain, 0.7))
+    for num_steps in range(1, 12):
+        run = Run(changed, depth=depth, temperature=0.8)
+        for name in ("query", "words", "caption"):
+            run.submit(name, *TASKS[name], seed=len(name))
+        for _ in range(num_steps):
+            run.scheduler.step()
+        getattr(run.scheduler, how)("words")
+        run.submit("boxes", *TASKS["boxes"], seed=len("boxes"))
+        run.finish()
+        for name in ("query", "caption", "boxes"):
+            assert run.answers[name] == plain.answers[name]
+        tokens = run.sequences["words"].task.tokens
+        assert tokens == plain.answers["words"].tokens[: len(tokens)]
+
+
+def test_a_policy_learns_one_step_late(assembly):
+    """With two launches in flight a block is chosen before the one in front of it is known."""
+    plain = Run(assembly, max_tokens=60)
+    plain.submit("r", QueryTask(question="what is it?"))
+    plain.finish()
+    sizes = {}
+    for depth in (1, 2):
+        changed = speculating(assembly, "seed", knowing(assembly, plain, 0.0))
+        run = Run(changed, depth=depth, max_tokens=60)
+        run.submit("r", QueryTask(question="what is it?"))
+        run.finish()
+        assert run.answers == plain.answers
+        sizes[depth] = run.sequences["r"].drafting.block_size_history
+    # 0.8, then 0.64, 0.51, 0.41: depth 2 launches once more before it hears of the last.
+    assert sizes[1][:5] == [4, 4, 4, 1, 1]
+    assert sizes[2][:5] == [4, 4, 4, 4, 1]
+
+
+def test_the_seed_tells_two_requests_of_one_batch_apart(assembly):
+    """Whose tokens are foreseen comes to the largest block, its neighbour to the least."""
+    tasks = {"good": QueryTask(question="what is it?"), "bad": QueryTask(question="hello")}
+    plain = Run(assembly, max_tokens=100)
+    for name, task in tasks.items():
+        plain.submit(name, task)
+    plain.finish()
+    changed = speculating(assembly, "seed", knowing(assembly, plain, 1.0, 0.0))
+    run = Run(changed, max_tokens=100)
+    for name, task in tasks.items():
+        run.submit(name, task)
+    run.finish()
+    assert run.answers == plain.answers
+    good, bad = (run.sequences[name].drafting.block_size_history for name in tasks)
+    assert good[0] == 4
+    assert set(good[2:-1]) == {8}
+    assert set(bad[4:-1]) == {1}
+
+
+class Foolish:
+    """A proposer that says what is no token, or what nobody asked for."""
+
+    def __init__(self, token):
+        self._token = token
+
+    def propose(self, history, draft_RK):
+        """The same everywhere, with a gap."""
+        draft_RK.fill_(self._token)
+        draft_RK[:, 1:2] = -1
+
+
+@pytest.mark.parametrize("token", [-5, -1, 0, 5, 6, 299, 300, 2**40])
+def test_no_proposal_can_do_harm(assembly, token):
+    """Ids that do not exist, coords and sizes, gaps: answers and their steps are as without."""
+    plain = mixed(assembly, draw=random.Random(0))
+    changed = speculating(assembly, "fixed:4", Foolish(token))
+    run = mixed(changed, draw=random.Random(0))
+    assert run.answers == plain.answers
+    drafts = [row.num_drafts for record in run.records for row in record.launch.plan.rows]
+    assert run.total("proposed") <= sum(drafts) / 2, "what stands behind a gap was proposed"

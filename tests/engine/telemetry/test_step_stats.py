@@ -1,0 +1,117 @@
+"""What the running engine says of its decode steps."""
+
+import dataclasses
+
+import pytest
+from legato_engine.scheduler.launch import LaunchKind
+from legato_engine.telemetry.step_stats import StepParts, StepStats, step_parts
+
+from tests.engine.telemetry.steps import MS, make_step
+
+
+def fed(steps, window=256):
+    """Statistics that have seen these steps."""
+    stats = StepStats(window)
+    for step in steps:
+        stats.add(step)
+    return stats
+
+
+def test_parts():
+    """Every part is read from its own pair of times, and a pair of steps gives the period."""
+    parts = step_parts(make_step(0), make_step(1))
+    # Of the period the host is blocked from 1 to 8.5 ms; enqueueing the sampling is hidden.
+    blocking = 6 * MS + 3 * MS // 2 + 10 * MS - 15 * MS // 2 - MS // 8
+    assert parts == StepParts(
+        period=10 * MS,
+        forward=6 * MS,
+        sampling=3 * MS // 2,
+        bookkeeping=MS,
+        wait=8 * MS,
+        idle=3 * MS,
+        blocking=blocking,
+    )
+
+
+@pytest.mark.parametrize("late", [0, 3 * MS])
+def test_a_copy_that_is_there_already_blocks_nobody(late):
+    """A host that comes behind the copy was busy for the whole period, however late it comes."""
+    step = make_step(1)
+    record = dataclasses.replace(step.record, wait_start=step.times.copy_end + late)
+    record = dataclasses.replace(record, wait_end=record.wait_start)
+    parts = step_parts(make_step(0), dataclasses.replace(step, record=record))
+    assert parts.blocking == parts.forward + parts.sampling + parts.period - MS // 8
+
+
+def test_report_of_steady_steps():
+    """The medians are in milliseconds and the prediction sets blocking against the period."""
+    report = fed(make_step(i, zombies=i % 2) for i in range(5)).snapshot()
+    assert report.num_steps == 4
+    assert report.num_tokens == 5 * 2 - 2
+    assert (report.rows, report.step_ms, report.forward_ms) == (2, 10.0, 6.0)
+    assert (report.sampling_ms, report.bookkeeping_ms, report.idle_ms) == (1.5, 1.0, 3.0)
+    assert report.blocking_ms == pytest.approx(9.875)
+    assert report.zombie_ratio == 2 / 8
+    assert report.predicted_gain == pytest.approx(0.9875 * 0.75 - 1)
+
+
+def test_report_of_speculation():
+    """Tokens are counted for each row that is no zombie, and what was accepted of all proposed."""
+    report = fed(
+        make_step(i, rows=3, zombies=1, proposed=8, accepted=3) for i in range(5)
+    ).snapshot()
+    assert report.num_tokens == 5 * 5
+    assert (report.tokens_per_row, report.proposed_per_row) == (2.5, 4.0)
+    assert report.acceptance == 3 / 8
+    plain = fed(make_step(i) for i in range(3)).snapshot()
+    assert (plain.tokens_per_row, plain.proposed_per_row, plain.acceptance) == (1.0, 0.0, 0.0)
+
+
+def test_only_decode_behind_decode_is_measured():
+    """Prefills and the steps that follow them are counted by their tokens alone."""
+    prefill = make_step(0, kind=LaunchKind.PREFILL, rows=1)
+    stats = fed([prefill, make_step(1)])
+    assert stats.snapshot() is None
+    stats.add(make_step(2))
+    stats.add(make_step(3, kind=LaunchKind.PREFILL))
+    stats.add(make_step(4))
+    assert stats.snapshot().num_steps == 1
+    assert stats.snapshot().num_tokens == 1 + 4 * 2
+
+
+def test_a_shared_launch_is_no_decode_step():
+    """Its period is a prefill's, so it and the step behind it are counted by their tokens alone."""
+    stats = fed([make_step(0), make_step(1)])
+    assert stats.snapshot().num_steps == 1
+    stats.add(make_step(2, kind=LaunchKind.PREFILL, rows=3, riding=2))
+    stats.add(make_step(3))
+    assert stats.snapshot().num_steps == 1
+    assert stats.snapshot().num_tokens == 3 * 2 + 3
+
+
+def test_the_window_slides():
+    """Old steps are forgotten, their tokens are not."""
+    slow = [make_step(2 * i) for i in range(5)]
+    fast = [make_step(9 + i) for i in range(5)]
+    stats = fed([*slow, *fast], window=4)
+    report = stats.snapshot()
+    assert (report.num_steps, report.step_ms) == (4, 10.0)
+    assert report.num_tokens == 20
+    assert fed(slow, window=4).snapshot().step_ms == 20.0
+
+
+def test_reports_are_rare_unless_asked_fresh():
+    """A busy engine renews its report at most twice a second; one that falls idle does at once."""
+    stats = fed([make_step(0)])
+    assert stats.report(0.0, fresh=True) is None
+    stats.add(make_step(1))
+    first = stats.report(100.0, fresh=False)
+    assert first.num_steps == 1
+    stats.add(make_step(2))
+    assert stats.report(100.4, fresh=False) is first
+    assert stats.report(100.4, fresh=True).num_steps == 2
+    stats.add(make_step(3))
+    assert stats.report(100.8, fresh=False).num_steps == 2
+    last = stats.report(101.0, fresh=False)
+    assert last.num_steps == 3
+    assert stats.report(999.0, fresh=True) is last

@@ -1,0 +1,201 @@
+"""On Hopper: products with a sum or a gelu in their epilogue are what float64 gives, wherever they
+lie, and whoever clears the counter of their tiles.
+
+Shape legend: T rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cuda.bindings import runtime
+from legato_engine.device.cuda import CudaDevice
+from legato_engine.kernels import ops
+from legato_engine.kernels.cuda import gemm
+from legato_engine.kernels.cuda.library_launch import LibraryLauncher
+
+CUDA = torch.device("cuda", 0)
+SIZES = [(6561, 1152, 1152), (6561, 4304, 1152), (730, 10240, 2048), (129, 64, 96)]
+TALL = [(6561, 1152, 3456), (6561, 1152, 4304), (2187, 1152, 3456), (729, 1152, 4304)]
+ROUNDED = 0.0025  # of a result's root mean square: roundings to bf16
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="made for Hopper",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def drawn(*shape: int, gain: float = 1.0) -> torch.Tensor:
+    """Normal values in bf16."""
+    return (torch.randn(*shape, device=CUDA) * gain).bfloat16()
+
+
+def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root mean square of the difference over that of the truth."""
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(("count", "inputs", "outputs"), SIZES)
+@pytest.mark.parametrize(("gelu", "adds"), [(False, False), (True, False), (False, True)])
+def test_a_product_is_exact_but_for_one_rounding(count, inputs, outputs, gelu, adds):
+    """With a bias, a gelu or a sum, among other columns that stay as they were."""
+    x_TI = drawn(count, inputs + 16)[:, :inputs]
+    weight_OI, bias_O = drawn(outputs, inputs, gain=inputs**-0.5), drawn(outputs)
+    add_TO = drawn(count, outputs) if adds else None
+    wide_TW = torch.full((count, outputs + 256), 7.0, device=CUDA, dtype=torch.bfloat16)
+    out_TO = wide_TW[:, 128 : 128 + outputs]
+    assert gemm.can_multiply(x_TI, weight_OI, bias_O, out_TO)
+    gemm.multiply(x_TI, weight_OI, bias_O, out_TO, add_TO=add_TO, gelu=gelu)
+    exact_TO = x_TI.double() @ weight_OI.double().t() + bias_O.double()
+    if gelu:
+        exact_TO = F.gelu(exact_TO, approximate="tanh")
+    if add_TO is not None:
+        exact_TO += add_TO.double()
+    assert error(out_TO, exact_TO) < ROUNDED
+    others_TW = torch.cat([wide_TW[:, :128], wide_TW[:, 128 + outputs :]], dim=1)
+    assert torch.equal(others_TW, torch.full_like(others_TW, 7.0))
+
+
+def test_a_sum_lies_where_its_first_term_was():
+    """One term, of several leading dimensions; with few rows two terms, and none is touched."""
+    weight_OI, bias_O = drawn(1152, 4304, gain=0.015), drawn(1152)
+    for tokens, terms in ((729, 1), (3, 2)):
+        x_2TI, to_2TO = drawn(2, tokens, 4304), drawn(2, tokens, 1152)
+        exact = x_2TI.double() @ weight_OI.double().t() + bias_O.double() + to_2TO.double()
+        out, more = ops.linear_onto(to_2TO, x_2TI, weight_OI, bias_O)
+        assert out.data_ptr() == to_2TO.data_ptr()
+        assert (more is None) == (terms == 1)
+        assert error(out.double() + (0 if more is None else more.double()), exact) < ROUNDED
+
+
+def test_rows_depend_on_no_other():
+    """A row has the same bits behind neighbours without a number."""
+    x_TI, weight_OI, bias_O = drawn(6561, 1152), drawn(1152, 1152, gain=0.03), drawn(1152)
+    to_TO = drawn(6561, 1152)
+    whole_TO, _ = ops.linear_onto(to_TO.clone(), x_TI, weight_OI, bias_O)
+    x_TI[1::2] = torch.nan
+    half_TO, _ = ops.linear_onto(to_TO.clone(), x_TI, weight_OI, bias_O)
+    assert torch.equal(half_TO[::2], whole_TO[::2])
+    assert bool(half_TO[1::2].isnan().all())
+
+
+def test_a_captured_product_reads_its_operands_anew():
+    """A replay over other values gives what a call gives."""
+    x_TI, weight_OI, bias_O = drawn(729, 1152), drawn(1152, 1152, gain=0.03), drawn(1152)
+    to_TO, out_TO = drawn(729, 1152), drawn(729, 1152)
+    device = CudaDevice(0)
+
+    def work() -> None:
+        out_TO.copy_(ops.linear_onto(to_TO.clone(), x_TI, weight_OI, bias_O)[0])
+
+    replay = device.capture(work)
+    for _ in range(2):
+        for operand in (x_TI, to_TO, bias_O):
+            operand.copy_(torch.randn(operand.shape))
+        torch.cuda.synchronize()
+        device.compute.submit(replay)
+        torch.cuda.synchronize()
+        expected_TO, _ = ops.linear_onto(to_TO.clone(), x_TI, weight_OI, bias_O)
+        assert torch.equal(out_TO, expected_TO)
+    device.close()
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(("count", "inputs", "outputs"), TALL)
+def test_a_counted_product_is_exact_and_repeats(count, inputs, outputs, gelu):
+    """Behind other work of its stream, called and replayed, whenever its counter is clear."""
+    x_TI, given_TI = drawn(count, inputs), drawn(count, inputs)
+    weight_OI, bias_O = drawn(outputs, inputs, gain=inputs**-0.5), drawn(outputs)
+    out_TO = torch.empty(count, outputs, device=CUDA, dtype=torch.bfloat16)
+    counters = gemm.counters(2, CUDA)
+    device = CudaDevice(0)
+
+    def work() -> None:
+        counters.zero_()
+        x_TI.copy_(given_TI)
+        for counter in counters:
+            out_TO.fill_(torch.nan)
+            gemm.multiply(x_TI, weight_OI, bias_O, out_TO, gelu=gelu, counter=counter)
+
+    replay = device.capture(work)
+    for _ in range(3):
+        given_TI.copy_(torch.randn(given_TI.shape))
+        exact_TO = given_TI.double() @ weight_OI.double().t() + bias_O.double()
+        exact_TO = F.gelu(exact_TO, approximate="tanh") if gelu else exact_TO
+        torch.cuda.synchronize()
+        device.compute.submit(work)
+        torch.cuda.synchronize()
+        called_TO = out_TO.clone()
+        device.compute.submit(replay)
+        torch.cuda.synchronize()
+        assert error(out_TO, exact_TO) < ROUNDED
+        assert torch.equal(out_TO, called_TO)
+    device.close()
+
+
+def recorded(work: Callable[[], object]) -> list[runtime.cudaGraphNodeType]:
+    """The kinds of nodes of what `work` gives to torch's current stream; nothing runs."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+        runtime.cudaStreamBeginCapture(stream.cuda_stream, mode)
+        work()
+        _, graph = runtime.cudaStreamEndCapture(stream.cuda_stream)
+    _, nodes, count = runtime.cudaGraphGetNodes(graph, 16)
+    kinds = [runtime.cudaGraphNodeGetType(node)[1] for node in nodes[:count]]
+    runtime.cudaGraphDestroy(graph)
+    return kinds
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_nothing_is_cleared_in_front_of_a_counted_product(gelu):
+    """One kernel for the tower's tallest products; without a counter the library clears one."""
+    outputs = 4304 if gelu else 3456
+    x_TI, weight_OI, bias_O = drawn(6561, 1152), drawn(outputs, 1152), drawn(outputs)
+    out_TO = torch.empty(6561, outputs, device=CUDA, dtype=torch.bfloat16)
+    (counter,) = gemm.counters(1, CUDA)
+
+    def multiply(counter: torch.Tensor | None) -> None:
+        gemm.multiply(x_TI, weight_OI, bias_O, out_TO, gelu=gelu, counter=counter)
+
+    multiply(counter)
+    multiply(None)
+    kernel = runtime.cudaGraphNodeType.cudaGraphNodeTypeKernel
+    memset = runtime.cudaGraphNodeType.cudaGraphNodeTypeMemset
+    assert recorded(lambda: multiply(counter)) == [kernel]
+    assert memset in recorded(lambda: multiply(None))
+
+
+CASES = [("value", 1, True), ("other", 1, False), ("value", 2, False), ("", 1, False)]
+
+
+@pytest.mark.parametrize(("clears", "kernels", "launches"), CASES)
+def test_only_one_kernel_behind_cleared_memory_is_launched(clears, kernels, launches):
+    """What clears other memory, or runs two kernels, or clears nothing, is left to its library."""
+    memory = {name: torch.ones(64, device=CUDA, dtype=torch.uint8) for name in ("value", "other")}
+    out = torch.ones(4, device=CUDA)
+
+    def enqueue(stream: int) -> None:
+        if clears:
+            runtime.cudaMemsetAsync(memory[clears].data_ptr(), 0, 4, stream)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            for _ in range(kernels):
+                out.mul_(2.0)
+
+    out.mul_(2.0)
+    assert LibraryLauncher(CUDA).launch_cleared(enqueue, memory["value"]) == launches
+    assert torch.equal(out, torch.full_like(out, 4.0 if launches else 2.0))
+    assert all(bool(each.all()) for each in memory.values())

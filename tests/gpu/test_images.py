@@ -1,0 +1,169 @@
+"""On a CUDA device: pictures are cut to Pillow's bits, features are stitched as the model does."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from legato_engine.images.pixel_memory import PixelMemory
+from legato_engine.kernels.cuda.image_pipeline import (
+    NUM_PIXEL_BYTES,
+    HostImage,
+    ImagePipeline,
+    StitchPool,
+    stage,
+)
+from legato_engine.kernels.cut_plan import MAX_WORDS, CropGeometry, CutPlan
+from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
+from legato_engine.models.moondream.presets import moondream2_config
+from legato_engine.models.moondream.vision import Vision, patches
+from PIL import Image
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+VISION = moondream2_config().vision
+GEOMETRY = crop_geometry(VISION)
+SIZES = [
+    (600, 850),
+    (640, 480),
+    (378, 378),
+    (379, 379),
+    (1080, 1920),
+    (1, 1),
+    (1, 700),
+    (2000, 380),
+    (400, 5000),
+    (4096, 4096),
+]
+
+
+def normalised(pixels: torch.Tensor) -> torch.Tensor:
+    """As the vision tower brings levels to -1..1."""
+    return pixels.to(torch.bfloat16).div_(255.0).sub_(0.5).div_(0.5)
+
+
+def noise(height: int, width: int) -> np.ndarray:
+    """[height, width, 3], half of it at the ends of the range."""
+    rng = np.random.default_rng(height * 10007 + width)
+    pixels_HWC = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return np.where(rng.random((height, width, 1)) < 0.5, pixels_HWC, pixels_HWC // 128 * 255)
+
+
+def expected_patches(pixels_HWC: np.ndarray) -> torch.Tensor:
+    """Cut by Pillow on the host, normalised and patched by torch on the device."""
+    crops = crop_image(Image.fromarray(pixels_HWC), VISION)
+    return patches(normalised(torch.from_numpy(crops.pixels_NHWC).cuda()), VISION.patch_size)
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> ImagePipeline:
+    """At the sizes of moondream2."""
+    levels = normalised(torch.arange(256, dtype=torch.uint8, device="cuda"))
+    return ImagePipeline(GEOMETRY, levels)
+
+
+@pytest.fixture(scope="module")
+def host() -> HostImage:
+    """Pinned memory for the largest picture."""
+    return HostImage(
+        torch.empty(NUM_PIXEL_BYTES, dtype=torch.uint8, pin_memory=True),
+        torch.empty(MAX_WORDS, dtype=torch.int32, pin_memory=True),
+    )
+
+
+def empty_patches(count: int) -> torch.Tensor:
+    """[count, T, P] of another picture's leftovers."""
+    shape = (count, VISION.num_tokens, 3 * VISION.patch_size**2)
+    return torch.full(shape, 7.0, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_patches_are_those_of_pillow(
+    pipeline: ImagePipeline, host: HostImage, size: tuple[int, int]
+) -> None:
+    """Every size and tiling gives the bits of the host's crops, after any other picture."""
+    pixels_HWC = noise(*size)
+    tiling = select_tiling(*size, VISION)
+    plan = CutPlan(*size, tiling, GEOMETRY)
+    patches_NTP = empty_patches(plan.num_crops)
+    pipeline.upload(host, stage(pixels_HWC, plan, host))
+    pipeline.cut(patches_NTP)
+    assert torch.equal(patches_NTP, expected_patches(pixels_HWC))
+    assert pipeline.tiling.tolist() == list(tiling)
+
+
+def test_pinned_pixels_are_not_copied_first(pipeline: ImagePipeline, host: HostImage) -> None:
+    """A picture in pinned memory is uploaded from there, and gives the same patches."""
+    slab = torch.empty(1 << 22, dtype=torch.uint8, pin_memory=True)
+    memory = PixelMemory(slab.numpy())
+    for size in [(640, 480), (200, 100)]:
+        pixels_HWC = memory.take((*size, 3))
+        pixels_HWC[:] = noise(*size)
+        plan = CutPlan(*size, select_tiling(*size, VISION), GEOMETRY)
+        staged = stage(pixels_HWC, plan, host)
+        assert staged.pixels.data_ptr() == pixels_HWC.ctypes.data
+        patches_NTP = empty_patches(plan.num_crops)
+        pipeline.upload(host, staged)
+        pipeline.cut(patches_NTP)
+        assert torch.equal(patches_NTP, expected_patches(pixels_HWC))
+
+
+def test_one_graph_cuts_every_picture(pipeline: ImagePipeline, host: HostImage) -> None:
+    """A captured cut, replayed behind another upload, cuts that picture; spare crops are zeros."""
+    patches_NTP = empty_patches(13)
+    pipeline.cut(patches_NTP)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pipeline.cut(patches_NTP)
+    for size in [(640, 480), (200, 100), (768, 1024)]:
+        pixels_HWC = noise(*size)
+        plan = CutPlan(*size, select_tiling(*size, VISION), GEOMETRY)
+        pipeline.upload(host, stage(pixels_HWC, plan, host))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(patches_NTP[: plan.num_crops], expected_patches(pixels_HWC))
+        assert not patches_NTP[plan.num_crops :].any()
+
+
+@pytest.mark.parametrize("geometry", [GEOMETRY, CropGeometry(56, 14, 1)])
+def test_one_graph_stitches_every_tiling(geometry: CropGeometry) -> None:
+    """Stitched and pooled features are the model's within one rounding, whatever the tiling."""
+    tokens, dim = geometry.grid**2, VISION.dim
+    features_NTD = torch.randn(13, tokens, dim, device="cuda").bfloat16()
+    tiling = torch.tensor([1, 1], dtype=torch.int32, device="cuda")
+    joined_TD = torch.empty(tokens, 2 * dim, dtype=torch.bfloat16, device="cuda")
+    pool = StitchPool(geometry)
+    pool(features_NTD, tiling, joined_TD)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pool(features_NTD, tiling, joined_TD)
+    for rows, columns in [(1, 1), (2, 4), (4, 2), (3, 4), (1, 9), (6, 1), (3, 3)]:
+        tiling.copy_(torch.tensor([rows, columns], dtype=torch.int32))
+        graph.replay()
+        expected_TD = features_NTD[0].float()
+        if (rows, columns) != (1, 1):
+            tiles_NTD = features_NTD[1 : 1 + rows * columns].float()
+            expected_TD = reconstruct(tiles_NTD, (rows, columns), geometry)
+        assert torch.equal(joined_TD[:, :dim], features_NTD[0])
+        torch.testing.assert_close(joined_TD[:, dim:].float(), expected_TD, rtol=2**-8, atol=1e-5)
+
+
+def reconstruct(
+    tiles_NTD: torch.Tensor, tiling: tuple[int, int], geometry: CropGeometry
+) -> torch.Tensor:
+    """The vision tower's own, at these sizes."""
+    config = msgspec.structs.replace(
+        VISION,
+        crop_size=geometry.crop_size,
+        patch_size=geometry.patch_size,
+        overlap_margin=geometry.margin,
+        num_layers=0,
+    )
+    with torch.inference_mode():
+        return Vision(config, 8).reconstruct(tiles_NTD, tiling)

@@ -1,0 +1,102 @@
+"""On a GPU: kernels whose thread blocks wait for each other have the bits of kernels that do not.
+
+Shape legend: B tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from legato_engine.device.cuda import CudaDevice
+from legato_engine.kernels.cuda import compiler
+from legato_engine.kernels.cuda.layer_boundary import FEWEST_TOKENS, MOST_TOKENS, LayerBoundary
+from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.step_kernels import StepInputs
+
+from tests.gpu.test_kernels import DEVICE, World, indexable, make_world
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ONE_ROW = [(1, count) for count in range(FEWEST_TOKENS, MOST_TOKENS + 1)]
+SEVERAL = [(2, 1), (2, 3), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1)]
+REPLAYS = 50
+"""In a row, so that a step begins while the one before it ends."""
+TIMES = 20
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    """Moondream 2's widths in few layers."""
+    return make_world("moondream2")
+
+
+@pytest.fixture(scope="module", params=["as they are", "late at random"])
+def kernels(request: pytest.FixtureRequest, world: World) -> Iterator[FusedMoondream]:
+    """The kernels, and those whose warps come to where others wait for them at any time."""
+    texts = dict(compiler.sources())
+    if request.param == "late at random":
+        texts["common.cuh"] = "#define DELAYS\n" + texts["common.cuh"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "sources", lambda: texts)
+        network = world.network
+        yield FusedMoondream(world.config, network.text, network.region, world.kv)
+
+
+@pytest.mark.parametrize(("rows", "count"), [*ONE_ROW, *SEVERAL])
+def test_the_kernel_between_layers_changes_no_bits(world, kernels, monkeypatch, rows, count):
+    """Neither of logits nor of keys and values, in any of a thousand replays."""
+    inputs = verification(world, rows, count)
+    taken: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerBoundary, "takes", lambda self, batch: False)
+        expected = world.forward(inputs)
+    wanted = world.snapshot()
+    run = LayerBoundary.run
+
+    def counted(*given: Any) -> None:
+        taken.append(given)
+        run(*given)
+
+    monkeypatch.setattr(LayerBoundary, "run", counted)
+    out = world.empty(rows * count)
+    wrong = torch.zeros(len(out), dtype=torch.int64, device=DEVICE)
+
+    def step() -> None:
+        for tensor in out:
+            tensor.fill_(torch.nan)
+        kernels.forward(inputs, *out)
+        for i, (ours, theirs) in enumerate(zip(out, expected, strict=True)):
+            wrong[i] += (ours != theirs).any()
+
+    replay = CudaDevice(0).capture(step)
+    assert taken
+    for _ in range(TIMES):
+        for _ in range(REPLAYS):
+            replay()
+        torch.cuda.synchronize()
+    assert wrong.tolist() == [0] * len(out)
+    for cache, single in zip(indexable(world.kv), indexable(wanted), strict=True):
+        assert torch.equal(cache, single)
+
+
+def verification(world: World, rows: int, count: int) -> StepInputs:
+    """`count` successive tokens of each of `rows`, deep in their contexts."""
+    some = world.inputs().part(slice(0, rows * count))
+    at_B = torch.arange(rows * count, device=DEVICE)
+    row_B = some.row_B[at_B // count].contiguous()
+    fresh_B = 600 + 13 * (at_B // count)
+    return replace(
+        some,
+        source_B=row_B,
+        row_B=row_B,
+        position_B=fresh_B + at_B % count,
+        fresh_B=fresh_B,
+        num_groups=rows,
+    )

@@ -1,0 +1,347 @@
+"""Frames from shared memory: what is read, what is refused, and what is torn."""
+
+import os
+import secrets
+import struct
+import subprocess
+import sys
+
+import grpc
+import numpy as np
+import pytest
+from legato.v1 import inference_pb2, media_pb2, server_pb2, task_pb2
+from legato_client._images.shared_frames import HEADER_SIZE, SharedFrames, shm_namespace
+from legato_engine import core
+from legato_engine.errors import ImageTooLarge, ImageUndecodable, InvalidField
+from legato_engine.shm.blob_reader import BlobReader
+from legato_engine.shm.blob_store import BlobStore, blob_folder, new_namespace
+from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn
+from legato_service.images.shared_memory import SharedMemory
+
+from tests.service.harness import picture_bytes, refusal, running
+
+PIXELS = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+PNG = picture_bytes()
+MAX_BYTES, MAX_PIXELS = 1 << 21, 1000
+
+
+@pytest.fixture
+def blobs():
+    """A store that must end without a blob."""
+    store = BlobStore(new_namespace())
+    yield store
+    assert len(store) == 0
+    store.close()
+
+
+@pytest.fixture
+def reader(blobs):
+    """Reads what this user shares."""
+    return SharedMemory(blobs, max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS)
+
+
+@pytest.fixture
+def ring():
+    """Slots for small frames."""
+    with SharedFrames(MAX_BYTES, num_slots=2) as frames:
+        yield frames
+
+
+@pytest.fixture
+def region_name():
+    """A region's name that is free, and whose file is removed in the end."""
+    path = blob_folder() / f"legato-{os.geteuid()}-{secrets.token_hex(8)}"
+    yield path.name
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
+
+
+def message(frame, **changes):
+    """A frame's message with some fields changed."""
+    shared = frame.to_image().shared
+    for name, value in changes.items():
+        setattr(shared, name, value)
+    return shared
+
+
+def bytes_of(picture):
+    """What a picture's draft holds."""
+    return bytes(picture.draft.view())
+
+
+@pytest.mark.parametrize("size", [len(PNG), 100_000, 1_500_000])
+async def test_a_file_is_read_whole(reader, ring, size):
+    """The bytes are those of the slot, on the event loop or on a thread, and their type is told."""
+    data = PNG.ljust(size, b"\x01")
+    for stated in ("", "image/png"):
+        with ring.write(data, mime_type=stated) as frame:
+            picture = await reader.read(message(frame))
+            assert bytes_of(picture) == data
+            assert picture.form == "image/png"
+
+
+async def test_pixels_are_read_with_their_layout(reader, ring):
+    """Every slot gives its own frame, and the copy is independent of the slot."""
+    first, second = ring.write(PIXELS), ring.write(PIXELS[::-1])
+    pictures = [await reader.read(message(frame)) for frame in (first, second)]
+    first.release()
+    ring.write(PIXELS * 2)
+    assert bytes_of(pictures[0]) == PIXELS.tobytes()
+    assert bytes_of(pictures[1]) == PIXELS[::-1].tobytes()
+    assert (pictures[0].form.width, pictures[0].form.format) == (6, core.PixelFormat.RGB8)
+
+
+async def test_a_written_slot_is_torn(reader, ring):
+    """A slot that holds another frame by now, or is being written, is never taken for the first."""
+    frame = ring.write(PIXELS)
+    stale = message(frame)
+    frame.release()
+    ring.write(PIXELS).release()
+    ring.write(PIXELS)
+    with pytest.raises(SharedMemoryTorn) as caught:
+        await reader.read(stale)
+    assert caught.value.metadata["region"] == ring.region
+    assert (caught.value.metadata["expected"], caught.value.metadata["actual"]) == ("2", "4")
+    header = stale.offset - HEADER_SIZE
+    with (blob_folder() / ring.region).open("r+b") as file:
+        file.seek(header + 8)
+        file.write(struct.pack("<Q", 3))
+    with pytest.raises(SharedMemoryTorn):
+        await reader.read(stale)
+
+
+def scribbler(size):
+    """A process that writes a slot until its input ends, and its region's name."""
+    writer = subprocess.Popen(
+        (sys.executable, "-m", "tests.service.scribbler", str(size)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert writer.stdout is not None
+    return writer, writer.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("size", [200_000, 1_500_000])
+async def test_no_torn_frame_is_ever_accepted(reader, size):
+    """While another process writes the slot all the time, what is accepted is one frame, whole."""
+    writer, region = scribbler(size)
+    accepted = torn = 0
+    unlimited = media_pb2.PixelLayout(width=1000, height=1, format=media_pb2.PIXEL_FORMAT_MONO8)
+    try:
+        with (blob_folder() / region).open("rb") as file:
+            while min(accepted, torn) < 20:
+                (generation,) = struct.unpack("<Q", os.pread(file.fileno(), 8, 8))
+                shared = media_pb2.SharedImage(
+                    region=region, offset=64, size_bytes=size, layout=unlimited
+                )
+                shared.generation = generation - generation % 2 or 2
+                try:
+                    data = bytes_of(await reader.read(shared))
+                except SharedMemoryTorn:
+                    torn += 1
+                else:
+                    assert data == data[:1] * size
+                    accepted += 1
+    finally:
+        writer.communicate()
+    assert not (blob_folder() / region).exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "x",
+        "legato-",
+        "legato-{other}-abc",
+        "legato-{user}-",
+        "legato-{user}-a/b",
+        "/legato-{user}-abc",
+        "../shm/legato-{user}-abc",
+        "legato-{user}-../../etc/passwd",
+        "legato-{user}-" + "a" * 201,
+        "legato-{user}-a\n",
+        "legato-{user}-not-there",
+    ],
+)
+async def test_names_that_are_refused(reader, ring, name):
+    """A name outside of this user's prefix, with a slash, or of nothing, is never opened."""
+    user = os.geteuid()
+    bad = name.format(user=user, other=user + 1)
+    with pytest.raises(SharedMemoryRefused) as caught:
+        await reader.read(message(ring.write(PIXELS), region=bad))
+    assert caught.value.metadata["region"] == bad
+
+
+async def test_the_servers_own_blobs_are_refused(ring):
+    """A blob of the server is not read through the door of the clients."""
+    store = BlobStore(f"legato-{os.geteuid()}-server")
+    blob = store.put(b"LEGATO01" + struct.pack("<Q", 2) + bytes(48) + bytes(72))
+    reader = SharedMemory(store, max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS)
+    with pytest.raises(SharedMemoryRefused):
+        await reader.read(message(ring.write(PIXELS), region=blob.name, offset=64))
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["symlink", "dangling", "directory", "pipe"])
+async def test_only_regular_files_are_read(reader, ring, region_name, kind):
+    """A link is not followed, a directory or pipe not read, and none of them blocks."""
+    path = blob_folder() / region_name
+    if kind == "symlink":
+        path.symlink_to(blob_folder() / ring.region)
+    elif kind == "dangling":
+        path.symlink_to("/nowhere")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    with pytest.raises(SharedMemoryRefused):
+        await reader.read(message(ring.write(PIXELS), region=region_name))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+async def test_files_of_other_users_are_refused(reader, ring):
+    """A region of another user is not read, whatever its name says."""
+    os.chown(blob_folder() / ring.region, 12345, 12345)
+    with pytest.raises(SharedMemoryRefused):
+        await reader.read(message(ring.write(PIXELS)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"offset": 0}, "offset"),
+        ({"offset": 65}, "offset"),
+        ({"offset": 128}, "offset"),
+        ({"offset": (1 << 64) - 64}, "size_bytes"),
+        ({"offset": 2 * (MAX_BYTES + 64) + 64}, "size_bytes"),
+        ({"generation": 0}, "generation"),
+        ({"generation": 3}, "generation"),
+        ({"size_bytes": 0}, "size_bytes"),
+    ],
+)
+async def test_bad_fields(reader, ring, changes, field):
+    """A slot that cannot be is told by its field, and is no torn frame to be sent again."""
+    with pytest.raises(InvalidField) as caught:
+        await reader.read(message(ring.write(PIXELS), **changes))
+    assert caught.value.metadata["field"] == f"image.shared.{field}"
+
+
+async def test_bad_content(reader, ring):
+    """Content is checked as if it had come inline."""
+    odd = media_pb2.PixelLayout(width=3, height=2, format=media_pb2.PIXEL_FORMAT_YUYV)
+    large = media_pb2.PixelLayout(width=40, height=40, format=media_pb2.PIXEL_FORMAT_MONO8)
+    cases = [
+        (message(ring.write(PIXELS, layout=odd)), InvalidField, "layout.width"),
+        (message(ring.write(bytes(1600), layout=large)), ImageTooLarge, "layout"),
+    ]
+    for shared, error, field in cases:
+        with pytest.raises(error) as caught:
+            await reader.read(shared)
+        assert caught.value.metadata["field"] == f"image.shared.{field}"
+    ring2 = SharedFrames(MAX_BYTES + 1)
+    cases = [
+        (message(ring2.write(bytes(MAX_BYTES + 1))), ImageTooLarge, ".size_bytes"),
+        (message(ring2.write(PIXELS), size_bytes=71), ImageUndecodable, ".size_bytes"),
+        (message(ring2.write(b"junk")), ImageUndecodable, ""),
+        (message(ring2.write(PNG, mime_type="image/jpeg")), ImageUndecodable, ".mime_type"),
+    ]
+    for shared, error, field in cases:
+        with pytest.raises(error) as caught:
+            await reader.read(shared)
+        assert caught.value.metadata["field"] == f"image.shared{field}"
+    ring2.close()
+    with pytest.raises(InvalidField) as caught:
+        await reader.read(media_pb2.SharedImage(region="legato-0-x"))
+    assert caught.value.metadata["field"] == "image.shared.content"
+
+
+@pytest.mark.parametrize("length", [0, 64, 72, 64 + 71])
+async def test_a_region_that_was_cut_short(reader, ring, length):
+    """A region without the slot's bytes is refused by its end, and kills nobody."""
+    shared = message(ring.write(PIXELS))
+    os.truncate(blob_folder() / ring.region, length)
+    with pytest.raises(InvalidField) as caught:
+        await reader.read(shared)
+    assert caught.value.metadata["limit"] == str(length)
+
+
+# ---------------------------------------------------------------- through a server
+
+
+async def test_a_frame_reaches_the_engine(ring):
+    """The engine is given the frame's bytes; nothing of them is left behind the answer."""
+    async with running(shared_images=True) as server:
+        engine = server.engine
+        seen = []
+        answer = engine.script
+
+        def look(engine, stream):
+            seen.append(bytes(BlobReader(engine.blobs.namespace).take(stream.request.image.blob)))
+            answer(engine, stream)
+
+        engine.script = look
+        with ring.write(PIXELS) as frame:
+            await server.inference.Caption(inference_pb2.CaptionRequest(image=frame.to_image()))
+        assert seen == [PIXELS.tobytes()]
+        assert len(engine.blobs) == 0
+
+
+async def test_several_tasks_on_one_frame(ring):
+    """The frame reaches the engine once, although the slot is read only once."""
+    tasks = [task_pb2.Task(caption=task_pb2.CaptionTask()) for _ in range(3)]
+    async with running(shared_images=True) as server:
+        with ring.write(PIXELS) as frame:
+            response = await server.inference.RunTasks(
+                inference_pb2.RunTasksRequest(image=frame.to_image(), tasks=tasks)
+            )
+        assert all(result.HasField("caption") for result in response.results)
+        first, *later = [request.image for request in server.engine.requests]
+        assert isinstance(first, core.RawImage)
+        assert all(isinstance(image, core.CachedImage) for image in later)
+        assert len(server.engine.blobs) == 0
+
+
+async def test_off_unless_it_is_asked_for(ring):
+    """Shared images are refused by a server that was not told to read them, and not announced."""
+    async with running() as server:
+        info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
+        assert "shared_images" not in info.capabilities
+        assert not info.shm_namespace
+        failed = await refusal(
+            server.inference.Caption(
+                inference_pb2.CaptionRequest(image=ring.write(PIXELS).to_image())
+            )
+        )
+    assert failed.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert failed.reason == "SHM_REFUSED"
+    assert failed.details["PreconditionFailure"].violations[0].subject == ring.region
+
+
+async def test_the_namespace_is_told():
+    """Where shared images are on, a client on the same host finds its own namespace."""
+    async with running(shared_images=True) as server:
+        info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
+    assert "shared_images" in info.capabilities
+    assert info.shm_namespace == shm_namespace() != ""
+
+
+async def test_a_torn_frame_is_aborted(ring):
+    """ABORTED SHM_TORN names the region, and nothing is left of the copy."""
+    frame = ring.write(PIXELS)
+    frame.release()
+    ring.write(PIXELS).release()
+    ring.write(PIXELS)
+    async with running(shared_images=True) as server:
+        failed = await refusal(
+            server.inference.Caption(inference_pb2.CaptionRequest(image=frame.to_image()))
+        )
+        assert not server.engine.requests
+        assert len(server.engine.blobs) == 0
+    assert failed.code is grpc.StatusCode.ABORTED
+    assert failed.reason == "SHM_TORN"
+    assert failed.details["ErrorInfo"].metadata["region"] == ring.region

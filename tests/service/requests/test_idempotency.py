@@ -1,0 +1,432 @@
+"""A request id of the caller's: joined while it runs, repeated for a while, never mixed up."""
+
+import asyncio
+import contextvars
+
+import grpc
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+from legato.v1 import inference_pb2, task_pb2
+from legato_engine import errors
+from legato_service.errors import DuplicateRequest
+from legato_service.requests.idempotency import IdempotencyCache, fingerprint
+from legato_service.rpc import call
+
+from tests.service.fakes import FakeEngine, answer, begin, done, hold, solution
+from tests.service.harness import picture, refusal, running, until
+from tests.service.rpc.test_middleware import lines_of
+
+TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
+
+
+def options(request_id="mine"):
+    """Options with an id."""
+    return inference_pb2.RequestOptions(request_id=request_id)
+
+
+QUERY = inference_pb2.QueryRequest(question="How many?", options=options())
+OTHER = inference_pb2.QueryRequest(question="How few?", options=options())
+STREAM = inference_pb2.GenerateRequest(task=TASK, options=options())
+UNARY = {
+    "Query": QUERY,
+    "Caption": inference_pb2.CaptionRequest(image=picture(), options=options()),
+    "Detect": inference_pb2.DetectRequest(image=picture(), object="cup", options=options()),
+    "Point": inference_pb2.PointRequest(image=picture(), object="cup", options=options()),
+    "Segment": inference_pb2.SegmentRequest(image=picture(), object="cup", options=options()),
+    "RunTasks": inference_pb2.RunTasksRequest(tasks=[TASK], options=options()),
+}
+
+
+async def joined(server, count=2):
+    """Wait until so many calls share a run."""
+    await until(lambda: server.server.replies.num_waiting == count)
+
+
+def finish(engine):
+    """Answer what runs."""
+    for stream in list(engine.streams.values()):
+        answer(engine, stream)
+
+
+@pytest.mark.parametrize("rpc", UNARY)
+async def test_calls_of_one_id_and_content_share_a_run(rpc):
+    """Both get the same answer, and the engine runs it once; so does a third a moment later."""
+    engine = FakeEngine(hold)
+    async with running(engine) as server:
+        method = getattr(server.inference, rpc)
+        first, second = method(UNARY[rpc]), method(UNARY[rpc])
+        await joined(server)
+        finish(engine)
+        assert await first == await second == await method(UNARY[rpc])
+        assert len(engine.requests) == 1
+        assert server.server.num_in_flight == 0
+        assert len(engine.blobs) == 0
+
+
+async def test_the_log_tells_whose_answer_it_was():
+    """A joined call and one that got a kept reply say so, and count no tokens as their own."""
+    engine = FakeEngine(hold)
+    with structlog.testing.capture_logs() as logs:
+        async with running(engine) as server:
+            first, second = server.inference.Query(QUERY), server.inference.Query(QUERY)
+            await joined(server)
+            finish(engine)
+            await asyncio.gather(first, second)
+            await server.inference.Query(QUERY)
+            await until(lambda: len(lines_of(logs)) == 3)
+    lines = {line.get("reply", ""): line for line in lines_of(logs)}
+    assert set(lines) == {"", "joined", "kept"}
+    assert {line["request_id"] for line in lines.values()} == {"mine"}
+    assert [name for name, line in lines.items() if "output_tokens" in line] == [""]
+
+
+async def test_other_content_is_refused():
+    """ALREADY_EXISTS while it runs and while its reply is kept, for another question or RPC."""
+    engine = FakeEngine(hold)
+    detect = inference_pb2.DetectRequest(image=picture(), object="cup", options=options())
+    async with running(engine) as server:
+        first = server.inference.Query(QUERY)
+        await until(lambda: bool(engine.streams))
+        for _ in range(2):
+            for attempt in (
+                server.inference.Query(OTHER),
+                server.inference.Detect(detect),
+                server.inference.Generate(STREAM).read(),
+            ):
+                failed = await refusal(attempt)
+                assert failed.code is grpc.StatusCode.ALREADY_EXISTS
+                assert failed.reason == "DUPLICATE_REQUEST"
+                assert failed.details["ResourceInfo"].resource_name == "mine"
+            finish(engine)
+            assert (await first).answer
+        assert len(engine.requests) == 1
+
+
+async def test_a_stream_has_its_id_alone():
+    """While a stream runs, and after it ended well, no other call of any kind has its id."""
+    engine = FakeEngine(begin)
+    async with running(engine) as server:
+        stream = server.inference.Generate(STREAM)
+        await stream.read()
+        for _ in range(2):
+            for attempt in (
+                server.inference.Query(QUERY),
+                server.inference.Generate(STREAM).read(),
+            ):
+                assert (await refusal(attempt)).reason == "DUPLICATE_REQUEST"
+            for running_stream in list(engine.streams.values()):
+                result = solution(running_stream.request.task)[1]
+                engine.feed(running_stream, done(running_stream.request, result))
+            while await stream.read() is not grpc.aio.EOF:
+                pass
+
+
+@pytest.mark.parametrize("rpc", ["Query", "Generate"])
+async def test_a_failure_is_not_kept(rpc):
+    """What failed may be asked again under its id, with other content as well."""
+    engine = FakeEngine()
+
+    def fail(engine, stream):
+        engine.fail(stream, errors.EngineLost("died"))
+
+    engine.script = fail
+    async with running(engine) as server:
+        ask = {
+            "Query": lambda: server.inference.Query(QUERY),
+            "Generate": lambda: server.inference.Generate(STREAM).read(),
+        }[rpc]
+        assert (await refusal(ask())).reason == "ENGINE_LOST"
+        engine.script = answer
+        assert await ask()
+        assert len(engine.requests) == 2
+
+
+async def test_a_failure_is_given_to_all_who_wait():
+    """Everybody who joined gets the run's error, with the id."""
+    engine = FakeEngine(hold)
+    async with running(engine) as server:
+        calls = [server.inference.Query(QUERY) for _ in range(3)]
+        await joined(server, 3)
+        (stream,) = engine.streams.values()
+        engine.fail(stream, errors.QueueFull("full", limit=1))
+        for each in calls:
+            failed = await refusal(each)
+            assert failed.reason == "QUEUE_FULL"
+            assert failed.details["RequestInfo"].request_id == "mine"
+        assert server.server.num_in_flight == 0
+
+
+@pytest.mark.parametrize("leaver", [0, 1], ids=["first", "joined"])
+async def test_whoever_leaves_takes_nothing_with_it(leaver):
+    """The run goes on for the other, whether the first caller goes or the one that joined."""
+    engine = FakeEngine(hold)
+    async with running(engine) as server:
+        calls = [server.inference.Query(QUERY), server.inference.Query(QUERY)]
+        await joined(server)
+        calls.pop(leaver).cancel()
+        await joined(server, 1)
+        assert len(engine.streams) == 1
+        finish(engine)
+        assert (await calls[0]).answer
+        assert engine.aborted == []
+
+
+async def test_the_last_to_leave_ends_the_work():
+    """The engine forgets the request once nobody waits, and the id is free at once."""
+    engine = FakeEngine(hold)
+    async with running(engine) as server:
+        calls = [server.inference.Query(QUERY), server.inference.Query(QUERY)]
+        await joined(server)
+        for each in calls:
+            each.cancel()
+        await until(lambda: not engine.streams and server.server.num_in_flight == 0)
+        assert engine.aborted == ["mine"]
+        engine.script = answer
+        assert (await server.inference.Query(OTHER)).answer
+
+
+async def test_ids_are_a_tenants_own():
+    """Two tenants use one id at the same time, each for its own question."""
+    engine = FakeEngine(hold)
+    async with running(engine) as server:
+        one = server.inference.Query(QUERY, metadata=(("legato-tenant", "a"),))
+        other = server.inference.Query(OTHER, metadata=(("legato-tenant", "b"),))
+        nobodys = server.inference.Query(QUERY)
+        await until(lambda: len(engine.streams) == 3)
+        assert set(engine.streams) == {"a/mine", "b/mine", "mine"}
+        finish(engine)
+        for each in (one, other, nobodys):
+            assert (await each).info.request_id == "mine"
+
+
+async def test_only_ids_that_callers_give_are_remembered():
+    """Neither the server's own ids nor a proxy's are kept, and a proxy's may come several times."""
+    engine = FakeEngine(hold)
+    proxy = (("x-request-id", "proxy"),)
+    without = inference_pb2.QueryRequest(question="How many?")
+    async with running(engine) as server:
+        calls = [server.inference.Query(without, metadata=proxy) for _ in range(2)]
+        await until(lambda: len(engine.streams) == 2)
+        finish(engine)
+        ids = [(await each).info.request_id for each in calls]
+        assert ids.count("proxy") == 1
+        assert len(set(ids)) == 2
+        assert len(server.server.replies) == 0
+
+
+async def test_a_joined_call_has_its_own_deadline():
+    """A joined call gives up at its own deadline, and the run goes on."""
+    engine = FakeEngine(hold)
+    async with running(engine) as server:
+        first = server.inference.Query(QUERY)
+        await until(lambda: bool(engine.streams))
+        failed = await refusal(server.inference.Query(QUERY, timeout=0.1))
+        assert failed.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        finish(engine)
+        assert (await first).answer
+
+
+async def test_large_requests_are_told_apart():
+    """Bytes beyond what the event loop hashes itself count as well."""
+    one, other = picture(), picture()
+    one.encoded.data += bytes(200_000)
+    other.encoded.data += bytes(199_999) + b"1"
+    async with running() as server:
+        asked = inference_pb2.CaptionRequest(image=one, options=options())
+        assert await server.inference.Caption(asked) == await server.inference.Caption(asked)
+        changed = inference_pb2.CaptionRequest(image=other, options=options())
+        assert (await refusal(server.inference.Caption(changed))).reason == "DUPLICATE_REQUEST"
+        assert len(server.engine.requests) == 1
+
+
+# ------------------------------------------------------------ what is kept, and how much
+
+
+class Waiter:
+    """A caller without a deadline."""
+
+    def time_remaining(self):
+        """None."""
+
+
+def reply(size=1):
+    """A reply of about so many bytes."""
+    return b"x" * size
+
+
+async def ask(replies, name, content=b"?", size=1):
+    """Ask once, by work that ends at once; what was given, and whether it was made anew."""
+    made = []
+
+    async def work(caller):
+        made.append(reply(size))
+        return made[0]
+
+    context = contextvars.copy_context()
+    context.run(call.CURRENT.set, call.Call("test"))
+    task = asyncio.get_running_loop().create_task(
+        replies.once(name, content, work, Waiter()), context=context
+    )
+    return await task, bool(made)
+
+
+async def test_a_reply_is_kept_so_long_only():
+    """Past its time the same question is asked anew."""
+    replies = IdempotencyCache(keep=0.0)
+    assert (await ask(replies, "a"))[1]
+    assert (await ask(replies, "a"))[1]
+    replies = IdempotencyCache(keep=60.0)
+    assert (await ask(replies, "a"))[1]
+    assert not (await ask(replies, "a"))[1]
+
+
+async def test_replies_are_bounded_in_number():
+    """The least recently used goes first."""
+    replies = IdempotencyCache(max_replies=2)
+    for name in ("a", "b", "a", "c"):
+        await ask(replies, name)
+    assert len(replies) == 2
+    assert not (await ask(replies, "a"))[1]
+    assert (await ask(replies, "b"))[1]
+
+
+async def test_replies_are_bounded_in_bytes():
+    """Large replies push older ones out, and one beyond the bound is not kept at all."""
+    replies = IdempotencyCache(max_bytes=1000)
+    for name in ("a", "b", "c"):
+        await ask(replies, name, size=400)
+    assert len(replies) == 2
+    await ask(replies, "d", size=2000)
+    assert len(replies) == 0
+    assert (await ask(replies, "d", size=2000))[1]
+
+
+async def test_a_run_that_was_given_up_is_not_joined():
+    """Who asks while an abandoned run still winds up waits for its end and starts a new one."""
+    replies = IdempotencyCache()
+    release = asyncio.Event()
+    begun: list[int] = []
+
+    async def work(caller):
+        begun.append(len(begun))
+        if len(begun) == 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await release.wait()
+        return reply()
+
+    call.CURRENT.set(call.Call("test"))
+    first = asyncio.create_task(replies.once("a", b"?", work, Waiter()))
+    await until(lambda: bool(begun))
+    first.cancel()
+    second = asyncio.create_task(replies.once("a", b"!", work, Waiter()))
+    await asyncio.gather(first, return_exceptions=True)
+    assert len(begun) == 1
+    release.set()
+    assert await second == reply()
+    assert begun == [0, 1]
+
+
+async def test_a_stream_that_failed_frees_its_name():
+    """`exclusive` keeps the name of a block that ended well, and of no other."""
+    replies = IdempotencyCache()
+    with pytest.raises(ValueError, match="bad"), replies.exclusive("a"):
+        raise ValueError("bad")
+    with replies.exclusive("a"):
+        pass
+    with pytest.raises(DuplicateRequest), replies.exclusive("a"):
+        pass
+
+
+async def test_a_fingerprint_is_of_method_and_bytes():
+    """Equal only where both are, however long the bytes."""
+    for size in (0, 10, 100_000):
+        data = bytes(size)
+        assert await fingerprint("/a", data) == await fingerprint("/a", bytes(size))
+        assert await fingerprint("/a", data) != await fingerprint("/b", data)
+        assert await fingerprint("/a", data) != await fingerprint("/a", data + b"1")
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["ask", "ask", "leave", "end", "fail"]), st.integers(0, 5)),
+    max_size=30,
+)
+
+
+class Walk:
+    """Callers that come and go at random, and what became of the work they share."""
+
+    def __init__(self):
+        self.replies = IdempotencyCache()
+        self.live: dict[str, asyncio.Future[bytes]] = {}
+        self.callers: list[tuple[str, asyncio.Task[bytes]]] = []
+
+    def ask(self, number):
+        """One of two names, asked one of two things."""
+        name, content = "ab"[number % 2], b"!?"[number // 3 :][:1]
+
+        async def work(caller):
+            assert name not in self.live, "two runs of one name"
+            self.live[name] = asyncio.get_running_loop().create_future()
+            try:
+                await self.live[name]
+            finally:
+                del self.live[name]
+            return f"{name}{content.decode()}".encode()
+
+        asked = self.replies.once(name, content, work, Waiter())
+        self.callers.append((f"{name}{content.decode()}", asyncio.create_task(asked)))
+
+    def leave(self, number):
+        """A caller goes."""
+        if self.callers:
+            self.callers[number % len(self.callers)][1].cancel()
+
+    def end(self, number, error=None):
+        """A run ends."""
+        future = self.live.get("ab"[number % 2])
+        if future is None or future.done():
+            return
+        if error is None:
+            future.set_result(reply())
+        else:
+            future.set_exception(error)
+
+    async def settle(self):
+        """Let everybody take notice; work lives only while somebody waits for it."""
+        for _ in range(6):
+            await asyncio.sleep(0)
+        waiting = sum(not task.done() for _, task in self.callers)
+        assert self.replies.num_waiting == waiting
+        assert bool(self.live) == bool(waiting)
+
+
+async def walk(drawn):
+    """Take the steps, then end what runs."""
+    call.CURRENT.set(call.Call("test"))
+    world = Walk()
+    for what, number in drawn:
+        if what == "fail":
+            world.end(number, errors.EngineLost("died"))
+        else:
+            getattr(world, what)(number)
+        await world.settle()
+    world.end(0)
+    world.end(1)
+    await world.settle()
+    assert not world.live
+    for expected, task in world.callers:
+        assert task.done()
+        if not task.cancelled() and task.exception() is None:
+            assert task.result() == expected.encode()
+        elif not task.cancelled():
+            assert isinstance(task.exception(), (DuplicateRequest, errors.EngineLost))
+
+
+@given(drawn=steps)
+def test_any_walk_gives_everybody_the_answer_to_its_own_question(drawn):
+    """Whoever comes, goes, ends and fails: one run a name, none without a caller, no mix-up."""
+    asyncio.run(walk(drawn))

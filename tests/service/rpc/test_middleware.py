@@ -1,0 +1,320 @@
+"""What every call passes: metadata, malformed bytes, and one log line per RPC."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from legato.v1 import inference_pb2, server_pb2, task_pb2
+from legato_service.arguments import parse
+from legato_service.rpc import trace_context
+
+from tests.service.fakes import FakeEngine, begin
+from tests.service.harness import picture, refusal, running, until
+
+QUERY = "/legato.v1.InferenceService/Query"
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+QUESTION = inference_pb2.QueryRequest(question="What is the secret?")
+
+
+_READER = """
+import asyncio, os, sys
+cores = range(int(sys.argv[1]))
+os.sched_getaffinity = lambda _: cores
+import legato_service.__main__, grpc
+
+async def answer(request, context):
+    return request
+
+async def main():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    handler = grpc.unary_unary_rpc_method_handler(answer)
+    handlers = grpc.method_handlers_generic_handler("echo", {"Echo": handler})
+    server.add_generic_rpc_handlers((handlers,))
+    await server.start()
+    print(port, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def lines_of(logs, method=QUERY):
+    """The lines of one method's ends."""
+    return [line for line in logs if line["event"] == "rpc" and line["method"] == method]
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "woken_by_calls"),
+    [
+        (16, None, False),
+        (16, "event_engine_listener", True),
+        (2, None, True),
+        (2, "-event_engine_listener", False),
+    ],
+)
+def test_connections_are_read_by_who_waits_for_events(cores, given, woken_by_calls):
+    """Where cores abound grpc's event engine has no part in a call; the environment decides."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {"PYTHONPATH": paths} | ({} if given is None else {"GRPC_EXPERIMENTS": given})
+    process = subprocess.Popen(
+        [sys.executable, "-c", _READER, str(cores)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    calls = 500  # a few wakes are the clock's, some thirty a second; a call's would be three
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            echo: Any = channel.unary_unary("/echo/Echo")
+            echo(b"first")
+            before = _wakes(process.pid, "event_engine")
+            for _ in range(calls):
+                echo(b"again")
+            woken = _wakes(process.pid, "event_engine") - before
+    finally:
+        process.kill()
+        _, complaints = process.communicate()
+    assert complaints == ""
+    assert (woken > calls * 3 / 2) == woken_by_calls
+
+
+def _wakes(pid: int, name: str) -> int:
+    """How often threads of this name have gone to sleep."""
+    return sum(
+        int(re.findall(r"voluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text())[0])
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        if (task / "comm").read_text().strip() == name
+    )
+
+
+async def test_a_request_without_id_gets_one_everywhere():
+    """The id that the server makes is in the answer, in its trailers and at the engine."""
+    async with running() as server:
+        call = server.inference.Query(QUESTION)
+        info = (await call).info
+        assert info.request_id
+        assert dict(await call.trailing_metadata())["x-request-id"] == info.request_id
+        assert server.engine.requests[0].request_id == info.request_id
+
+
+async def test_the_engine_hears_of_a_question_before_its_message_is_read():
+    """It is told of every question, also of one that cannot be read, and of nothing else."""
+    async with running() as server:
+        await server.info.ListModels(server_pb2.ListModelsRequest())
+        assert server.engine.expected == 0
+        await server.inference.Query(QUESTION)
+        malformed = server.channel.unary_unary(QUERY)
+        await refusal(malformed(b"\xff"))
+        assert server.engine.expected == 2
+        assert len(server.engine.requests) == 1
+
+
+async def test_a_stream_tells_its_id_before_anything_else():
+    """Metadata in front of the first event, and behind the last, name the request."""
+    task = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
+    async with running() as server:
+        call = server.inference.Generate(inference_pb2.GenerateRequest(task=task))
+        events = [event async for event in call]
+        request_id = events[0].started.request_id
+        assert request_id
+        for metadata in (await call.initial_metadata(), await call.trailing_metadata()):
+            assert dict(metadata)["x-request-id"] == request_id
+
+
+async def test_bytes_that_are_no_message_are_refused_politely():
+    """Malformed protobuf is INVALID_ARGUMENT without the parser's text, unary and streamed."""
+    async with running() as server:
+        calls = [
+            server.channel.unary_unary(QUERY)(b"\xff\xff"),
+            server.channel.unary_stream("/legato.v1.InferenceService/Generate")(b"\xff").read(),
+            server.channel.stream_stream(
+                "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+            )(iter([b"\xff"])).read(),
+        ]
+        for call in calls:
+            failed = await refusal(call)
+            assert failed.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert failed.reason == "INVALID_FIELD"
+            assert failed.message == "the request is not a valid protobuf message"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "hello",
+        TRACE.upper(),
+        TRACE[:-1],
+        f"{TRACE}-more",
+        f"ff{TRACE[2:]}",
+        f"00-{'0' * 32}-00f067aa0ba902b7-01",
+        f"00-4bf92f3577b34da6a3ce929d0e0e4736-{'0' * 16}-01",
+    ],
+)
+async def test_a_malformed_traceparent_is_refused_by_its_key(value):
+    """INVALID_FIELD names the metadata key."""
+    async with running() as server:
+        failed = await refusal(server.inference.Query(QUESTION, metadata=(("traceparent", value),)))
+        assert not server.engine.requests
+    assert failed.reason == "INVALID_FIELD"
+    assert failed.details["BadRequest"].field_violations[0].field == "metadata.traceparent"
+
+
+def test_a_later_version_of_traceparent_may_say_more():
+    """What a version above 00 appends is skipped."""
+    assert trace_context.trace_id(f"cc{TRACE[2:]}-more") == TRACE[3:35]
+
+
+async def test_one_line_tells_an_rpc():
+    """The line has names, times and counts, and neither the prompt nor the answer."""
+    with structlog.testing.capture_logs() as logs:
+        async with running() as server:
+            await server.inference.Query(QUESTION, metadata=(("traceparent", TRACE),))
+    (line,) = lines_of(logs)
+    assert line["code"] == "OK"
+    assert line["trace_id"] == TRACE[3:35]
+    assert (line["queue_ms"], line["prefill_ms"], line["decode_ms"]) == (1.0, 3.0, 500.0)
+    assert (line["input_tokens"], line["output_tokens"]) == (740, 9)
+    assert {"request_id", "total_ms"} <= set(line)
+    assert "secret" not in str(line)
+    assert "cups" not in str(line)
+
+
+async def test_a_failure_is_told_with_its_reason():
+    """Code and reason are in the line."""
+    with structlog.testing.capture_logs() as logs:
+        async with running() as server:
+            await refusal(server.inference.Caption(inference_pb2.CaptionRequest()))
+    (line,) = lines_of(logs, "/legato.v1.InferenceService/Caption")
+    assert (line["code"], line["reason"]) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+
+
+async def test_a_cancelled_rpc_is_told_too():
+    """A call that its client gave up has a line of its own."""
+    with structlog.testing.capture_logs() as logs:
+        async with running(FakeEngine(begin)) as server:
+            call = server.inference.Query(QUESTION)
+            await until(lambda: bool(server.engine.streams))
+            call.cancel()
+            await until(lambda: bool(lines_of(logs)))
+    assert lines_of(logs)[0]["code"] == "CANCELLED"
+
+
+async def test_a_bug_is_told_to_the_log_only():
+    """The log has the exception under the request's id."""
+
+    def explode(engine, stream):
+        raise ValueError("divided by cheese")
+
+    with structlog.testing.capture_logs() as logs:
+        async with running(FakeEngine(explode)) as server:
+            failed = await refusal(server.inference.Query(QUESTION))
+    (bug,) = [line for line in logs if line["event"] == "uncaught_exception"]
+    assert isinstance(bug["exc_info"], ValueError)
+    assert bug["request_id"] == failed.details["RequestInfo"].request_id
+
+
+async def test_what_nobody_has_is_unimplemented():
+    """An RPC that is not in the contract is refused by its name, with a plain status."""
+    async with running() as server:
+        for method in ("/legato.v1.Nobody/Nothing", "/legato.v1.ImageService/Nothing"):
+            failed = await refusal(server.channel.unary_unary(method)(b""))
+            assert failed.code is grpc.StatusCode.UNIMPLEMENTED
+            assert not failed.details
+
+
+async def test_a_message_over_the_limit_is_refused_with_details():
+    """The transport lets up to twice the limit through, so that the refusal can be a good one."""
+    image = picture()
+    image.encoded.data += bytes(70_000)
+    async with running(max_request_bytes=65_536) as server:
+        failed = await refusal(server.inference.Caption(inference_pb2.CaptionRequest(image=image)))
+        assert failed.reason == "IMAGE_TOO_LARGE"
+        image.encoded.data += bytes(70_000)
+        failed = await refusal(server.inference.Caption(inference_pb2.CaptionRequest(image=image)))
+        assert failed.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_port_that_is_taken_is_an_error():
+    """A second server on the same port fails to start instead of taking half of the load."""
+    async with running() as server:
+        with pytest.raises(OSError, match="cannot listen"):
+            async with running(listen=f"127.0.0.1:{server.port}"):
+                pass
+
+
+async def test_a_client_may_ping_as_often_as_allowed():
+    """A client whose keepalive is faster than gRPC's own default of 300 s is not sent away."""
+    pings = [
+        ("grpc.keepalive_time_ms", 200),
+        ("grpc.keepalive_timeout_ms", 1000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+    async with running(FakeEngine(begin), pings, min_client_ping_interval=0.1) as server:
+        call = server.inference.Query(QUESTION)
+        done, _ = await asyncio.wait({asyncio.ensure_future(call.code())}, timeout=5)
+        assert not done
+        call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--listen", "0.0.0.0:1"], "--insecure"),
+        (["--listen", "example.org:1"], "--insecure"),
+        (["--listen", "50051"], "HOST:PORT"),
+        (["--listen", "127.0.0.1:70000"], "HOST:PORT"),
+        (["--admin-listen", "0.0.0.0:1"], "--insecure"),
+        (["--admin-listen", "50052"], "--admin-listen takes HOST:PORT"),
+        (["--admin-listen", "unix:"], "unix:PATH"),
+        (["--listen", "unix:/tmp/x"], "--listen takes HOST:PORT"),
+        (["--max-running", "0"], "at least 1"),
+        (["--threads", "-1"], "negative"),
+        (["--drain-grace", "-1"], "negative"),
+        (["--max-waiting-per-tenant", "-1"], "negative"),
+        (["--priority-seconds", "-1"], "negative"),
+        (["--priority-seconds", "inf"], "not negative"),
+        (["--pipeline-depth", "3"], "invalid choice"),
+        (["--adapter-slots", "0"], "at least 1"),
+        (["--max-adapter-rank", "513"], "at most 512"),
+        (["--speculation", "fixed:0"], "unknown speculation 'fixed:0'"),
+    ],
+)
+def test_senseless_arguments_are_refused(arguments, message, capsys):
+    """The exit code is 2 and the message says why."""
+    with pytest.raises(SystemExit) as caught:
+        parse(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_arguments_reach_the_configuration():
+    """Service and engine settings come from one command line."""
+    line = "--listen [::1]:0 --model m --threads 2 --max-running 3 --random-weights"
+    config = parse(f"{line} --drain-grace 1.5 --pipeline-depth 1".split())
+    assert (config.listen, config.drain_grace) == ("[::1]:0", 1.5)
+    engine = config.engine
+    assert (engine.model, engine.threads, engine.max_running) == ("m", 2, 3)
+    assert engine.random_weights
+    assert engine.pipeline_depth == 1
+    speculating = parse(["--speculation", "seed", "--draft", "lookup"]).engine
+    assert (speculating.speculation, speculating.draft) == ("seed", "lookup")
+    shares = parse(["--max-waiting-per-tenant", "4", "--priority-seconds", "0.5"]).engine
+    assert (shares.max_waiting_per_tenant, shares.priority_seconds) == (4, 0.5)
+    adapters = parse(
+        ["--adapters", "a", "--adapter-slots", "3", "--max-adapter-rank", "512"]
+    ).engine
+    assert (adapters.adapters, adapters.adapter_slots, adapters.max_adapter_rank) == ("a", 3, 512)
+    assert parse(["--listen", "0.0.0.0:1", "--insecure"]).insecure

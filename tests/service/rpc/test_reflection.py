@@ -1,0 +1,85 @@
+"""Server reflection, as grpcurl uses it."""
+
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_reflection.v1alpha import reflection_pb2 as pb
+from legato_service.rpc.reflection import SERVICES
+
+from tests.service.harness import running
+
+
+async def ask(server, name=SERVICES[0], **request):
+    """One question to the reflection service."""
+    call = server.channel.stream_stream(
+        f"/{name}/ServerReflectionInfo",
+        pb.ServerReflectionRequest.SerializeToString,
+        pb.ServerReflectionResponse.FromString,
+    )(iter([pb.ServerReflectionRequest(**request)]))
+    return await call.read()
+
+
+def files_of(response):
+    """The files in an answer, by name, the one asked for first."""
+    files = [
+        descriptor_pb2.FileDescriptorProto.FromString(data)
+        for data in response.file_descriptor_response.file_descriptor_proto
+    ]
+    return {file.name: file for file in files}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+async def test_services_are_listed(name):
+    """What works here is listed, under both versions of reflection; what is not built is not."""
+    async with running() as server:
+        response = await ask(server, name, list_services="*")
+    listed = [service.name for service in response.list_services_response.service]
+    assert listed == [
+        "grpc.health.v1.Health",
+        *SERVICES,
+        "legato.v1.AdminService",
+        "legato.v1.ImageService",
+        "legato.v1.InferenceService",
+        "legato.v1.ServerService",
+        "legato.v1.SessionService",
+    ]
+
+
+async def test_comments_come_along():
+    """The file that reflection serves for Detect holds Detect's documentation."""
+    async with running() as server:
+        response = await ask(server, file_containing_symbol="legato.v1.InferenceService.Detect")
+    files = files_of(response)
+    file = files["legato/v1/inference.proto"]
+    (service,) = file.service
+    method = [method.name for method in service.method].index("Detect")
+    (comment,) = [
+        location.leading_comments
+        for location in file.source_code_info.location
+        if list(location.path) == [6, 0, 2, method]
+    ]
+    assert "Boxes every instance of an object" in comment
+
+
+async def test_a_file_comes_with_all_it_imports():
+    """A client can build the descriptors from one answer."""
+    async with running() as server:
+        response = await ask(server, file_by_filename="legato/v1/inference.proto")
+        again = await ask(server, file_containing_symbol="grpc.health.v1.Health")
+    files = files_of(response)
+    assert next(iter(files)) == "legato/v1/inference.proto"
+    for file in files.values():
+        assert set(file.dependency) <= set(files)
+    assert [file.package for file in files_of(again).values()] == ["grpc.health.v1"]
+
+
+async def test_what_is_unknown_is_an_answer_not_a_failure():
+    """The stream goes on after a question that has no answer."""
+    async with running() as server:
+        for request in (
+            {"file_containing_symbol": "legato.v1.Nobody"},
+            {"file_by_filename": "nobody.proto"},
+            {"all_extension_numbers_of_type": "legato.v1.Image"},
+        ):
+            response = await ask(server, **request)
+            assert response.error_response.error_code == 5
+            assert response.HasField("original_request")

@@ -1,0 +1,133 @@
+"""Conversations: what reaches the engine, and what is refused by which field."""
+
+import pytest
+from legato.v1 import inference_pb2, task_pb2
+from legato_engine import core
+from legato_service.convert import chat
+from legato_service.convert.chat import MAX_MESSAGES, Conversation
+
+from tests.grammar import replay
+from tests.service.harness import picture, refusal, running
+
+SYSTEM, USER, ASSISTANT = (
+    task_pb2.CHAT_ROLE_SYSTEM,
+    task_pb2.CHAT_ROLE_USER,
+    task_pb2.CHAT_ROLE_ASSISTANT,
+)
+SHOWN = task_pb2.ChatPart(image=task_pb2.ImagePart())
+
+
+def said(role, *parts):
+    """A message; strings are text."""
+    wrapped = [task_pb2.ChatPart(text=each) if isinstance(each, str) else each for each in parts]
+    return task_pb2.ChatMessage(role=role, parts=wrapped)
+
+
+TALK = [
+    said(SYSTEM, "Be short."),
+    said(USER, SHOWN, "What", " is it?"),
+    said(ASSISTANT, "A cup."),
+    said(USER, "Of what colour?"),
+]
+TURNS = (core.Turn(question="What is it?", answer="A cup."),)
+
+
+def field_of(failed):
+    """The field that a refusal blames."""
+    return failed.details["ErrorInfo"].metadata["field"]
+
+
+async def test_a_conversation_reaches_the_engine():
+    """Query and Generate hand over the system's words, the turns before, and the last question."""
+    expected = core.QueryTask(
+        question="Of what colour?",
+        reasoning=True,
+        system="Be short.",
+        history=TURNS,
+        shows_image=True,
+    )
+    task = task_pb2.Task(query=task_pb2.QueryTask(messages=TALK, reasoning=True))
+    async with running() as server:
+        asked = inference_pb2.QueryRequest(image=picture(), messages=TALK, reasoning=True)
+        assert (await server.inference.Query(asked)).answer
+        request = inference_pb2.GenerateRequest(image=picture(), task=task)
+        await replay(server.inference.Generate(request))
+        assert [each.task for each in server.engine.requests] == [expected, expected]
+
+
+async def test_one_question_is_a_conversation():
+    """A single message of the user asks what the question alone would ask."""
+    async with running() as server:
+        for asked in ({"question": "Hi?"}, {"messages": [said(USER, "Hi?")]}):
+            await server.inference.Query(inference_pb2.QueryRequest(**asked))
+        first, second = (each.task for each in server.engine.requests)
+    assert first == second == core.QueryTask(question="Hi?")
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([said(ASSISTANT, "a")], "messages[0].role"),
+        ([said(0, "a")], "messages[0].role"),
+        ([said(99, "a")], "messages[0].role"),
+        ([said(USER, "a"), said(USER, "b")], "messages[1].role"),
+        ([said(USER, "a"), said(SYSTEM, "b"), said(USER, "c")], "messages[1].role"),
+        ([said(SYSTEM, "a"), said(SYSTEM, "b"), said(USER, "c")], "messages[1].role"),
+        ([said(SYSTEM, "a")], "messages"),
+        ([said(USER, "a"), said(ASSISTANT, "b")], "messages"),
+        ([said(USER, " ")], "messages[0].parts"),
+        ([said(USER, SHOWN)], "messages[0].parts"),
+        ([said(USER)], "messages[0].parts"),
+        ([said(SYSTEM, ""), said(USER, "a")], "messages[0].parts"),
+        ([said(USER, "a", task_pb2.ChatPart())], "messages[0].parts[1]"),
+        ([said(USER, "a", SHOWN)], "messages[0].parts[1].image"),
+        ([said(USER, SHOWN, SHOWN, "a")], "messages[0].parts[1].image"),
+        ([said(SYSTEM, SHOWN, "a"), said(USER, "b")], "messages[0].parts[0].image"),
+        (
+            [said(USER, "a"), said(ASSISTANT, "b"), said(USER, SHOWN, "c")],
+            "messages[2].parts[0].image",
+        ),
+        ([said(USER, "a"), said(ASSISTANT, "b")] * 128 + [said(USER, "c")], "messages"),
+    ],
+)
+async def test_what_makes_no_conversation(messages, field):
+    """Order, empty messages and misplaced pictures are refused by the field at fault."""
+    async with running() as server:
+        asked = inference_pb2.QueryRequest(image=picture(), messages=messages)
+        failed = await refusal(server.inference.Query(asked))
+        task = task_pb2.Task(query=task_pb2.QueryTask(messages=messages))
+        request = inference_pb2.GenerateRequest(image=picture(), task=task)
+        streamed = await refusal(replay(server.inference.Generate(request)))
+        assert not server.engine.requests
+    assert (failed.code.name, failed.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+    assert field_of(failed) == field
+    assert field_of(streamed) == f"task.query.{field}"
+
+
+async def test_messages_stand_in_place_of_the_question():
+    """Both together are refused, and so is a picture that is shown and not there."""
+    both = inference_pb2.QueryRequest(question="a", messages=[said(USER, "b")])
+    absent = inference_pb2.QueryRequest(messages=[said(USER, SHOWN, "b")])
+    long = inference_pb2.QueryRequest(messages=[said(USER, "b" * 32_769)])
+    async with running() as server:
+        fields = []
+        for asked in (both, absent, long):
+            failed = await refusal(server.inference.Query(asked))
+            fields.append((failed.reason, field_of(failed)))
+    assert fields == [
+        ("INVALID_FIELD", "question"),
+        ("INVALID_FIELD", "image"),
+        ("PROMPT_TOO_LONG", "messages"),
+    ]
+
+
+def test_the_longest_conversation():
+    """As many messages as are allowed are read in order."""
+    turns = [said(role, str(at)) for at, role in enumerate([USER, ASSISTANT] * (MAX_MESSAGES // 2))]
+    read = chat.conversation([said(SYSTEM, "s"), *turns[:-1]], "messages")
+    assert isinstance(read, Conversation)
+    assert read.system == "s"
+    assert read.question == str(MAX_MESSAGES - 2)
+    pairs = [(str(at), str(at + 1)) for at in range(0, MAX_MESSAGES - 2, 2)]
+    assert [(turn.question, turn.answer) for turn in read.history] == pairs
+    assert not read.shows_image

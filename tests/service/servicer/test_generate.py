@@ -1,0 +1,176 @@
+"""Generate: the event grammar, coalescing and heartbeats."""
+
+import grpc
+import msgspec
+import pytest
+from google.protobuf import duration_pb2
+from legato.v1 import inference_pb2, media_pb2, task_pb2
+from legato_engine import core
+from legato_engine.ipc.messages import Queued
+
+from tests.grammar import Grammar, check, replay
+from tests.service.fakes import FakeEngine, delta, done, hold, solution, started, words
+from tests.service.harness import picture, running, until
+
+TASKS = {
+    "query": task_pb2.Task(query=task_pb2.QueryTask(question="How many?")),
+    "reasoning": task_pb2.Task(query=task_pb2.QueryTask(question="2+2?", reasoning=True)),
+    "caption": task_pb2.Task(caption=task_pb2.CaptionTask()),
+    "detect": task_pb2.Task(detect=task_pb2.DetectTask(object="cup")),
+    "point": task_pb2.Task(point=task_pb2.PointTask(object="cup")),
+    "segment": task_pb2.Task(segment=task_pb2.SegmentTask(object="cup")),
+}
+
+
+def request(kind="query", **options):
+    """Ask one task of a picture."""
+    return inference_pb2.GenerateRequest(
+        image=picture(),
+        task=TASKS[kind],
+        options=inference_pb2.RequestOptions(**options),
+        stamp=media_pb2.FrameStamp(sequence=3),
+    )
+
+
+@pytest.mark.parametrize("kind", TASKS)
+async def test_every_skill_keeps_the_grammar(kind):
+    """A stream is started, deltas, finished, and finished repeats every delta."""
+    async with running() as server:
+        grammar = await replay(server.inference.Generate(request(kind)))
+    finished = grammar.events[-1].finished
+    assert finished.info.stamp.sequence == 3
+    assert finished.info.usage.output_tokens == 9
+
+
+async def test_the_task_id_comes_back():
+    """The caller's name for the task is in the result."""
+    asked = request()
+    asked.task.task_id = "count"
+    async with running() as server:
+        grammar = await replay(server.inference.Generate(asked))
+    assert grammar.events[-1].finished.result.task_id == "count"
+
+
+async def test_a_request_that_waits_says_so_first():
+    """Queued events come before started, with the position."""
+
+    def wait_then_answer(engine, stream):
+        asked = stream.request
+        queued = [
+            Queued(request_id=asked.request_id, position=at, estimated_wait=at / 2) for at in (1, 0)
+        ]
+        _, result = solution(asked.task)
+        engine.feed(stream, *queued, started(asked), delta(asked, *words("Three red cups.")))
+        engine.feed(stream, done(asked, result))
+
+    async with running(FakeEngine(wait_then_answer)) as server:
+        grammar = await replay(server.inference.Generate(request()))
+    assert [event.queued.position for event in grammar.of("queued")] == [1, 0]
+    assert grammar.of("queued")[0].queued.estimated_wait.ToMilliseconds() == 500
+
+
+async def test_regions_are_messages_of_their_own():
+    """Objects that complete in one step are sent one by one, whole."""
+
+    def both_at_once(engine, stream):
+        asked = stream.request
+        events, result = solution(asked.task)
+        engine.feed(stream, started(asked), delta(asked, *events), done(asked, result))
+
+    async with running(FakeEngine(both_at_once)) as server:
+        grammar = await replay(server.inference.Generate(request("detect")))
+    assert len(grammar.of("object")) == 2
+
+
+async def test_text_that_piled_up_travels_as_one_message():
+    """A step's worth of text, and whatever queued meanwhile, is one event."""
+    async with running() as server:
+        grammar = await replay(server.inference.Generate(request()))
+    assert [event.text.text for event in grammar.of("text")] == ["Three red cups."]
+
+
+TOLD = (
+    core.TokenInfo(token_id=4),
+    core.TokenInfo(token_id=5, text="Hi", logprob=-0.25),
+    core.TokenInfo(token_id=6, logprob=0.0, coordinate=0.0),
+    core.TokenInfo(token_id=7, size=(0.5, 0.25)),
+)
+
+
+def tell_tokens(engine, stream):
+    """Answer with tokens of every kind, wherever they may stand."""
+    asked = stream.request
+    assert asked.return_tokens
+    events = (
+        core.ReasoningDelta(text="Hm", tokens=TOLD[:1]),
+        core.TextDelta(text="Hi", tokens=TOLD[1:2]),
+        core.TokensDelta(tokens=TOLD[2:]),
+    )
+    result = core.QueryResult(answer="Hi", reasoning="Hm")
+    ended = msgspec.structs.replace(done(asked, result), tokens=TOLD)
+    engine.feed(stream, started(asked), delta(asked, *events), ended)
+
+
+async def test_tokens_come_along_when_asked_for():
+    """`return_tokens` reaches the engine; every kind of token reaches the client, twice."""
+    async with running(FakeEngine(tell_tokens)) as server:
+        grammar = await replay(server.inference.Generate(request(return_tokens=True)))
+        (asked,) = server.engine.requests
+    assert not asked.logprobs
+    start, text, place, size = grammar.tokens  # which `finished` repeats, by the grammar
+    assert (start.token_id, start.text, start.HasField("logprob")) == (4, "", False)
+    assert start.WhichOneof("value") is None
+    assert (text.text, text.logprob) == ("Hi", -0.25)
+    assert (place.WhichOneof("value"), place.coordinate, place.logprob) == ("coordinate", 0, 0)
+    assert place.HasField("logprob")
+    assert (size.size.width, size.size.height) == (0.5, 0.25)
+
+
+async def test_logprobs_bring_their_tokens():
+    """To ask for log-probabilities is to ask for tokens, in a stream and in a unary call."""
+    options = inference_pb2.RequestOptions(top_logprobs=0)
+    asked = inference_pb2.QueryRequest(question="?", options=options)
+    async with running(FakeEngine(tell_tokens)) as server:
+        await replay(server.inference.Generate(request(top_logprobs=0)))
+        answered = await server.inference.Query(asked)
+        assert all(each.return_tokens and each.logprobs for each in server.engine.requests)
+    assert [token.token_id for token in answered.info.tokens] == [4, 5, 6, 7]
+
+
+async def test_silence_is_broken_by_heartbeats():
+    """Heartbeats come after the asked silence, before started and after it, and lose no report."""
+    engine = FakeEngine(hold)
+    interval = duration_pb2.Duration(nanos=1)  # raised to the least the contract allows
+    async with running(engine) as server:
+        call = server.inference.Generate(request(heartbeat_interval=interval))
+        grammar = Grammar()
+        grammar.feed(await call.read())
+        assert grammar.events[-1].HasField("heartbeat")
+        (stream,) = engine.streams.values()
+        asked = stream.request
+        engine.feed(stream, started(asked))
+        while not (grammar.of("started") and grammar.events[-1].HasField("heartbeat")):
+            grammar.feed(await call.read())
+        _, result = solution(asked.task)
+        engine.feed(stream, delta(asked, *words("Three red cups.")), done(asked, result))
+        async for event in _rest(call):
+            grammar.feed(event)
+    grammar.end(ok=True)
+
+
+async def test_without_an_interval_there_are_no_heartbeats():
+    """Silence stays silent unless the caller asked otherwise."""
+    engine = FakeEngine(hold)
+    async with running(engine) as server:
+        call = server.inference.Generate(request())
+        await until(lambda: bool(engine.streams))
+        (stream,) = engine.streams.values()
+        asked = stream.request
+        engine.feed(stream, started(asked), done(asked, core.QueryResult(answer="")))
+        grammar = check([event async for event in _rest(call)], ok=True)
+    assert not grammar.of("heartbeat")
+
+
+async def _rest(call):
+    while (event := await call.read()) is not grpc.aio.EOF:
+        yield event

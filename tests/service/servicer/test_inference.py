@@ -1,0 +1,181 @@
+"""Unary RPCs, answered."""
+
+import math
+
+import grpc
+import pytest
+from google.protobuf import timestamp_pb2
+from legato.v1 import geometry_pb2, inference_pb2, media_pb2, task_pb2
+from legato_engine import core
+from legato_engine.shm.blob_reader import BlobReader
+
+from tests.service.fakes import BOX, FakeEngine, answer, done, started
+from tests.service.harness import picture, picture_bytes, running
+
+
+async def test_each_skill_gives_its_typed_result():
+    """Query, Caption, Detect, Point and Segment answer with what the engine found."""
+    async with running() as server:
+        stub = server.inference
+        query = await stub.Query(inference_pb2.QueryRequest(image=picture(), question="How many?"))
+        caption = await stub.Caption(inference_pb2.CaptionRequest(image=picture()))
+        detect = await stub.Detect(inference_pb2.DetectRequest(image=picture(), object="cup"))
+        point = await stub.Point(inference_pb2.PointRequest(image=picture(), object="cup"))
+        segment = await stub.Segment(inference_pb2.SegmentRequest(image=picture(), object="cup"))
+    assert query.answer == "Three red cups."
+    assert not query.HasField("reasoning")
+    assert caption.caption == "A shelf."
+    assert [found.label for found in detect.objects] == ["cup", "cup"]
+    assert detect.objects[0].box.y_max == BOX.y_max
+    assert not detect.objects[0].HasField("confidence")
+    assert point.points[0].point.x == 0.25
+    assert segment.segments[0].path == "M 0 0 L 1 1 Z"
+    assert segment.segments[0].coarse
+
+
+async def test_reasoning_comes_back_only_when_asked_for():
+    """The thoughts are a message of their own, present when there were any."""
+    async with running() as server:
+        response = await server.inference.Query(
+            inference_pb2.QueryRequest(question="2+2?", reasoning=True)
+        )
+    assert response.answer == "Four."
+    assert response.reasoning.text == "Hm. "
+
+
+async def test_info_tells_about_the_request():
+    """Id, model, finish reason, usage, timings, picture and stamp come with every answer."""
+    stamp = media_pb2.FrameStamp(
+        frame_id="cam", capture_time=timestamp_pb2.Timestamp(seconds=5), sequence=7
+    )
+    async with running() as server:
+        call = server.inference.Detect(
+            inference_pb2.DetectRequest(
+                image=picture(),
+                object="cup",
+                options=inference_pb2.RequestOptions(request_id="robot-1"),
+                stamp=stamp,
+            )
+        )
+        info = (await call).info
+        assert ("x-request-id", "robot-1") in tuple(await call.trailing_metadata())
+    assert info.request_id == "robot-1"
+    assert info.model == "fake-1"
+    assert info.finish_reason == task_pb2.FINISH_REASON_STOP
+    assert (info.usage.input_tokens, info.usage.cached_tokens) == (740, 730)
+    assert math.isclose(info.timings.total.ToNanoseconds(), 506_000_000)
+    assert (info.image.image_id, info.image.width) == ("img_0", 640)
+    assert info.stamp == stamp
+
+
+async def test_a_request_without_stamp_gets_none_back():
+    """Absent stays absent."""
+    async with running() as server:
+        response = await server.inference.Query(inference_pb2.QueryRequest(question="Hi?"))
+    assert not response.info.HasField("stamp")
+    assert not response.info.HasField("image")
+
+
+async def test_the_request_reaches_the_engine_as_asked():
+    """Every field of a request arrives, and what was absent arrives as None."""
+    request = inference_pb2.PointRequest(
+        image=picture(),
+        object="the left cup",
+        max_objects=3,
+        spatial_refs=[
+            geometry_pb2.SpatialRef(point=geometry_pb2.Point(x=0.5, y=0.25)),
+            geometry_pb2.SpatialRef(box=geometry_pb2.Box(x_min=0, y_min=0, x_max=1, y_max=1)),
+        ],
+        sampling=task_pb2.Sampling(temperature=0, top_p=0.5, top_k=4, max_tokens=5, seed=0),
+        options=inference_pb2.RequestOptions(model="fake-1", cache_image=False),
+    )
+    async with running() as server:
+        await server.inference.Point(request)
+        (asked,) = server.engine.requests
+    assert asked.task == core.PointTask(
+        object="the left cup",
+        max_objects=3,
+        spatial_refs=(
+            core.Point(x=0.5, y=0.25),
+            core.Box(x_min=0, y_min=0, x_max=1, y_max=1),
+        ),
+    )
+    assert asked.sampling == core.SamplingParams(
+        temperature=0, top_p=0.5, top_k=4, max_tokens=5, seed=0
+    )
+    assert asked.model == "fake-1"
+    assert not asked.cache_image
+    assert asked.deadline is not None
+
+
+async def test_absent_sampling_leaves_the_choice_to_the_model():
+    """No field of Sampling is invented by the service."""
+    async with running() as server:
+        await server.inference.Query(inference_pb2.QueryRequest(question="Hi?"))
+        (asked,) = server.engine.requests
+    assert asked.sampling == core.SamplingParams()
+    assert asked.cache_image
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+async def test_picture_bytes_reach_the_engine_through_shared_memory(kind):
+    """A blob holds the file's bytes while the request runs, and is gone after it."""
+    seen = []
+
+    def look(engine, stream):
+        reader = BlobReader(engine.blobs.namespace)
+        seen.append(bytes(reader.take(stream.request.image.blob)))
+        answer(engine, stream)
+
+    data = picture_bytes(kind)
+    image = media_pb2.Image(encoded=media_pb2.EncodedImage(data=data))
+    async with running(FakeEngine(look)) as server:
+        await server.inference.Caption(inference_pb2.CaptionRequest(image=image))
+        (asked,) = server.engine.requests
+        assert len(server.engine.blobs) == 0
+    assert seen == [data]
+    assert isinstance(asked.image, core.EncodedImage)
+    assert asked.image.mime_type == f"image/{kind.lower()}"
+
+
+async def test_raw_pixels_reach_the_engine_with_their_layout():
+    """A stride of 0 means rows without padding; the last row need not be padded."""
+    tight = media_pb2.PixelLayout(width=4, height=2, format=media_pb2.PIXEL_FORMAT_BGR8)
+    padded = media_pb2.PixelLayout(
+        width=4, height=2, row_stride_bytes=16, format=media_pb2.PIXEL_FORMAT_BGR8
+    )
+    async with running() as server:
+        for layout, size in ((tight, 24), (padded, 28)):
+            raw = media_pb2.RawImage(layout=layout, data=bytes(size))
+            await server.inference.Caption(
+                inference_pb2.CaptionRequest(image=media_pb2.Image(raw=raw))
+            )
+        images = [asked.image for asked in server.engine.requests]
+    raw_images = [image for image in images if isinstance(image, core.RawImage)]
+    assert [image.row_stride for image in raw_images] == [12, 16]
+    assert {image.format for image in raw_images} == {core.PixelFormat.BGR8}
+
+
+async def test_a_picture_may_be_named_by_its_id():
+    """An id from an earlier answer stands for the picture; no bytes travel."""
+    async with running() as server:
+        response = await server.inference.Caption(
+            inference_pb2.CaptionRequest(image=media_pb2.Image(image_id="img_7"))
+        )
+        assert server.engine.requests[0].image == core.CachedImage(image_id="img_7")
+    assert response.info.image.cache_hit
+
+
+async def test_a_result_of_the_wrong_kind_is_a_bug_of_ours():
+    """An engine that answers a Detect with a caption does not get its answer through."""
+
+    def confuse(engine, stream):
+        request = stream.request
+        engine.feed(stream, started(request), done(request, core.CaptionResult(caption="?")))
+
+    async with running(FakeEngine(confuse)) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await server.inference.Detect(
+                inference_pb2.DetectRequest(image=picture(), object="cup")
+            )
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
