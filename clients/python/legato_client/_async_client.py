@@ -7,18 +7,18 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
-from legato_client._calls import Calls
+from legato_client._client_methods import ClientMethods
 from legato_client._session.async_session import AsyncSession
 from legato_client._session.plan import SessionPlan, plan, show_as_method
 from legato_client._transport.async_transport import AsyncTransport
-from legato_client._transport.settings import Configured, Settings
+from legato_client._transport.settings import ConfiguredClient, Settings
 
 P = ParamSpec("P")
 AnswerT = TypeVar("AnswerT")
 
 
 def _async(
-    method: Callable[Concatenate[Calls, P], AnswerT],
+    method: Callable[Concatenate[ClientMethods, P], AnswerT],
 ) -> Callable[Concatenate[AsyncClient, P], AnswerT]:
     """The method of `AsyncClient` that makes a call: a coroutine, or an iterator of events."""
 
@@ -41,7 +41,7 @@ def _session(
     return call
 
 
-class AsyncClient(Configured):
+class AsyncClient(ConfiguredClient):
     """Talks to one Legato server from an asyncio program.
 
     `target` is any gRPC name ("host:port", "dns:///name:port", "unix:/path"). `timeout` and
@@ -52,23 +52,23 @@ class AsyncClient(Configured):
     Calls raise `LegatoError`; an unreadable picture raises what `to_image` names.
     """
 
-    query = _async(Calls.query)
-    chat = _async(Calls.chat)
-    caption = _async(Calls.caption)
-    detect = _async(Calls.detect)
-    point = _async(Calls.point)
-    segment = _async(Calls.segment)
-    run_tasks = _async(Calls.run_tasks)
-    generate = _async(Calls.generate)
+    query = _async(ClientMethods.query)
+    chat = _async(ClientMethods.chat)
+    caption = _async(ClientMethods.caption)
+    detect = _async(ClientMethods.detect)
+    point = _async(ClientMethods.point)
+    segment = _async(ClientMethods.segment)
+    run_tasks = _async(ClientMethods.run_tasks)
+    generate = _async(ClientMethods.generate)
     session = _session(plan)
-    put_image = _async(Calls.put_image)
+    put_image = _async(ClientMethods.put_image)
     encode_image = put_image  # the moondream SDK's word
-    delete_image = _async(Calls.delete_image)
-    server_info = _async(Calls.server_info)
-    models = _async(Calls.models)
-    load = _async(Calls.load)
-    abort = _async(Calls.abort)
-    drain = _async(Calls.drain)
+    delete_image = _async(ClientMethods.delete_image)
+    server_info = _async(ClientMethods.server_info)
+    models = _async(ClientMethods.models)
+    load = _async(ClientMethods.load)
+    abort = _async(ClientMethods.abort)
+    drain = _async(ClientMethods.drain)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -87,4 +87,4 @@ class AsyncClient(Configured):
 
     def _connect(self, settings: Settings) -> None:
         self._connection = AsyncTransport(settings)
-        self._calls = Calls(settings, self._connection)
+        self._calls = ClientMethods(settings, self._connection)

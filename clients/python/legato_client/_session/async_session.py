@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from legato.v1 import session_pb2
 
-from legato_client._calls import Calls
+from legato_client._client_methods import ClientMethods
 from legato_client._errors import (
     LegatoError,
     from_rpc_error,
@@ -42,7 +42,7 @@ class AsyncSession:
     Iterating ends when the session is finished or closed, and raises what it failed with.
     """
 
-    def __init__(self, calls: Calls, connection: AsyncTransport, plan: SessionPlan) -> None:
+    def __init__(self, calls: ClientMethods, connection: AsyncTransport, plan: SessionPlan) -> None:
         self._calls = calls
         self._connection = connection
         self._plan = plan
@@ -117,7 +117,7 @@ class AsyncSession:
         self._state.reserve()
         slot = image if isinstance(image, SharedFrame) else None
         try:
-            picture = await self._calls.picture(image)
+            picture = await self._calls.image_message(image)
             self._state.check_takes_frames()
             sequence, message = self._state.frame(
                 picture, slot, stamp, extra_tasks, skip_standing_tasks, must_run

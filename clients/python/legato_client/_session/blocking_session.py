@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from legato.v1 import session_pb2
 
-from legato_client._calls import Calls
+from legato_client._client_methods import ClientMethods
 from legato_client._errors import LegatoError, from_rpc_error
 from legato_client._images.shared_frames import SharedFrame
 from legato_client._images.sources import ImageInput
@@ -36,7 +36,9 @@ class Session:
     Iterating ends when the session is finished or closed, and raises what it failed with.
     """
 
-    def __init__(self, calls: Calls, connection: BlockingTransport, plan: SessionPlan) -> None:
+    def __init__(
+        self, calls: ClientMethods, connection: BlockingTransport, plan: SessionPlan
+    ) -> None:
         self._calls = calls
         self._connection = connection
         self._plan = plan
@@ -111,7 +113,7 @@ class Session:
             self._state.reserve()
         slot = image if isinstance(image, SharedFrame) else None
         try:
-            picture = run(self._calls.picture(image))
+            picture = run(self._calls.image_message(image))
             with self._changed:
                 self._state.check_takes_frames()
                 sequence, message = self._state.frame(

@@ -1,4 +1,4 @@
-"""The calls a load makes, on stubs as bare as they come: what is measured is the server."""
+"""What a load is sent to, on bare stubs, so that the client costs as little as possible."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from legato.v1 import inference_pb2, media_pb2, session_pb2
 from legato_client._errors import from_rpc_error
 from legato_client._transport.methods import CAPTION, DETECT, GENERATE, POINT, QUERY, SEGMENT
 from legato_client.load.plan import Plan
-from legato_client.load.watch import Watch
+from legato_client.load.recorder import Watch
 
 SESSION = "/legato.v1.SessionService/Session"
 _RESPONSES: dict[str, type[Message]] = {
     method.path: method.response for method in (QUERY, CAPTION, DETECT, POINT, SEGMENT)
 }
-_STANDING = ("queued", "started", "heartbeat")  # events that answer nothing yet
+_PROGRESS = ("queued", "started", "heartbeat")  # events that answer nothing yet
 
 
-class Caller(Protocol):
-    """One way to ask; made once for all requests of a sender."""
+class LoadTarget(Protocol):
+    """What a sender sends its requests to; made once per sender."""
 
     async def open(self) -> None:
-        """Get ready, before the load begins."""
+        """Connect, before the load begins."""
         ...
 
-    async def ask(self, watch: Watch) -> None:
-        """One request, its messages told to `watch`; raises `Refused` or `grpc.RpcError`."""
+    async def send(self, watch: Watch) -> None:
+        """Send one request and record its messages; raises `Refused` or `grpc.RpcError`."""
         ...
 
     async def close(self) -> None:
-        """Let go."""
+        """Close what `open` opened."""
         ...
 
 
@@ -49,7 +49,7 @@ def reason_of(error: grpc.RpcError | Refused) -> str:
     return known.reason or known.code
 
 
-class UnaryCaller:
+class UnaryTarget:
     """One skill, one answer."""
 
     def __init__(self, channel: grpc.aio.Channel, plan: Plan) -> None:
@@ -60,7 +60,7 @@ class UnaryCaller:
     async def open(self) -> None:
         """Nothing to do."""
 
-    async def ask(self, watch: Watch) -> None:
+    async def send(self, watch: Watch) -> None:
         """One call."""
         await self._call(self._plan.request, timeout=self._plan.timeout)
         watch.message(answers=True)
@@ -69,7 +69,7 @@ class UnaryCaller:
         """Nothing to do."""
 
 
-class StreamCaller:
+class StreamTarget:
     """Generate, to its end."""
 
     def __init__(self, channel: grpc.aio.Channel, plan: Plan) -> None:
@@ -80,33 +80,33 @@ class StreamCaller:
     async def open(self) -> None:
         """Nothing to do."""
 
-    async def ask(self, watch: Watch) -> None:
+    async def send(self, watch: Watch) -> None:
         """One stream."""
         async for response in self._call(self._plan.request, timeout=self._plan.timeout):
-            watch.message(answers=response.WhichOneof("event") not in _STANDING)
+            watch.message(answers=response.WhichOneof("event") not in _PROGRESS)
 
     async def close(self) -> None:
         """Nothing to do."""
 
 
-class SessionCaller:
-    """Frames over sessions that stay open; `ask` takes the sessions in turn."""
+class SessionTarget:
+    """Frames over sessions that stay open; `send` takes the sessions in turn."""
 
     def __init__(self, channel: grpc.aio.Channel, plan: Plan, sessions: int) -> None:
         parse = session_pb2.SessionResponse.FromString
         start: Any = channel.stream_stream(SESSION, response_deserializer=parse)
         self._sessions = [_Session(start, plan) for _ in range(max(sessions, 1))]
-        self._asked = 0
+        self._num_sent = 0
 
     async def open(self) -> None:
         """Open all sessions; raises `grpc.RpcError` when one is refused."""
         await asyncio.gather(*(session.open() for session in self._sessions))
 
-    async def ask(self, watch: Watch) -> None:
+    async def send(self, watch: Watch) -> None:
         """One frame, to its last result."""
-        session = self._sessions[self._asked % len(self._sessions)]
-        self._asked += 1
-        await session.ask(watch)
+        session = self._sessions[self._num_sent % len(self._sessions)]
+        self._num_sent += 1
+        await session.send(watch)
 
     async def close(self) -> None:
         """End all sessions."""
@@ -135,7 +135,7 @@ class _Session:
             raise Refused(f"session ended with {(await self._call.code()).name}")
         self._reader = asyncio.create_task(self._read())
 
-    async def ask(self, watch: Watch) -> None:
+    async def send(self, watch: Watch) -> None:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with self._writing:
             if self._ended:
@@ -195,10 +195,10 @@ def _fail(ended: asyncio.Future[None] | None, reason: str) -> None:
         ended.set_exception(Refused(reason))
 
 
-def make_caller(channel: grpc.aio.Channel, plan: Plan, share: int) -> Caller:
-    """The caller of sender number `share`."""
+def make_target(channel: grpc.aio.Channel, plan: Plan, share: int) -> LoadTarget:
+    """Make the target of sender number `share`."""
     if plan.kind == "unary":
-        return UnaryCaller(channel, plan)
+        return UnaryTarget(channel, plan)
     if plan.kind == "stream":
-        return StreamCaller(channel, plan)
-    return SessionCaller(channel, plan, len(range(share, plan.sessions, plan.senders)))
+        return StreamTarget(channel, plan)
+    return SessionTarget(channel, plan, len(range(share, plan.sessions, plan.senders)))

@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
-"""How a call is made: its picture, its size, its deadline, its retries."""
+"""What every call of a client shares: image conversion, size checks, deadlines and retries."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 ValueT = TypeVar("ValueT")
 
 
-class Caller:
-    """Makes calls over a transport; learns what the server says of itself when that matters."""
+class BaseClient:
+    """Sends requests over a transport; asks for the server's limits once, when they matter."""
 
     def __init__(self, settings: Settings, transport: Transport) -> None:
         self._settings = settings
         self._transport = transport
         self._server: server.ServerInfo | None = None
 
-    async def picture(self, image: ImageInput) -> media_pb2.Image:
-        """The protobuf picture; one in shared memory only where the server reads it."""
+    async def image_message(self, image: ImageInput) -> media_pb2.Image:
+        """Convert `image`; a shared frame only if the server reads this host's shared memory."""
         if isinstance(image, SharedFrame):
             server.check_shared_memory(await self._known_server(), shm_namespace())
         if is_ready(image):
             return to_image(image)
         return await self._transport.run(functools.partial(to_image, image))
 
-    async def _shown(self, image: ImageInput | None) -> tuple[media_pb2.Image | None, bytes | None]:
-        """A picture for a request: as its message, or an encoded file's bytes as they are."""
+    async def _image_or_file(
+        self, image: ImageInput | None
+    ) -> tuple[media_pb2.Image | None, bytes | None]:
+        """Return the image as a message, or an encoded file as its bytes, which are not copied."""
         if image is None or isinstance(image, bytes):
             return None, image
-        return await self.picture(image), None
+        return await self.image_message(image), None
 
     async def _unary(
         self,
@@ -52,18 +54,18 @@ class Caller:
         timeout: float | None,
         file: bytes | None = None,
     ) -> ValueT:
-        """The answer to a request, whose picture is `file` where its message has none."""
+        """Send a request and return its parsed response; `file` stands for the image it lacks."""
         data = await self._bytes_of(request, file)
         send = functools.partial(self._transport.unary, method, data)
-        return await self._answered(method, send, timeout)
+        return await self._with_retries(method, send, timeout)
 
-    async def _answered(
+    async def _with_retries(
         self,
         method: methods.Method[ResponseT, ValueT],
         send: Callable[[float], Awaitable[ResponseT]],
         timeout: float | None,
     ) -> ValueT:
-        """The answer to `send`, asked again while the server is busy and says for how long."""
+        """Call `send` until it succeeds, waiting for as long as a busy server asks."""
         deadline = channel.Deadline(self._settings.timeout if timeout is None else timeout)
         for attempt in itertools.count(1):
             try:
@@ -76,7 +78,7 @@ class Caller:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _bytes_of(self, request: Message, file: bytes | None = None) -> bytes:
-        """The request's bytes, once they are known to be few enough for the server."""
+        """Serialize a request; check large ones against the server's own limit."""
         data = channel.serialize(request, self._settings.max_message_bytes, file)
         if len(data) > channel.COMMON_REQUEST_BYTES:
             limits = (await self._known_server()).limits
@@ -85,15 +87,15 @@ class Caller:
         return data
 
     async def _known_server(self) -> server.ServerInfo:
-        """What the server says of itself, asked once; nothing where it says nothing."""
+        """Return the server's description, fetched once; `UNKNOWN` if it refuses to give one."""
         if self._server is None:
             try:
-                return await self._asked_server(None)
+                return await self._fetch_server(None)
             except (Unimplemented, PermissionDenied):
                 self._server = server.UNKNOWN
         return self._server
 
-    async def _asked_server(self, timeout: float | None) -> server.ServerInfo:
+    async def _fetch_server(self, timeout: float | None) -> server.ServerInfo:
         request = server_pb2.GetServerInfoRequest()
         info = await self._unary(methods.GET_SERVER_INFO, request, timeout)
         server.check_client(info)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from legato.v1 import admin_pb2, image_pb2, server_pb2
 
-from legato_client._caller import Caller
+from legato_client._base_client import BaseClient
 from legato_client._convert import chat, requests, responses
 from legato_client._convert.upload import Upload
 from legato_client._images.sources import CachedImage, HeldImage, ImageInput, to_image
@@ -20,7 +20,7 @@ _DEFAULT_SAMPLING = _tasks.Sampling()
 _DEFAULT_OPTIONS = _tasks.Options()
 
 
-class Calls(Caller):
+class ClientMethods(BaseClient):
     """What a client can ask; `AsyncClient` and `Client` show these methods as their own."""
 
     # ------------------------------------------------------------ questions
@@ -38,7 +38,7 @@ class Calls(Caller):
     ) -> results.QueryResult:
         """Answer a question, about the picture when there is one."""
         task = _tasks.QueryTask(question, reasoning, tuple(spatial_refs), sampling)
-        picture, file = await self._shown(image)
+        picture, file = await self._image_or_file(image)
         request = requests.query(picture, task, options)
         return await self._unary(methods.QUERY, request, timeout, file)
 
@@ -58,7 +58,7 @@ class Calls(Caller):
         """
         task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
         image = chat.picture_of(task, None)
-        picture, file = await self._shown(image)
+        picture, file = await self._image_or_file(image)
         request = requests.query(picture, task, options)
         return await self._unary(methods.QUERY, request, timeout, file)
 
@@ -73,7 +73,7 @@ class Calls(Caller):
     ) -> results.CaptionResult:
         """Describe the picture."""
         task = _tasks.CaptionTask(length, sampling)
-        picture, file = await self._shown(image)
+        picture, file = await self._image_or_file(image)
         request = requests.caption(picture, task, options)
         return await self._unary(methods.CAPTION, request, timeout, file)
 
@@ -89,7 +89,7 @@ class Calls(Caller):
     ) -> results.DetectResult:
         """Box every instance of `object`."""
         task = _tasks.DetectTask(object, max_objects, sampling)
-        picture, file = await self._shown(image)
+        picture, file = await self._image_or_file(image)
         request = requests.detect(picture, task, options)
         return await self._unary(methods.DETECT, request, timeout, file)
 
@@ -106,7 +106,7 @@ class Calls(Caller):
     ) -> results.PointResult:
         """Point at every instance of `object`."""
         task = _tasks.PointTask(object, max_objects, tuple(spatial_refs), sampling)
-        picture, file = await self._shown(image)
+        picture, file = await self._image_or_file(image)
         request = requests.point(picture, task, options)
         return await self._unary(methods.POINT, request, timeout, file)
 
@@ -122,7 +122,7 @@ class Calls(Caller):
     ) -> results.SegmentResult:
         """Outline `object`."""
         task = _tasks.SegmentTask(object, tuple(spatial_refs), sampling)
-        picture, file = await self._shown(image)
+        picture, file = await self._image_or_file(image)
         request = requests.segment(picture, task, options)
         return await self._unary(methods.SEGMENT, request, timeout, file)
 
@@ -138,7 +138,7 @@ class Calls(Caller):
 
         A task that failed alone has its `LegatoError` as its outcome; nothing is raised for it.
         """
-        picture, file = await self._shown(image)
+        picture, file = await self._image_or_file(image)
         request = requests.run_tasks(picture, tasks, options)
         return await self._unary(methods.RUN_TASKS, request, timeout, file)
 
@@ -155,7 +155,7 @@ class Calls(Caller):
         Leaving the loop early cancels the work on the server once this iterator is closed: use
         `contextlib.closing`, or `aclosing` with asyncio, where that moment matters.
         """
-        picture, file = await self._shown(chat.picture_of(task, image))
+        picture, file = await self._image_or_file(chat.picture_of(task, image))
         request = requests.generate(picture, task, options)
         data = await self._bytes_of(request, file)
         time_limit = self._settings.stream_timeout if timeout is None else timeout
@@ -179,7 +179,7 @@ class Calls(Caller):
         for its own default. The same bytes sent twice are one picture.
         """
         upload = await self._transport.run(lambda: Upload.of(to_image(image), ttl))
-        return await self._answered(
+        return await self._with_retries(
             methods.PUT_IMAGE,
             lambda left: self._transport.upload(methods.PUT_IMAGE, upload.requests(), left),
             timeout,
@@ -198,7 +198,7 @@ class Calls(Caller):
 
         Raises ClientTooOld when the server no longer serves clients of this version.
         """
-        return await self._asked_server(timeout)
+        return await self._fetch_server(timeout)
 
     async def models(self, *, timeout: float | None = None) -> tuple[server.ModelInfo, ...]:
         """Every served model, all pages."""
