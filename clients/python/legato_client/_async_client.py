@@ -42,14 +42,30 @@ def _session(
 
 
 class AsyncClient(ConfiguredClient):
-    """Talks to one Legato server from an asyncio program.
+    """An asyncio client of one Legato server.
 
-    `target` is any gRPC name ("host:port", "dns:///name:port", "unix:/path"). `timeout` and
-    `stream_timeout` (seconds) hold for calls that bring none. Without `credentials` the connection
-    is not encrypted. `priority` and `tenant` go with every call. The channel opens at the first
-    call, in the loop that makes it.
+        async with AsyncClient("127.0.0.1:50051", timeout=10) as client:
+            result = await client.detect("street.jpg", "bicycle")
+            async for event in client.generate("street.jpg", CaptionTask()):
+                ...
 
-    Calls raise `LegatoError`; an unreadable picture raises what `to_image` names.
+    The channel opens at the first call, in the loop that makes it.
+
+    Args:
+        target: Any gRPC name ("host:port", "dns:///name:port", "unix:/path"); None takes
+            `LEGATO_SERVER` from the environment, else the local default port.
+        timeout: Seconds for a unary call that names none.
+        stream_timeout: Seconds for `generate` that names none.
+        credentials: TLS credentials; without them the connection is not encrypted.
+        token: Bearer token sent with every call.
+        priority: -100 to 100, sent with every call; higher goes first.
+        tenant: The tenant that calls are counted for, sent with every call.
+        metadata: Further metadata sent with every call.
+        max_message_bytes: The largest message that either side may send.
+
+    Raises:
+        LegatoError: From every call that fails; see `legato_client._errors`.
+        TypeError, ValueError, OSError: From calls whose image cannot be read.
     """
 
     query = _async(ClientMethods.query)

@@ -61,13 +61,14 @@ def _session(plan: Callable[P, SessionPlan]) -> Callable[Concatenate[Client, P],
 
 
 class Client(ConfiguredClient):
-    """Talks to one Legato server from a blocking program; safe to share between threads.
+    """A blocking client of one Legato server; safe to share between threads.
 
-    `target` is any gRPC name ("host:port", "dns:///name:port", "unix:/path"). `timeout` and
-    `stream_timeout` (seconds) hold for calls that bring none. Without `credentials` the connection
-    is not encrypted. `priority` and `tenant` go with every call.
+        with Client("127.0.0.1:50051", timeout=10) as client:
+            result = client.detect("street.jpg", "bicycle")
+            for event in client.generate("street.jpg", CaptionTask()):
+                ...
 
-    Calls raise `LegatoError`; an unreadable picture raises what `to_image` names.
+    The arguments and errors are those of `AsyncClient`.
     """
 
     query = _blocking(ClientMethods.query)

@@ -36,10 +36,10 @@ class ClientMethods(BaseClient):
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
     ) -> results.QueryResult:
-        """Answer a question, about the picture when there is one."""
+        """Answer a question, about the image when there is one."""
         task = _tasks.QueryTask(question, reasoning, tuple(spatial_refs), sampling)
-        picture, file = await self._image_or_file(image)
-        request = requests.query(picture, task, options)
+        message, file = await self._image_or_file(image)
+        request = requests.query(message, task, options)
         return await self._unary(methods.QUERY, request, timeout, file)
 
     async def chat(
@@ -51,15 +51,15 @@ class ClientMethods(BaseClient):
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
     ) -> results.QueryResult:
-        """Answer the last question of a conversation, about the picture that a message shows.
+        """Answer the last question of a conversation, about the image that a message shows.
 
         The server keeps nothing of it: the next call brings this answer as a message of the
         assistant. To stream, `generate` a `QueryTask` with these messages.
         """
         task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
-        image = chat.picture_of(task, None)
-        picture, file = await self._image_or_file(image)
-        request = requests.query(picture, task, options)
+        image = chat.image_of(task, None)
+        message, file = await self._image_or_file(image)
+        request = requests.query(message, task, options)
         return await self._unary(methods.QUERY, request, timeout, file)
 
     async def caption(
@@ -71,10 +71,10 @@ class ClientMethods(BaseClient):
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
     ) -> results.CaptionResult:
-        """Describe the picture."""
+        """Describe the image."""
         task = _tasks.CaptionTask(length, sampling)
-        picture, file = await self._image_or_file(image)
-        request = requests.caption(picture, task, options)
+        message, file = await self._image_or_file(image)
+        request = requests.caption(message, task, options)
         return await self._unary(methods.CAPTION, request, timeout, file)
 
     async def detect(
@@ -89,8 +89,8 @@ class ClientMethods(BaseClient):
     ) -> results.DetectResult:
         """Box every instance of `object`."""
         task = _tasks.DetectTask(object, max_objects, sampling)
-        picture, file = await self._image_or_file(image)
-        request = requests.detect(picture, task, options)
+        message, file = await self._image_or_file(image)
+        request = requests.detect(message, task, options)
         return await self._unary(methods.DETECT, request, timeout, file)
 
     async def point(
@@ -106,8 +106,8 @@ class ClientMethods(BaseClient):
     ) -> results.PointResult:
         """Point at every instance of `object`."""
         task = _tasks.PointTask(object, max_objects, tuple(spatial_refs), sampling)
-        picture, file = await self._image_or_file(image)
-        request = requests.point(picture, task, options)
+        message, file = await self._image_or_file(image)
+        request = requests.point(message, task, options)
         return await self._unary(methods.POINT, request, timeout, file)
 
     async def segment(
@@ -122,8 +122,8 @@ class ClientMethods(BaseClient):
     ) -> results.SegmentResult:
         """Outline `object`."""
         task = _tasks.SegmentTask(object, tuple(spatial_refs), sampling)
-        picture, file = await self._image_or_file(image)
-        request = requests.segment(picture, task, options)
+        message, file = await self._image_or_file(image)
+        request = requests.segment(message, task, options)
         return await self._unary(methods.SEGMENT, request, timeout, file)
 
     async def run_tasks(
@@ -134,12 +134,12 @@ class ClientMethods(BaseClient):
         options: _tasks.Options = _DEFAULT_OPTIONS,
         timeout: float | None = None,
     ) -> tuple[responses.TaskOutcome, ...]:
-        """Several tasks on one picture, encoded once: one outcome per task, in the same order.
+        """Several tasks on one image, encoded once: one outcome per task, in the same order.
 
         A task that failed alone has its `LegatoError` as its outcome; nothing is raised for it.
         """
-        picture, file = await self._image_or_file(image)
-        request = requests.run_tasks(picture, tasks, options)
+        message, file = await self._image_or_file(image)
+        request = requests.run_tasks(message, tasks, options)
         return await self._unary(methods.RUN_TASKS, request, timeout, file)
 
     async def generate(
@@ -155,8 +155,8 @@ class ClientMethods(BaseClient):
         Leaving the loop early cancels the work on the server once this iterator is closed: use
         `contextlib.closing`, or `aclosing` with asyncio, where that moment matters.
         """
-        picture, file = await self._image_or_file(chat.picture_of(task, image))
-        request = requests.generate(picture, task, options)
+        message, file = await self._image_or_file(chat.image_of(task, image))
+        request = requests.generate(message, task, options)
         data = await self._bytes_of(request, file)
         time_limit = self._settings.stream_timeout if timeout is None else timeout
         reader = methods.EventReader()
@@ -168,15 +168,15 @@ class ClientMethods(BaseClient):
                     yield event
         yield reader.end()
 
-    # ------------------------------------------------------------ pictures
+    # ------------------------------------------------------------ images
 
     async def put_image(
         self, image: ImageInput, *, ttl: float | None = None, timeout: float | None = None
     ) -> HeldImage:
-        """Upload a picture once, to ask about it many times.
+        """Upload an image once, to ask about it many times.
 
-        The value stands for the picture in every call. The server holds it for `ttl` seconds, or
-        for its own default. The same bytes sent twice are one picture.
+        The value stands for the image in every call. The server holds it for `ttl` seconds, or
+        for its own default. The same bytes sent twice are one image.
         """
         upload = await self._transport.run(lambda: Upload.of(to_image(image), ttl))
         return await self._with_retries(
@@ -186,7 +186,7 @@ class ClientMethods(BaseClient):
         )
 
     async def delete_image(self, image: CachedImage | str, *, timeout: float | None = None) -> None:
-        """Make the server forget a picture, by its value or id; NotFound when it is not held."""
+        """Make the server forget an image, by its value or id; NotFound when it is not held."""
         image_id = image.image_id if isinstance(image, CachedImage) else image
         request = image_pb2.DeleteImageRequest(image_id=image_id)
         await self._unary(methods.DELETE_IMAGE, request, timeout)

@@ -27,13 +27,21 @@ from legato_client._values.session import Answer, SessionStats, SessionTerms
 
 
 class Session:
-    """Frames in, answers out, over one stream; made by `Client.session`.
+    """A stream of frames and their results; made by `Client.session`.
 
-    Send from one thread and iterate in another, or in one thread if you keep reading: the server
-    lets only so many frames be under way. A thread of its own reads the stream, another of gRPC's
-    writes it, so that neither side waits for the other.
+        with client.session([DetectTask("cup")], max_frame_age=0.2) as session:
+            session.send(frame)
+            for answer in session:
+                ...
 
-    Iterating ends when the session is finished or closed, and raises what it failed with.
+    Send from one thread and iterate in another, or in one thread if you keep reading, because the
+    server's credits limit the frames in flight. One thread reads the stream and one of gRPC's
+    threads writes it, so that neither direction blocks the other.
+
+    Iterating ends when the session is finished or closed.
+
+    Raises:
+        LegatoError: From iterating and sending, once the session has failed.
     """
 
     def __init__(
@@ -113,11 +121,11 @@ class Session:
             self._state.reserve()
         slot = image if isinstance(image, SharedFrame) else None
         try:
-            picture = run(self._calls.image_message(image))
+            message = run(self._calls.image_message(image))
             with self._changed:
                 self._state.check_takes_frames()
                 sequence, message = self._state.frame(
-                    picture, slot, stamp, extra_tasks, skip_standing_tasks, must_run
+                    message, slot, stamp, extra_tasks, skip_standing_tasks, must_run
                 )
                 self._requests.put(message)
         except BaseException:
@@ -204,7 +212,7 @@ class Session:
             self._state.check_open()
 
     def _wait(self, end: float | None = None) -> None:
-        """Wait for a message until `end`; whoever waits also sees that the server fell silent."""
+        """Wait for a message until `end`; end the session if the server has fallen silent."""
         patience = self._state.patience
         limits = [] if end is None else [end]
         if patience is not None:

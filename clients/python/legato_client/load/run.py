@@ -1,4 +1,4 @@
-"""A plan carried out by processes of its own, so that asking slows down nobody's asking."""
+"""Runs a plan in sender processes, so that no sender slows another down."""
 
 from __future__ import annotations
 
