@@ -181,7 +181,7 @@ def test_engine_lost(legato, picture, server):
 
 
 def test_no_server(picture, capsys):
-    """Nobody listening exits with 4 and says how to start a server."""
+    """Without a listening server the command exits with 4 and says how to start one."""
     status = main(["detect", picture, "cat", "--server", "127.0.0.1:1"])
     assert status == 4
     assert "legato serve" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_demo(scene, service, tmp_path, capsys):
 def test_server_that_does_not_start(scene, service, capsys):
     """A server that ends while starting fails the demo and shows the end of its log.
 
-    Options behind `--` reach the server.
+    Options after `--` reach the server.
     """
     service("crash")
     assert main(["demo", "--image", str(scene), "--", "--device", "abacus"]) == 4
