@@ -168,7 +168,7 @@ class Run(SilentSink):
         load, now = self._scheduler.load(), self._now()
         self._kv_use.append((now, load.pages_used / load.pages_total))
         for row in record.launch.plan.rows:
-            drafting = row.sequence.drafting
+            drafting = row.sequence.draft_stats
             if drafting is None:
                 continue
             averages = self._averages.setdefault(row.sequence.request.request_id, [])
@@ -188,7 +188,7 @@ class Run(SilentSink):
         tried = accepted + sum(each.rejected for each in records)
         gaps = [gap * _MS for task in tasks for gap in np.diff(task.times)]
         firsts = [task.times[0] - at for task, at in zip(tasks, self._submitted, strict=True)]
-        histories = [s.drafting.block_size_history for s in self.sequences if s.drafting]
+        histories = [s.draft_stats.block_size_history for s in self.sequences if s.draft_stats]
         blocks = [size for history in histories for size in history] or [0]
         num_tokens = sum(map(len, self.tokens))
         forward_ms, sample_ms = self._device_times()
@@ -241,7 +241,7 @@ class Run(SilentSink):
                 (now, size, average)
                 for (now, average), size in zip(
                     self._averages.get(sequence.request.request_id, ()),
-                    sequence.drafting.block_size_history if sequence.drafting else (),
+                    sequence.draft_stats.block_size_history if sequence.draft_stats else (),
                     strict=True,
                 )
             ]

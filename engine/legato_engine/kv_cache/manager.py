@@ -113,7 +113,7 @@ class KVCacheManager:
         if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
         available = self._room.num_pages - self._num_growing()
-        if available <= sequence.refused_at:
+        if available <= sequence.pages.refused_at:
             return False
         match = self._sharing.match(sequence)
         if match is not None and not match.node.ready:
@@ -123,12 +123,12 @@ class KVCacheManager:
             and self._room.fits(sequence, self._sharing.uncopied(match), available)
         )
         if not fits:
-            sequence.refused_at = available
+            sequence.pages.refused_at = available
         return fits
 
     def lacks_adapter_slot(self, sequence: Sequence) -> bool:
         """Whether its adapter has no slot now and can have none until a holder goes."""
-        return bool(sequence.adapter_key) and not self._adapters.can_acquire(sequence.adapter_key)
+        return bool(sequence.adapter.key) and not self._adapters.can_acquire(sequence.adapter.key)
 
     def finds_image_prefix(self, sequence: Sequence) -> bool:
         """Whether `admit` would find its picture, if it has one: its prefill computes none."""
@@ -141,10 +141,10 @@ class KVCacheManager:
         """
         assert sequence.row < 0, f"sequence {sequence.seq_id} is admitted twice"
         work = self._admit_pages(sequence)
-        if not sequence.adapter_key:
+        if not sequence.adapter.key:
             return work
-        adapter = self._adapters.acquire(sequence.adapter_key)
-        sequence.adapter_slot = adapter.slot
+        adapter = self._adapters.acquire(sequence.adapter.key)
+        sequence.adapter.slot = adapter.slot
         return work if adapter.ready else dataclasses.replace(work, write_adapter=True)
 
     def _admit_pages(self, sequence: Sequence) -> PrefillWork:
@@ -161,14 +161,14 @@ class KVCacheManager:
         holding.private.update(private)
         self._held[sequence] = holding
         sequence.row = self._rows.allocate()
-        sequence.refused_at = 0
-        sequence.page_ids = shared + private
-        sequence.capacity = len(sequence.page_ids) * self._page_size
+        sequence.pages.refused_at = 0
+        sequence.pages.ids = shared + private
+        sequence.pages.capacity = len(sequence.pages.ids) * self._page_size
         self._tally.admitted(sequence, 0 if match is None else match.length)
         compute: tuple[int, ...] = ()
-        if sequence.num_cached == 0:
+        if sequence.pages.cached_length == 0:
             unit = holding.node.pages if holding.node is not None else ()
-            compute = unit or sequence.page_ids[: self._room.pages_for(sequence.prefix_length)]
+            compute = unit or sequence.pages.ids[: self._room.pages_for(sequence.prefix_length)]
         source = holding.source
         return PrefillWork(compute, None if source is None else (source.pages[-1], private[0]))
 
@@ -184,8 +184,8 @@ class KVCacheManager:
         So they may its adapter, which the same launch has written where it had to be.
         """
         self._sharing.launched(sequence, self._held[sequence])
-        if sequence.adapter_key:
-            self._adapters.launched(sequence.adapter_key)
+        if sequence.adapter.key:
+            self._adapters.launched(sequence.adapter.key)
 
     # ------------------------------------------------------------ growth
 
@@ -196,11 +196,11 @@ class KVCacheManager:
             page = holding.draft.pop(0)
         elif self._room.num_pages > 0 or self._sharing.merge(sequence, holding):
             (page,) = self._room.take(1)
-            sequence.page_ids += (page,)
+            sequence.pages.ids += (page,)
         else:
             return False
         holding.private.add(page)
-        sequence.capacity += self._page_size
+        sequence.pages.capacity += self._page_size
         self._sharing.publish(sequence, holding)
         return True
 
@@ -211,14 +211,14 @@ class KVCacheManager:
         who still grows. `length` is at most `sequence.max_length`.
         """
         assert length <= sequence.max_length, f"{length} positions are more than it may ever have"
-        missing = self._room.pages_for(length) - len(sequence.page_ids)
+        missing = self._room.pages_for(length) - len(sequence.pages.ids)
         if missing <= 0:
             return True
         if missing + self._num_growing(besides=sequence) > self._room.num_pages:
             return False
         pages = self._room.take(missing)
         self._held[sequence].draft.extend(pages)
-        sequence.page_ids += pages
+        sequence.pages.ids += pages
         self._tally.drafted += missing
         return True
 
@@ -230,15 +230,15 @@ class KVCacheManager:
         caller plans nothing behind what is left until it reserves again.
         """
         draft = self._held[sequence].draft
-        num_committed = len(sequence.page_ids) - len(draft)
+        num_committed = len(sequence.pages.ids) - len(draft)
         kept = max(0, self._room.pages_for(length) - num_committed)
         assert kept <= len(draft), f"{length} positions stand without a page"
         for _ in range(kept):
             self.grow(sequence)
         held = max(num_committed + kept, self._room.pages_for(reserved))
-        rejected = sequence.page_ids[held:]
+        rejected = sequence.pages.ids[held:]
         self._tally.discarded += len(rejected)
-        sequence.page_ids = sequence.page_ids[:held]
+        sequence.pages.ids = sequence.pages.ids[:held]
         self._pool.free(rejected)
         del draft[len(draft) - len(rejected) :]
 
@@ -263,13 +263,13 @@ class KVCacheManager:
         holding = self._held.pop(sequence)
         self._sharing.release(sequence, holding)
         self._pool.free(holding.private)
-        if sequence.adapter_key:
-            self._adapters.release(sequence.adapter_key)
+        if sequence.adapter.key:
+            self._adapters.release(sequence.adapter.key)
         self._rows.free(sequence.row)
-        sequence.adapter_slot = NO_ADAPTER
-        sequence.row = sequence.last_position = -1
-        sequence.page_ids = ()
-        sequence.capacity = 0
+        sequence.adapter.slot = NO_ADAPTER
+        sequence.row = -1
+        sequence.pages.ids = ()
+        sequence.pages.capacity = 0
 
     def preempt(self, sequence: Sequence) -> None:
         """Release a sequence that will be admitted again."""
@@ -283,7 +283,7 @@ class KVCacheManager:
     def _num_growing(self, besides: Sequence | None = None) -> int:
         """Who may need one more page."""
         return sum(
-            each.capacity < each.max_length
+            each.pages.capacity < each.max_length
             for each in self._held
             if not each.finalized and each is not besides
         )

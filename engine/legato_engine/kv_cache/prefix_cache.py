@@ -82,13 +82,13 @@ class PrefixCache:
         if node is None or not node.attached or holding.forgotten:
             return
         # What is launched stands up to `last_position` at least, and its drafts are not its own.
-        known = min(sequence.length, sequence.last_position, sequence.capacity)
+        known = min(sequence.length, sequence.progress.last_position, sequence.pages.capacity)
         while node.length < known:
             stop = (node.length // size + 1) * size
             if stop > known and not partial:
                 break
             stop = min(stop, known)
-            page = sequence.page_ids[node.length // size]
+            page = sequence.pages.ids[node.length // size]
             child = self._tree.extend(node, sequence.keys(node.length, stop), page)
             self._tree.hold(child, above=node)
             holding.node = node = child
@@ -107,7 +107,7 @@ class PrefixCache:
             (node, page)
             for node in path
             if node.holders == 1
-            and (page := sequence.page_ids[(node.length - 1) // self._page_size]) not in node.pages
+            and (page := sequence.pages.ids[(node.length - 1) // self._page_size]) not in node.pages
         ]
         for node, page in doubles:
             self._swap(holding, node, page)
@@ -143,4 +143,4 @@ class PrefixCache:
 
 def _namespace(sequence: Sequence) -> Namespace:
     assert sequence.prefix_key is not None, "what shares nothing has no namespace"
-    return Namespace(sequence.adapter_key, sequence.prefix_key)
+    return Namespace(sequence.adapter.key, sequence.prefix_key)

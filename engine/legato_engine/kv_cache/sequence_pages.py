@@ -42,10 +42,10 @@ def check_owners(
         owners += [*holding.private, *holding.draft]
         nodes_held = [node for node in (holding.node, holding.source) if node is not None]
         forgotten.update(each for node in nodes_held for each in node.path if each not in nodes)
-        table, num_draft = sequence.page_ids, len(holding.draft)
+        table, num_draft = sequence.pages.ids, len(holding.draft)
         assert len(set(table)) == len(table), "a page is listed twice"
         assert table[len(table) - num_draft :] == tuple(holding.draft), "drafts are not last"
         assert holding.private <= set(table), "holds a page that it does not list"
-        assert sequence.capacity == (len(table) - num_draft) * page_size
+        assert sequence.pages.capacity == (len(table) - num_draft) * page_size
     owners += [page for node in forgotten for page in node.pages]
     assert sorted(owners) == list(range(1, pool.num_usable + 1)), "a page has not one owner"

@@ -70,7 +70,7 @@ class EncoderRunner:
 
     def encode(self, slot: int, index: int, row: Row, stop: int) -> None:
         """The crops of one picture up to `stop` that are not encoded yet."""
-        encoder, image, first = self._encoder, row.sequence.pixels, row.prefix.first_crop
+        encoder, image, first = self._encoder, row.sequence.inputs.image, row.prefix.first_crop
         if first == 0:
             place = self._place(slot, index)
             encoder.stage(place, image)
@@ -91,7 +91,7 @@ class EncoderRunner:
     def cache(self, slot: int, rows: Sequence[Row]) -> None:
         """Their keys and values, once the slot's prompts are uploaded and adapters written."""
         bank = self._bank
-        ranks = [bank.bucket(row.sequence.adapter_rank) if bank is not None else 0 for row in rows]
+        ranks = [bank.bucket(row.sequence.adapter.rank) if bank is not None else 0 for row in rows]
         apart = [(index, 1) for index in range(len(rows))]
         for first, count in _stacks(len(rows)) if self._stacks and not any(ranks) else apart:
             if count > 1:

@@ -180,7 +180,7 @@ class KernelBackend:
         included if that is all.
         """
         tokens, start = fed_tokens(row), row.position
-        if row.prefix.compute_pages and row.sequence.pixels is None:
+        if row.prefix.compute_pages and row.sequence.inputs.image is None:
             tokens, start = [(self._model.bos_token, NO_PAYLOAD), *tokens], 0
         elif row.prefix.compute_pages and not row.encodes:
             self._device.compute.submit(step.run_prefix)
@@ -191,7 +191,7 @@ class KernelBackend:
     ) -> None:
         """One forward after another, each staged apart; the last one is sampled from."""
         buffers, scratch = self._slots[slot], self._state.scratch_row
-        adapted = any(row.sequence.adapter_key for row in sampled)
+        adapted = any(row.sequence.adapter.key for row in sampled)
         for copy, tokens in enumerate(passes):
             bucket, is_last = bucket_for(self.buckets, len(tokens)), copy == len(passes) - 1
             if is_last:

@@ -240,7 +240,7 @@ class ModelRunner:
         """The rank to run for all rows, 0 when none has an adapter."""
         if self._adapters is None:
             return 0
-        return self._adapters.bucket(max((row.sequence.adapter_rank for row in rows), default=0))
+        return self._adapters.bucket(max((row.sequence.adapter.rank for row in rows), default=0))
 
     def _grow(self, index: int, decodes: Sequence[Row]) -> None:
         """Tell the device of the pages that these are the first to name."""

@@ -38,10 +38,10 @@ def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
         first = end
         pages = row.prefix.compute_pages
         staged["prefix_pages"][place, : len(pages)] = pages
-        staged["pages"][place, : len(sequence.page_ids)] = sequence.page_ids
+        staged["pages"][place, : len(sequence.pages.ids)] = sequence.pages.ids
         if row.prefix.copy_tail is not None:
             staged["copied"][place] = row.prefix.copy_tail
-        staged["adapter_slot"][place] = sequence.adapter_slot
+        staged["adapter_slot"][place] = sequence.adapter.slot
         sampling = sequence.task.sampling
         staged["row"][place] = sequence.row
         staged["seed"][place] = (sampling.seed or 0) & ((1 << 63) - 1)
@@ -102,13 +102,15 @@ class PrefillStep:
         self._model = model
         self._kv = kv
         self._slot = slot
-        self._pixels = row.sequence.pixels
+        self._pixels = row.sequence.inputs.image
         self._prefix = row.prefix
         self._start = row.position
-        self._num_pages = len(row.sequence.page_ids)
-        self._adapter_slot = row.sequence.adapter_slot
-        self._adapter: Adapter | None = row.sequence.adapter if row.prefix.write_adapter else None
-        rank = bank.bucket(row.sequence.adapter_rank) if bank is not None else 0
+        self._num_pages = len(row.sequence.pages.ids)
+        self._adapter_slot = row.sequence.adapter.slot
+        self._adapter: Adapter | None = (
+            row.sequence.inputs.adapter if row.prefix.write_adapter else None
+        )
+        rank = bank.bucket(row.sequence.adapter.rank) if bank is not None else 0
         self._bank = bank if rank else None
         slot_1 = slot.prompt.device["adapter_slot"][place : place + 1]
         self._adapters = bank.rows(slot_1, rank) if bank is not None and rank else None

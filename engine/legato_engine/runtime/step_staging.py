@@ -56,7 +56,7 @@ class StepStaging:
         staged["page"].fill(0)
         for place, (sequence, page) in enumerate(grown):
             staged["entry"][place] = sequence.row * self._max_pages + page
-            staged["page"][place] = sequence.page_ids[page]
+            staged["page"][place] = sequence.pages.ids[page]
         return True
 
     def constraints(self, slot: DecodeSlot, rows: Sequence[Row], constraints: Sequence[int]) -> int:

@@ -65,7 +65,7 @@ class Admission:
 
     def completed(self, sequence: Sequence) -> None:
         """A sequence has just been served."""
-        self._wait.completed(self._clock.now() - sequence.prefill_start)
+        self._wait.completed(self._clock.now() - sequence.timing.prefill_start)
 
     def estimated_wait(self) -> float:
         """Seconds a request arriving now would wait behind all others; 0 while that is unknown."""

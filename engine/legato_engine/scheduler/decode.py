@@ -53,8 +53,8 @@ class DecodePlanner:
         """Whether anybody who decodes reads tokens one by one, with a page for the next or not."""
         return any(
             sequence.request.deltas
-            and sequence.last_position >= 0
-            and sequence.num_launched < sequence.task.max_tokens
+            and sequence.progress.last_position >= 0
+            and sequence.progress.num_launched < sequence.task.max_tokens
             and not sequence.preempted
             for sequence in self._running
         )
@@ -64,8 +64,8 @@ class DecodePlanner:
         return [
             sequence
             for sequence in self._running
-            if 0 <= sequence.last_position < sequence.capacity
-            and sequence.num_launched < sequence.task.max_tokens
+            if 0 <= sequence.progress.last_position < sequence.pages.capacity
+            and sequence.progress.num_launched < sequence.task.max_tokens
             and sequence.inflight_refs < 2
             and not sequence.preempted
         ]
@@ -75,8 +75,8 @@ class DecodePlanner:
         return [
             sequence
             for sequence in self._running
-            if sequence.last_position >= sequence.capacity
-            and sequence.num_launched < sequence.task.max_tokens
+            if sequence.progress.last_position >= sequence.pages.capacity
+            and sequence.progress.num_launched < sequence.task.max_tokens
             and not sequence.preempted
         ]
 
@@ -84,7 +84,12 @@ class DecodePlanner:
         """Those of the batch that have pages for all they may write."""
         drafts = self._drafts(batch, block_sizes)
         rows = (
-            Row(sequence, sequence.last_position, num_drafts=size, slack=sequence.num_drafted)
+            Row(
+                sequence,
+                sequence.progress.last_position,
+                num_drafts=size,
+                slack=sequence.progress.inflight_drafts,
+            )
             for sequence, size in zip(batch, drafts, strict=False)
         )
         return tuple(row for each in rows if (row := self._with_pages(each)) is not None)
@@ -106,7 +111,7 @@ class DecodePlanner:
 
 
 def _plain(batch: Many[Sequence]) -> tuple[Row, ...]:
-    positions = [sequence.last_position for sequence in batch]
+    positions = [sequence.progress.last_position for sequence in batch]
     # Every tick makes all rows anew, and `_make` costs half of a call that fills defaults in.
     parts = zip(batch, positions, repeat(1), repeat(NO_PREFIX_WORK), repeat(0), repeat(0))
     return tuple(map(Row._make, parts))
@@ -114,4 +119,4 @@ def _plain(batch: Many[Sequence]) -> tuple[Row, ...]:
 
 def _most(sequence: Sequence) -> int:
     """Tokens that its task may still sample beyond the next one."""
-    return sequence.task.max_tokens - sequence.num_launched - 1
+    return sequence.task.max_tokens - sequence.progress.num_launched - 1

@@ -145,7 +145,7 @@ class PrefillPlanner:
         """Whether so many wait, and decode so little, that more pictures may join a launch."""
         if self._limits.pictures == 1 or len(self._queue) < self._limits.crowd:
             return False
-        return all(row.sequence.num_launched < _FIRST_TOKENS for row in riding)
+        return all(row.sequence.progress.num_launched < _FIRST_TOKENS for row in riding)
 
     def _joins(self, sequence: Sequence, num_tokens: int, num_rows: int) -> bool:
         """Whether its prompt fits a launch beside so many tokens of others, in so many rows."""
@@ -171,5 +171,5 @@ def _most_fed(sequence: Sequence) -> int:
 
 def _prefill_row(sequence: Sequence, work: PrefillWork) -> Row:
     """Feed what is not found: the rest of the prompt, and of the answer after a preemption."""
-    position = max(sequence.num_cached, sequence.prefix_length)
+    position = max(sequence.pages.cached_length, sequence.prefix_length)
     return Row(sequence, position, sequence.length - position, work)

@@ -49,6 +49,7 @@ class Running:
         del self._members[sequence]
         self._manager.preempt(sequence)
         sequence.preempted = False
+        sequence.progress.last_position = -1
         sequence.status = SequenceStatus.WAITING
         self._queue.add(sequence)
 
@@ -68,7 +69,9 @@ class Running:
         if any(each.preempted for each in self._members):
             return False
         manager = self._manager
-        victims = (s for s in self._members if s.last_position >= 0 and manager.frees_pages(s))
+        victims = (
+            s for s in self._members if s.progress.last_position >= 0 and manager.frees_pages(s)
+        )
         victim = min(victims, key=standing, default=sequence)
         if standing(victim) >= standing(sequence):
             return False
@@ -81,4 +84,4 @@ class Running:
 
 def standing(sequence: Sequence) -> tuple[int, float, int]:
     """Who keeps its pages: the higher priority, then the earlier arrival. No two are equal."""
-    return (sequence.request.priority, -sequence.arrival, -sequence.seq_id)
+    return (sequence.request.priority, -sequence.timing.arrival, -sequence.seq_id)

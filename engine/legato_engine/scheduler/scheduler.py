@@ -24,7 +24,7 @@ from legato_engine.scheduler.running import Running
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import Observer, StepRecord
 from legato_engine.scheduler.waiting import WaitingQueue
-from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.sequence import NO_INPUTS, Sequence, SequenceStatus
 
 FREE = 0
 """The constraint that allows every token."""
@@ -127,9 +127,9 @@ class Scheduler:
             return
         now = self._clock.now()
         if sequence.num_committed == 0:
-            sequence.first_token = now
-        if sequence.status is SequenceStatus.WAITING and not sequence.num_preemptions:
-            sequence.prefill_start = now
+            sequence.timing.first_token = now
+        if sequence.status is SequenceStatus.WAITING and not sequence.pages.num_preemptions:
+            sequence.timing.prefill_start = now
             self._sink.started(sequence)
         if not sequence.finalized:
             self._finalize(sequence)
@@ -226,10 +226,10 @@ class Scheduler:
         launch = self._pipeline.launch(plan)
         self._runner.forward(launch)
         for sequence, position, num_tokens, _, num_drafts, _ in plan.sampled_rows:
-            sequence.num_launched += 1
-            sequence.last_position = position + num_tokens
-            if num_drafts:
-                sequence.num_drafted += num_drafts
+            progress = sequence.progress
+            progress.num_launched += 1
+            progress.last_position = position + num_tokens
+            progress.inflight_drafts += num_drafts
         if plan.kind is not LaunchKind.DECODE:
             self._advance(launch)
         self._records.append(StepRecord(launch, plan_start, plan_end, self._clock.perf_ns()))
@@ -248,8 +248,8 @@ class Scheduler:
             sequence.status = SequenceStatus.PREFILLING
             self._running.add(sequence)
         for sequence in starting:
-            if not (sequence.finalized or sequence.num_preemptions):
-                sequence.prefill_start = now
+            if not (sequence.finalized or sequence.pages.num_preemptions):
+                sequence.timing.prefill_start = now
                 self._sink.started(sequence)
 
     def _sample(self, launch: Launch) -> None:
@@ -299,13 +299,13 @@ class Scheduler:
         assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
         sequence.finalized = True
         del self._live[sequence.request.request_id]
-        if sequence.last_position < 0:
+        if sequence.progress.last_position < 0:
             self._prefill.remove(sequence)
         if sequence.status is not SequenceStatus.WAITING:
             self._running.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         # Observers may keep the launch, and it the sequence.
-        sequence.pixels = sequence.adapter = None
+        sequence.inputs = NO_INPUTS
 
 
 def deadline_of(request: Request) -> float:

@@ -35,18 +35,18 @@ class PolicyBlockSizes:
 
     def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
         """See `BlockSizes`."""
-        record = sequence.drafting
+        record = sequence.draft_stats
         assert record is not None, f"sequence {sequence.seq_id} drafted without being planned to"
         record.block_size_history.append(proposed)
         self._policy.update(record, accepted, proposed)
 
     def _record(self, sequence: Sequence, under_pressure: bool) -> DraftStats:
-        record = sequence.drafting
+        record = sequence.draft_stats
         is_first = record is None
         if record is None:
-            record = sequence.drafting = DraftStats(ema_acceptance_rate=OPTIMISTIC)
+            record = sequence.draft_stats = DraftStats(ema_acceptance_rate=OPTIMISTIC)
         record.under_pressure = under_pressure
-        record.num_left = sequence.task.max_tokens - sequence.num_launched
+        record.num_left = sequence.task.max_tokens - sequence.progress.num_launched
         if is_first:
             self._policy.begin(record)
         return record

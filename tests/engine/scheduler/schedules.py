@@ -51,7 +51,7 @@ def sampled(seed: int, constraint: int, contents: Sequence[int], payload: bool) 
 def prefix_contents(sequence: EngineSequence) -> list[int]:
     """KV of BOS and the picture: everything that decides it, and nothing else."""
     key = sequence.prefix_key or ""
-    return [hash((*sequence.adapter_key.encode(), *key.encode(), n)) for n in range(length_of(key))]
+    return [hash((*sequence.adapter.key.encode(), *key.encode(), n)) for n in range(length_of(key))]
 
 
 def content(before: int, token: TokenKey | SampledToken) -> int:
@@ -118,7 +118,7 @@ class ReadingRunner:
         sequence, lanes = row.sequence, list[Lane]()
         table, position = self._tables[sequence.row], self._newest[sequence.row]
         assert 0 <= position - row.position <= row.slack, "stands where it was not foreseen"
-        table.update((place, sequence.page_ids[place]) for place in row.new_pages(PAGE))
+        table.update((place, sequence.pages.ids[place]) for place in row.new_pages(PAGE))
         fed: TokenKey = self._last[sequence.row][:2]
         most = min(row.num_drafts, sequence.max_length - 1 - position)
         num_drafts = self._draw.randint(0, most) if most > 0 else most
@@ -151,9 +151,9 @@ class ReadingRunner:
 
     def _prefill(self, row: Row) -> Lane:
         sequence, work = row.sequence, row.prefix
-        self._tables[sequence.row] = dict(enumerate(sequence.page_ids))
+        self._tables[sequence.row] = dict(enumerate(sequence.pages.ids))
         if work.compute_pages:
-            assert sequence.pixels is not None, "its picture is gone"
+            assert sequence.inputs.image is not None, "its picture is gone"
             broken = self._breaks()
             for position, written in enumerate(prefix_contents(sequence)):
                 page = self._slots(work.compute_pages[position // PAGE])
@@ -224,7 +224,7 @@ class Tally:
             for end in ended.values()
         )
         self.tokens += sum(s.num_committed for s in world.sequences)
-        self.cached += sum(s.cached_tokens for s in world.sequences)
+        self.cached += sum(s.pages.cached_tokens for s in world.sequences)
         self.preemptions += report.preemptions
         self.together += world.runner.num_together
         self.drafts += world.num_drafts
@@ -321,7 +321,7 @@ class Schedule:
         adapter = draw.choice(("", "", "tuned", "other"))
         if self.sequences and draw.random() < 0.3:  # the next turn of a conversation
             before = draw.choice(self.sequences)
-            key, adapter = before.prefix_key, before.adapter_key
+            key, adapter = before.prefix_key, before.adapter.key
             said = before.keys(before.prefix_length, before.length)
             prompt = [PromptToken(*token) for token in said] + self._words(2)
         task = FakeTask(
@@ -339,7 +339,7 @@ class Schedule:
             arrival=self.clock.now(),
             priority=draw.choice((0, 0, 1, 5)),
         )
-        sequence.adapter_key = adapter
+        sequence.adapter.key = adapter
         sequence.request = msgspec.structs.replace(sequence.request, deltas=not self.crowd)
         with contextlib.suppress(PromptTooLong):
             self.scheduler.submit(sequence)
@@ -360,7 +360,7 @@ class Schedule:
             prefix_length=sequence.prefix_length,
             arrival=self.clock.now(),
         )
-        again.adapter_key = sequence.adapter_key
+        again.adapter.key = sequence.adapter.key
         self.scheduler.submit(again)
         self.sequences.append(again)
 
@@ -383,7 +383,7 @@ class Schedule:
         elif what < 0.1:
             self.clock.advance(1.0)
         elif sequence.row >= 0 and not (sequence.finalized or self.speculates):
-            length = min(sequence.capacity + draw.randint(1, 9), sequence.max_length)
+            length = min(sequence.pages.capacity + draw.randint(1, 9), sequence.max_length)
             if self.manager.reserve_draft(sequence, length):
                 self.num_drafts += 1
                 if draw.random() < 0.7:

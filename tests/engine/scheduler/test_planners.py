@@ -30,11 +30,11 @@ def make_planner(
 def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -> Sequence:
     """A sequence of prefix 1 and prompt 3, `launched` samples planned."""
     sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=max_tokens))
-    sequence.num_launched = launched
-    sequence.last_position = sequence.prompt_length + launched - 1
+    sequence.progress.num_launched = launched
+    sequence.progress.last_position = sequence.prompt_length + launched - 1
     sequence.inflight_refs = refs
-    sequence.capacity = sequence.max_length
-    sequence.page_ids = tuple(range(1, -(-sequence.max_length // PAGE) + 1))
+    sequence.pages.capacity = sequence.max_length
+    sequence.pages.ids = tuple(range(1, -(-sequence.max_length // PAGE) + 1))
     return sequence
 
 
@@ -83,7 +83,7 @@ def test_decode_leaves_out_who_cannot_go_on() -> None:
     leaving = running(0, launched=1)
     leaving.preempted = True
     encoding = running(4, launched=2)
-    encoding.last_position = -1
+    encoding.progress.last_position = -1
     full = running(1, launched=8)
     ahead = running(2, launched=3, refs=2)
     last = running(3, launched=7)
@@ -94,7 +94,7 @@ def test_decode_leaves_out_who_cannot_go_on() -> None:
 def test_who_streams_does_so_without_a_page_too() -> None:
     """A picture is split for whoever reads token by token, though no page is free for the next."""
     waiting = running(0, launched=2)
-    waiting.capacity = waiting.last_position
+    waiting.pages.capacity = waiting.progress.last_position
     assert plain(waiting).streams
     waiting.preempted = True
     assert not plain(waiting).streams
@@ -135,14 +135,14 @@ def test_a_decode_drafts_no_more_than_its_task_may_sample() -> None:
 def test_a_row_foresees_the_last_position_it_may_write() -> None:
     """Behind launches that drafted it may start later, and never goes past its sequence's end."""
     sequence = running(0, launched=2, max_tokens=30, refs=1)
-    sequence.num_drafted = 3
+    sequence.progress.inflight_drafts = 3
     plan = speculating(Blocks(4), sequence).plan()
     assert plan is not None
     (row,) = plan.rows
     assert (row.position, row.slack, row.num_drafts) == (5, 3, 4)
     assert row.end == 5 + 3 + 5
-    sequence.num_launched = 28
-    sequence.last_position = sequence.prompt_length + 27
+    sequence.progress.num_launched = 28
+    sequence.progress.last_position = sequence.prompt_length + 27
     plan = speculating(Blocks(4), sequence).plan()
     assert plan is not None
     assert plan.rows[0].num_drafts == 1
@@ -161,7 +161,7 @@ def grown(seq_id: int, manager: KVCacheManager) -> Sequence:
     """Admitted with prefix 1 and prompt 3; its first token is launched, and its page is there."""
     sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=30))
     manager.admit(sequence)
-    sequence.num_launched, sequence.last_position = 1, sequence.prompt_length
+    sequence.progress.num_launched, sequence.progress.last_position = 1, sequence.prompt_length
     manager.launched(sequence)
     return sequence
 
@@ -183,12 +183,12 @@ def test_who_may_stand_behind_its_pages_waits_for_its_launch() -> None:
     """While it is not known how many stand, a row needs pages for the farthest case."""
     manager = KVCacheManager(5, PAGE, 2)  # two of two pages each
     first, second = grown(0, manager), grown(1, manager)
-    first.num_drafted, first.inflight_refs = 3, 1
+    first.progress.inflight_drafts, first.inflight_refs = 3, 1
     planner = speculating(Blocks(1), first, second, manager=manager)
     assert planned(planner.plan()) == [0, 1]
-    first.num_drafted = 4
+    first.progress.inflight_drafts = 4
     assert planned(planner.plan()) == [1]
-    first.num_drafted = 0
+    first.progress.inflight_drafts = 0
     assert planned(planner.plan()) == [0, 1]
 
 
@@ -209,7 +209,7 @@ def test_a_prefill_row_says_where_the_prompt_starts() -> None:
     plan = planner.plan()
     assert plan is not None
     pages = plan.rows[0].prefix.compute_pages
-    work = PrefillWork(pages, (pages[2], sequence.page_ids[2]))
+    work = PrefillWork(pages, (pages[2], sequence.pages.ids[2]))
     assert plan == Plan(LaunchKind.PREFILL, (Row(sequence, 9, 3, work),))
     assert len(planner) == 0
     assert planner.plan() is None
@@ -256,7 +256,7 @@ def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
     assert [bool(row.prefix.compute_pages) for row in plan.rows] == [True, False]
     planner.add(sequences[4])
     assert planned(planner.plan()) == [2, 3, 4]
-    assert [sequence.cached_tokens for sequence in sequences] == [0, 4, 0, 0, 4]
+    assert [sequence.pages.cached_tokens for sequence in sequences] == [0, 4, 0, 0, 4]
 
 
 def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
@@ -332,7 +332,7 @@ def test_adapters_share_launches() -> None:
     for seq_id, adapter in enumerate(("x", "", "y", "x")):
         planner.add(make_sequence(seq_id, adapter=adapter))
     one = running(9, launched=1)
-    one.adapter_key = "x"
+    one.adapter.key = "x"
     turns = Planner(planner, plain(one), prefills_per_decode=1, crops_per_launch=0)
     plan = turns.plan()
     assert plan is not None

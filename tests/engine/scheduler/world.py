@@ -155,13 +155,15 @@ class World:
         decoding = [
             s
             for s in self.sequences
-            if s.last_position >= 0
-            and s.num_launched < s.task.max_tokens
+            if s.progress.last_position >= 0
+            and s.progress.num_launched < s.task.max_tokens
             and not (s.finalized or s.preempted)
             and (s.request.deadline or math.inf) > now
         ]
         streaming = any(s.request.deltas for s in decoding)
-        due = any(s.last_position < s.capacity for s in decoding)  # has a page for it
+        due = any(
+            s.progress.last_position < s.pages.capacity for s in decoding
+        )  # has a page for it
         num_planned = len(self.runner.plans)
         progressed = self.scheduler.step()
         for plan in self.runner.plans[num_planned:]:
@@ -223,14 +225,18 @@ class World:
         assert self.refined == list(range(len(self.refined))), "in the order they came in"
         for refinement in self.refinements[: len(self.refined)]:
             assert refinement.answer == ("better", refinement.given)
-        assert load.adapters_used == len({s.adapter_key for s in holders} - {""})
-        assert load.pages_used >= len({page for s in holders for page in s.page_ids})
+        assert load.adapters_used == len({s.adapter.key for s in holders} - {""})
+        assert load.pages_used >= len({page for s in holders for page in s.pages.ids})
         assert load.pages_used + load.prefix_pages <= load.pages_total
         self.manager.check()
         for sequence in self.sequences:
-            ahead = sequence.num_launched - sequence.num_committed
+            ahead = sequence.progress.num_launched - sequence.num_committed
             assert 0 <= ahead <= sequence.inflight_refs or sequence.finalized
-            assert sequence.inflight_refs or sequence.finalized or sequence.num_drafted == 0
+            assert (
+                sequence.inflight_refs
+                or sequence.finalized
+                or sequence.progress.inflight_drafts == 0
+            )
             assert 0 <= sequence.inflight_refs <= load.inflight
             assert len(self.tokens(sequence)) == sequence.num_committed
 
@@ -246,8 +252,8 @@ class World:
         assert ended | self.aborted == {s.request.request_id for s in self.sequences}
         for sequence in self.sequences:
             assert sequence.finalized
-            assert (sequence.inflight_refs, sequence.row, sequence.adapter_slot) == (0, -1, 0)
-            assert sequence.adapter is None, "the host's weights are let go"
+            assert (sequence.inflight_refs, sequence.row, sequence.adapter.slot) == (0, -1, 0)
+            assert sequence.inputs.adapter is None, "the host's weights are let go"
         commits = [launch for call, launch in self.runner.calls if call == "collect"]
         assert commits == sorted(commits) == [r.launch.launch_id for r in self.records]
         assert self.scheduler.steps_committed == len(commits)

@@ -126,7 +126,7 @@ class Run(SilentSink):
         )
         sequence = make_sequence(self.assembly.frontend, request, image, adapter)
         sequence.task = Recorded(sequence.task, logprobs)
-        sequence.arrival = float(len(self.sequences))
+        sequence.timing.arrival = float(len(self.sequences))
         self.sequences[name] = sequence
         self.scheduler.submit(sequence)
 
@@ -337,7 +337,7 @@ def test_a_policy_learns_one_step_late(assembly):
         run.submit("r", QueryTask(question="what is it?"))
         run.finish()
         assert run.answers == plain.answers
-        sizes[depth] = run.sequences["r"].drafting.block_size_history
+        sizes[depth] = run.sequences["r"].draft_stats.block_size_history
     # 0.8, then 0.64, 0.51, 0.41: depth 2 launches once more before it hears of the last.
     assert sizes[1][:5] == [4, 4, 4, 1, 1]
     assert sizes[2][:5] == [4, 4, 4, 4, 1]
@@ -356,7 +356,7 @@ def test_the_seed_tells_two_requests_of_one_batch_apart(assembly):
         run.submit(name, task)
     run.finish()
     assert run.answers == plain.answers
-    good, bad = (run.sequences[name].drafting.block_size_history for name in tasks)
+    good, bad = (run.sequences[name].draft_stats.block_size_history for name in tasks)
     assert good[0] == 4
     assert set(good[2:-1]) == {8}
     assert set(bad[4:-1]) == {1}
