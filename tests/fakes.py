@@ -23,7 +23,7 @@ from legato_engine.core import (
     TextDelta,
 )
 from legato_engine.errors import LegatoError
-from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, Row
+from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.sequence import HostInputs, SequenceAdapter, Timing
 from legato_engine.sequence import Sequence as EngineSequence
@@ -217,7 +217,7 @@ class FakeRunner:
         num_decodes = len(plan.decodes)
         rows = plan.prefills
         computed = [
-            bool(row.prefix.compute_pages and row.sequence.image_prefix_length) for row in rows
+            bool(row.work.compute_pages and row.sequence.image_prefix_length) for row in rows
         ]
         assert computed == sorted(computed, reverse=True), "pictures that are computed come first"
         together = rows[: sum(computed)] if sum(computed) > 1 else ()
@@ -290,7 +290,7 @@ class FakeRunner:
         """No time passes on this device."""
         return LaunchTimes(0, 0, 0, 0, 0)
 
-    def _hold(self, use: _SlotUse, row: Row, fed: _Fed, *, decodes: bool) -> None:
+    def _hold(self, use: _SlotUse, row: ScheduledSequence, fed: _Fed, *, decodes: bool) -> None:
         sequence = row.sequence
         assert sequence.row >= 0, "runs without a row"
         assert 0 not in sequence.pages.ids, "writes to the scratch page"
@@ -300,7 +300,7 @@ class FakeRunner:
             claims["adapter slot", sequence.adapter.slot] = sequence.adapter.key
         written = range(fed.first, fed.first + fed.num_lanes)
         pages = {sequence.pages.ids[position // self._page_size] for position in written}
-        pages.update(row.prefix.compute_pages)
+        pages.update(row.work.compute_pages)
         claims.update({("page", page): sequence.seq_id for page in pages})
         for other in (use, *self._slots.values()):
             for what, owner in claims.items():
@@ -312,17 +312,17 @@ class FakeRunner:
             num_pages = -(-written.stop // self._page_size)
         use.resources.append((sequence.row, sequence.pages.ids[:num_pages]))
 
-    def _encode(self, row: Row) -> None:
-        sequence, work = row.sequence, row.prefix
+    def _encode(self, row: ScheduledSequence) -> None:
+        sequence, work = row.sequence, row.work
         assert sequence.progress.last_position < 0, "encoded behind its prefill"
         assert work.compute_pages, "encodes a picture whose prefix is there"
         assert work.first_crop < work.stop_crop <= sequence.num_crops, "no such crops"
         self._continue_features(row)
         self._features = (sequence, work.stop_crop)
 
-    def _continue_features(self, row: Row) -> None:
+    def _continue_features(self, row: ScheduledSequence) -> None:
         """The feature buffer is free, or holds the first crops of this very row's picture."""
-        sequence, first = row.sequence, row.prefix.first_crop
+        sequence, first = row.sequence, row.work.first_crop
         owner, encoded = self._features or (sequence, 0)
         if owner.finalized:
             owner, encoded = sequence, 0
@@ -330,30 +330,30 @@ class FakeRunner:
         assert encoded == first, "crops are encoded in order, each once"
         assert sequence.inputs.image is not None, "its picture is gone"
 
-    def _prefill(self, row: Row) -> None:
+    def _prefill(self, row: ScheduledSequence) -> None:
         sequence = row.sequence
-        if row.prefix.write_adapter:
+        if row.work.write_adapter:
             assert sequence.inputs.adapter is not None, "its adapter is gone"
             self._adapters[sequence.adapter.slot] = sequence.adapter.key
         self._continue_features(row)
         self._features = None
-        assert row.prefix.stop_crop == 0, "a prefill encodes all that are left"
+        assert row.work.stop_crop == 0, "a prefill encodes all that are left"
         assert row.position >= sequence.prefix_length, "what is fed starts behind the prefix"
         assert row.num_tokens > 0, "feeds nothing to sample from"
         assert row.position + row.num_tokens == sequence.length, "all that is known is there"
         expected = _contents(sequence)
         self._expected[sequence.row] = expected
-        for position in range(sequence.prefix_length if row.prefix.compute_pages else 0):
-            page = row.prefix.compute_pages[position // self._page_size]
+        for position in range(sequence.prefix_length if row.work.compute_pages else 0):
+            page = row.work.compute_pages[position // self._page_size]
             self._slots_of(page)[position % self._page_size] = expected[position]
-        if row.prefix.copy_tail is not None:
-            source, destination = row.prefix.copy_tail
+        if row.work.copy_tail is not None:
+            source, destination = row.work.copy_tail
             self._kv[destination] = list(self._slots_of(source))
         for position in range(row.position, row.position + row.num_tokens):
             self._write(sequence, position)
         self._check_kv(sequence, row.position + row.num_tokens)
 
-    def _decide(self, row: Row) -> _Fed:
+    def _decide(self, row: ScheduledSequence) -> _Fed:
         """Where the row stands, how much it proposes, and how much of that luck accepts."""
         sequence = row.sequence
         seq_id, first, _ = self._last_token[sequence.row]
@@ -371,7 +371,7 @@ class FakeRunner:
                 break
         return _Fed(first, num_lanes, num_right)
 
-    def _decode(self, row: Row, fed: _Fed) -> None:
+    def _decode(self, row: ScheduledSequence, fed: _Fed) -> None:
         """Feed the newest token, right proposals and then wrong ones."""
         sequence = row.sequence
         expected = self._expected[sequence.row]

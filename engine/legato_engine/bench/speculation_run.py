@@ -184,7 +184,7 @@ class Run(SilentSink):
         """What it came to, beside the plain run of the same requests."""
         records, tasks = self._records, self._tasks
         rows = sum(len(each.launch.plan.rows) - each.zombies for each in records)
-        proposed, accepted = (sum(map(of, records)) for of in (_proposed, _accepted))
+        drafted, accepted = (sum(map(of, records)) for of in (_drafted, _accepted))
         tried = accepted + sum(each.rejected for each in records)
         gaps = [gap * _MS for task in tasks for gap in np.diff(task.times)]
         firsts = [task.times[0] - at for task, at in zip(tasks, self._submitted, strict=True)]
@@ -207,7 +207,7 @@ class Run(SilentSink):
             tick_us=statistics.median(map(_tick_ns, records)) / _NS_PER_US,
             num_tokens=num_tokens,
             num_steps=len(records),
-            acceptance=accepted / max(1, proposed),
+            acceptance=accepted / max(1, drafted),
             num_tried=tried,
             right=accepted / max(1, tried),
             right_within=interval(accepted, tried),
@@ -279,8 +279,8 @@ def interval(accepted: int, tried: int) -> tuple[float, float]:
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def _proposed(record: StepRecord) -> int:
-    return record.proposed
+def _drafted(record: StepRecord) -> int:
+    return record.drafted
 
 
 def _accepted(record: StepRecord) -> int:
@@ -296,4 +296,4 @@ def _settled(history: Sequence[int]) -> float:
 
 
 def _tick_ns(record: StepRecord) -> int:
-    return record.plan_ns + record.launch_ns + record.finalize_ns + record.commit_ns
+    return record.plan_ns + record.launch_ns + record.sample_ns + record.commit_ns

@@ -9,7 +9,7 @@ from legato_engine.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True)
-class Tally:
+class KVCacheCounters:
     """Counters of positions, of pages, and of preemptions."""
 
     found: int = 0  # positions of sequences admitted for the first time

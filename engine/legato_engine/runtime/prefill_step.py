@@ -9,18 +9,18 @@ from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import Adapter, Model
 from legato_engine.models.paged_cache import KVCache, PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.sequence import Sequence, TokenKey
 from legato_engine.speculative.proposer import UNKNOWN
 
 
-def fed_tokens(row: Row) -> list[TokenKey]:
+def fed_tokens(row: ScheduledSequence) -> list[TokenKey]:
     """What a prefill feeds behind the prefix: of the prompt, and of an answer that is resumed."""
     first = row.position - row.sequence.prefix_length
     return row.sequence.tokens[first : first + row.num_tokens]
 
 
-def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
+def stage_prompts(slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: int) -> None:
     """Fill the slot's prompt buffer with what is fed, the pages and the sampling constants.
 
     The tokens lie one behind another; there have to be as many places as rows.
@@ -36,11 +36,11 @@ def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
         staged["token"][first:end] = [token_id for token_id, _ in tokens]
         staged["payload"][first:end] = [payload for _, payload in tokens]
         first = end
-        pages = row.prefix.compute_pages
+        pages = row.work.compute_pages
         staged["prefix_pages"][place, : len(pages)] = pages
         staged["pages"][place, : len(sequence.pages.ids)] = sequence.pages.ids
-        if row.prefix.copy_tail is not None:
-            staged["copied"][place] = row.prefix.copy_tail
+        if row.work.copy_tail is not None:
+            staged["copied"][place] = row.work.copy_tail
         staged["adapter_slot"][place] = sequence.adapter.slot
         sampling = sequence.task.sampling
         staged["row"][place] = sequence.row
@@ -52,7 +52,9 @@ def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
             _stage_history(slot, place, sequence)
 
 
-def stage_samples(slot: DecodeSlot, rows: Many[Row], scratch_row: int, *, copy: int = 0) -> None:
+def stage_samples(
+    slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: int, *, copy: int = 0
+) -> None:
     """Say where the token goes that is sampled from the last one that each row feeds.
 
     They are the slot's first rows in their order; the others are padding.
@@ -90,7 +92,7 @@ class PrefillStep:
         kv: KVCache,
         slot: DecodeSlot,
         bank: AdapterBank | None,
-        row: Row,
+        row: ScheduledSequence,
         *,
         place: int = 0,
         first: int = 0,
@@ -103,12 +105,12 @@ class PrefillStep:
         self._kv = kv
         self._slot = slot
         self._pixels = row.sequence.inputs.image
-        self._prefix = row.prefix
+        self._prefix = row.work
         self._start = row.position
         self._num_pages = len(row.sequence.pages.ids)
         self._adapter_slot = row.sequence.adapter.slot
         self._adapter: Adapter | None = (
-            row.sequence.inputs.adapter if row.prefix.write_adapter else None
+            row.sequence.inputs.adapter if row.work.write_adapter else None
         )
         rank = bank.bucket(row.sequence.adapter.rank) if bank is not None else 0
         self._bank = bank if rank else None

@@ -13,7 +13,7 @@ from legato_engine.errors import (
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.clock import Clock
 from legato_engine.scheduler.wait_estimate import WaitEstimate
-from legato_engine.scheduler.waiting import WaitingQueue
+from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 

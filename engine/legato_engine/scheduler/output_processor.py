@@ -11,7 +11,7 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.scheduler.runner import RowTokens
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import StepRecord
@@ -54,16 +54,16 @@ class OutputProcessor:
         elif sequence.num_committed == 0:
             sequence.timing.first_token = self._clock.now()
 
-    def read_block(self, record: StepRecord, row: Row, output: RowTokens) -> None:
+    def read_block(self, record: StepRecord, row: ScheduledSequence, output: RowTokens) -> None:
         """Commit a live sequence's tokens, none behind the one that ends it, and their pages."""
         sequence, accepted = row.sequence, len(output.tokens) - 1
         assert accepted >= 0, f"sequence {sequence.seq_id} lives behind its last token"
-        record.proposed += output.num_proposed
+        record.drafted += output.num_drafted
         record.accepted += accepted
-        record.rejected += accepted < output.num_proposed
+        record.rejected += accepted < output.num_drafted
         sequence.settle_drafts(row.num_drafts, accepted)
         if self._block_sizes is not None and sequence.may_draft:
-            self._block_sizes.learn(sequence, accepted, output.num_proposed)
+            self._block_sizes.learn(sequence, accepted, output.num_drafted)
         for token in output.tokens:
             self.read(sequence, token)
             if sequence.finalized:

@@ -4,7 +4,7 @@ import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.sequence import Sequence
 
-from tests.engine.kv_cache.lives import PAGE, admit, release, sequence
+from tests.engine.kv_cache.lifecycle import PAGE, admit, release, sequence
 
 
 def test_draft_pages_are_taken_whole_or_not_at_all() -> None:

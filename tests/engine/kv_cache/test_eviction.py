@@ -3,7 +3,7 @@
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.sequence import Sequence
 
-from tests.engine.kv_cache.lives import PAGE, admit, release, sequence
+from tests.engine.kv_cache.lifecycle import PAGE, admit, release, sequence
 from tests.fakes import FakeTask, make_sequence
 
 

@@ -3,7 +3,7 @@
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
 
-from tests.engine.kv_cache.lives import PAGE, admit, decode, release, sequence
+from tests.engine.kv_cache.lifecycle import PAGE, admit, decode, release, sequence
 
 
 def test_the_last_token_needs_no_page() -> None:

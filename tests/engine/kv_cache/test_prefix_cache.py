@@ -4,7 +4,7 @@ import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefill_work import PrefillWork
 
-from tests.engine.kv_cache.lives import PAGE, admit, decode, launch, release, sequence
+from tests.engine.kv_cache.lifecycle import PAGE, admit, decode, launch, release, sequence
 
 
 def test_a_miss_on_a_page_border_shares_all_prefix_pages() -> None:

@@ -17,7 +17,7 @@ from legato_engine.core import FinishReason, PromptToken
 from legato_engine.errors import InternalError, PromptTooLong
 from legato_engine.ipc.messages import KVCacheStats
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.launch import Launch, Row
+from legato_engine.scheduler.launch import Launch, ScheduledSequence
 from legato_engine.scheduler.output_processor import NOT_FINITE
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
@@ -26,7 +26,7 @@ from legato_engine.sequence import NO_PAYLOAD, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken
 
-from tests.engine.scheduler.world import RandomBlocks, num_pictures, shared
+from tests.engine.scheduler.world import RandomBlocks, num_images, shared
 from tests.fakes import VOCABULARY, FakeClock, FakeSink, FakeTask, make_sequence
 
 PAGE = 4
@@ -90,7 +90,7 @@ class ReadingRunner:
         """Write and read."""
         assert launch.slot not in self._read, "a slot is reused before its commit"
         plan = launch.plan
-        self.num_together += num_pictures(plan) > 1
+        self.num_together += num_images(plan) > 1
         prompts = [[self._prefill(row)] for row in plan.prefills]
         self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
 
@@ -113,7 +113,7 @@ class ReadingRunner:
         """No time passes on this device."""
         return LaunchTimes(0, 0, 0, 0, 0)
 
-    def _decode(self, row: Row) -> list[Lane]:
+    def _decode(self, row: ScheduledSequence) -> list[Lane]:
         """Feed the newest token and what is proposed behind it, up to the sequence's end."""
         sequence, lanes = row.sequence, list[Lane]()
         table, position = self._tables[sequence.row], self._newest[sequence.row]
@@ -149,8 +149,8 @@ class ReadingRunner:
             self.num_rejected += len(lanes) - len(tokens)
         return RowTokens(tuple(tokens), max(0, len(lanes) - 1))
 
-    def _prefill(self, row: Row) -> Lane:
-        sequence, work = row.sequence, row.prefix
+    def _prefill(self, row: ScheduledSequence) -> Lane:
+        sequence, work = row.sequence, row.work
         self._tables[sequence.row] = dict(enumerate(sequence.pages.ids))
         if work.compute_pages:
             assert sequence.inputs.image is not None, "its picture is gone"
@@ -166,7 +166,7 @@ class ReadingRunner:
         tokens = sequence.tokens[first : first + row.num_tokens]
         return Lane(tokens[-1], self._feed(row, row.position, tokens))
 
-    def _feed(self, row: Row, position: int, tokens: Iterable[TokenKey]) -> list[int]:
+    def _feed(self, row: ScheduledSequence, position: int, tokens: Iterable[TokenKey]) -> list[int]:
         """What is read of all positions up to the last one fed."""
         pages = self._tables[row.sequence.row]
         before = self._slots(pages[(position - 1) // PAGE])[(position - 1) % PAGE]
@@ -202,7 +202,7 @@ def alone(sequence: EngineSequence) -> list[int]:
 
 
 @dataclasses.dataclass(slots=True)
-class Tally:
+class Totals:
     """What happened in some schedules, to see that they are about something."""
 
     requests: int = 0
@@ -231,7 +231,7 @@ class Tally:
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
 
-    def join(self, other: Tally) -> None:
+    def join(self, other: Totals) -> None:
         """What happened in others, too."""
         for field in dataclasses.fields(self):
             total = getattr(self, field.name) + getattr(other, field.name)
@@ -410,14 +410,14 @@ class Schedule:
                 assert end.metadata == {"reason": "NUMERIC"}
 
 
-def run_all(seeds: Iterable[int]) -> Tally:
+def run_all(seeds: Iterable[int]) -> Totals:
     """Schedules by their seeds; a failure names its seed."""
-    tally = Tally()
+    totals = Totals()
     for seed in seeds:
         schedule = Schedule(seed)
         try:
             schedule.run()
         except AssertionError as error:
             raise AssertionError(f"schedule {seed}: {error}") from error
-        tally.add(schedule, schedule.manager.report())
-    return tally
+        totals.add(schedule, schedule.manager.report())
+    return totals

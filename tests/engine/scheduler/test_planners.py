@@ -6,12 +6,12 @@ import msgspec
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefill_work import PrefillWork
 from legato_engine.scheduler.block_sizes import BlockSizes
-from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import ALONE, BatchLimits, LaunchKind, Plan, Row
+from legato_engine.scheduler.decode_planner import DecodePlanner
+from legato_engine.scheduler.launch import ALONE, BatchLimits, LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.planner import Planner
-from legato_engine.scheduler.prefill import PrefillPlanner
-from legato_engine.scheduler.running import Running
-from legato_engine.scheduler.waiting import WaitingQueue
+from legato_engine.scheduler.prefill_planner import PrefillPlanner
+from legato_engine.scheduler.running_sequences import RunningSequences
+from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 from tests.fakes import FakeTask, make_sequence
@@ -38,10 +38,10 @@ def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -
     return sequence
 
 
-def those(*sequences: Sequence) -> Running:
+def those(*sequences: Sequence) -> RunningSequences:
     """They hold a row, and pages enough for all their tokens."""
     queue = WaitingQueue(max_overtakes=0, priority_seconds=1.0)
-    members = Running(KVCacheManager(17, PAGE, 1), queue)
+    members = RunningSequences(KVCacheManager(17, PAGE, 1), queue)
     for sequence in sequences:
         members.add(sequence)
     return members
@@ -74,7 +74,8 @@ def test_decode_feeds_the_last_launched_token() -> None:
     """The first decode is at the prompt's end, each next one position on."""
     first, later = running(0, launched=1), running(1, launched=3, refs=1)
     assert plain(first, later).plan() == Plan(
-        LaunchKind.DECODE, (Row(first, position=4), Row(later, position=6))
+        LaunchKind.DECODE,
+        (ScheduledSequence(first, position=4), ScheduledSequence(later, position=6)),
     )
 
 
@@ -115,7 +116,7 @@ class Blocks:
         self.asked.append(([sequence.seq_id for sequence in sequences], kv_use))
         return [self._size] * len(sequences)
 
-    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
+    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
         """Nothing."""
 
 
@@ -152,9 +153,12 @@ def test_a_row_foresees_the_last_position_it_may_write() -> None:
 def test_a_launch_names_the_pages_that_none_before_it_could_reach() -> None:
     """Those that begin between its own farthest start and its end, several at a time."""
     sequence = running(0, launched=2, max_tokens=60)
-    rows = [Row(sequence, 5, num_drafts=k, slack=s) for k, s in ((0, 0), (2, 0), (8, 2), (8, 4))]
+    rows = [
+        ScheduledSequence(sequence, 5, num_drafts=k, slack=s)
+        for k, s in ((0, 0), (2, 0), (8, 2), (8, 4))
+    ]
     assert [list(row.new_pages(PAGE)) for row in rows] == [[], [], [2, 3], [3, 4]]
-    assert list(Row(sequence, 8).new_pages(PAGE)) == [2]
+    assert list(ScheduledSequence(sequence, 8).new_pages(PAGE)) == [2]
 
 
 def grown(seq_id: int, manager: KVCacheManager) -> Sequence:
@@ -208,9 +212,9 @@ def test_a_prefill_row_says_where_the_prompt_starts() -> None:
     planner.add(sequence)
     plan = planner.plan()
     assert plan is not None
-    pages = plan.rows[0].prefix.compute_pages
+    pages = plan.rows[0].work.compute_pages
     work = PrefillWork(pages, (pages[2], sequence.pages.ids[2]))
-    assert plan == Plan(LaunchKind.PREFILL, (Row(sequence, 9, 3, work),))
+    assert plan == Plan(LaunchKind.PREFILL, (ScheduledSequence(sequence, 9, 3, work),))
     assert len(planner) == 0
     assert planner.plan() is None
 
@@ -253,7 +257,7 @@ def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
     plan = planner.plan()
     assert planned(plan) == [0, 1], "what is next computes a picture"
     assert plan is not None
-    assert [bool(row.prefix.compute_pages) for row in plan.rows] == [True, False]
+    assert [bool(row.work.compute_pages) for row in plan.rows] == [True, False]
     planner.add(sequences[4])
     assert planned(planner.plan()) == [2, 3, 4]
     assert [sequence.pages.cached_tokens for sequence in sequences] == [0, 4, 0, 0, 4]
@@ -266,10 +270,16 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
     """
 
     def plan(
-        *keys: str | None, pictures: int = 2, crowd: int = 1, said: int = 0, streams: bool = False
+        *keys: str | None,
+        images: int = 2,
+        min_queue_length: int = 1,
+        said: int = 0,
+        streams: bool = False,
     ) -> list[int]:
         manager = KVCacheManager(65, PAGE, 9)
-        limits = BatchLimits(3, tokens=99, sampled=9, pictures=pictures, crowd=crowd)
+        limits = BatchLimits(
+            3, tokens=99, sampled=9, images=images, min_queue_length=min_queue_length
+        )
         planner = make_planner(manager, limits=limits)
         for n, key in enumerate(keys):
             length, crops = (4, 0 if key == "host" else 3) if key else (1, 0)
@@ -283,21 +293,21 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
         return planned(made)[made.num_mixed_decodes :]
 
     assert plan("a", "b", "c") == [0, 1]
-    assert plan("a", "b", "c", pictures=3, crowd=0) == [0, 1, 2]
+    assert plan("a", "b", "c", images=3, min_queue_length=0) == [0, 1, 2]
     assert plan("a", "a", "b", "b", "c", None) == [0, 2, 1, 3]
     assert plan("a", "a", "b", "b", "a", "b") == [0, 2, 1, 3], "three and a picture more"
-    assert plan("a", "b", crowd=2) == [0]
-    assert plan("a", "b", "c", crowd=2) == [0, 1]
+    assert plan("a", "b", min_queue_length=2) == [0]
+    assert plan("a", "b", "c", min_queue_length=2) == [0, 1]
     assert plan("a", "b", "c", said=7) == [0, 1]
     assert plan("a", "b", "c", said=8) == [0]
     assert plan("a", "b", "c", streams=True) == [0]
     assert plan(None, "b", "c") == [1, 2, 0]
-    assert plan(None, "b", "c", crowd=9) == [0]
+    assert plan(None, "b", "c", min_queue_length=9) == [0]
     assert plan("host", "b", "c") == [0]
     assert plan("a", "host", "c") == [0]
 
 
-def riders(*sequences: Sequence) -> tuple[Row, ...]:
+def riders(*sequences: Sequence) -> tuple[ScheduledSequence, ...]:
     """Their rows in a decode."""
     plan = plain(*sequences).plan()
     assert plan is not None
@@ -343,7 +353,7 @@ def test_a_shared_launch_waits_for_the_constraints_of_its_decodes() -> None:
     """A prompt's own are known when it is planned."""
     free, boxes = running(0, launched=1), running(1, launched=1)
     boxes.task.constrained = True
-    prompt = Row(boxes, 0, 3)
+    prompt = ScheduledSequence(boxes, 0, 3)
     for riding, waits in ((riders(free), False), (riders(free, boxes), True)):
         plan = Plan(LaunchKind.PREFILL, (*riding, prompt), len(riding))
         assert plan.constrained is waits
@@ -407,12 +417,12 @@ def test_an_encode_row_names_its_crops_and_feeds_no_token() -> None:
     planner.add(sequence)
     plans = [planner.plan(max_crops=2), planner.plan(max_crops=2), planner.plan()]
     assert plans[0] is not None
-    pages = plans[0].rows[0].prefix.compute_pages
+    pages = plans[0].rows[0].work.compute_pages
     parts = [PrefillWork(pages, None, first, stop) for first, stop in ((0, 2), (2, 4), (4, 0))]
     assert plans == [
-        Plan(LaunchKind.ENCODE, (Row(sequence, 8, 0, parts[0]),)),
-        Plan(LaunchKind.ENCODE, (Row(sequence, 8, 0, parts[1]),)),
-        Plan(LaunchKind.PREFILL, (Row(sequence, 8, 1, parts[2]),)),
+        Plan(LaunchKind.ENCODE, (ScheduledSequence(sequence, 8, 0, parts[0]),)),
+        Plan(LaunchKind.ENCODE, (ScheduledSequence(sequence, 8, 0, parts[1]),)),
+        Plan(LaunchKind.PREFILL, (ScheduledSequence(sequence, 8, 1, parts[2]),)),
     ]
     assert not planner.due
 

@@ -3,8 +3,8 @@
 import pytest
 from legato_engine.core import FinishReason
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.running import Running, standing
-from legato_engine.scheduler.waiting import WaitingQueue
+from legato_engine.scheduler.running_sequences import RunningSequences, preemption_rank
+from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence, SequenceStatus
 
 from tests.engine.scheduler.tasks import LONG_SEED
@@ -121,7 +121,7 @@ def test_a_picture_is_computed_again_for_whoever_gave_way() -> None:
         plan
         for plan in world.runner.plans
         for row in plan.rows
-        if row.sequence is picture and row.prefix.compute_pages and row.num_tokens
+        if row.sequence is picture and row.work.compute_pages and row.num_tokens
     ]
     assert len(computed) == 2
     assert first.finalized
@@ -132,14 +132,14 @@ def test_without_anybody_below_it_a_sequence_goes_without_a_token() -> None:
     """Whoever stands lowest keeps what it has until somebody ends."""
     queue = WaitingQueue(max_overtakes=0, priority_seconds=1.0)
     manager = KVCacheManager(3, 4, 2)
-    members = Running(manager, queue)
+    members = RunningSequences(manager, queue)
     both = [make_sequence(n, FakeTask(num_prompt=2)) for n in range(2)]
     for sequence in both:
         manager.admit(sequence)
         sequence.progress.last_position = sequence.length
         manager.launched(sequence)
         members.add(sequence)
-    assert standing(both[1]) < standing(both[0])
+    assert preemption_rank(both[1]) < preemption_rank(both[0])
     members.grow([both[1]])
     assert (both[1].pages.capacity, list(members), len(queue)) == (4, both, 0)
     members.grow([both[0]])

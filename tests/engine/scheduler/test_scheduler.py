@@ -152,14 +152,14 @@ def test_the_observer_sees_what_each_step_cost() -> None:
         record.plan_start,
         record.plan_end,
         record.launch_end,
-        record.finalize_start,
-        record.finalize_end,
+        record.sample_start,
+        record.sample_end,
         record.wait_start,
         record.wait_end,
         record.commit_end,
     ]
     assert marks == sorted(set(marks))
-    durations = (record.plan_ns, record.launch_ns, record.finalize_ns, record.commit_ns)
+    durations = (record.plan_ns, record.launch_ns, record.sample_ns, record.commit_ns)
     assert durations == (1, 1, 1, 1)
 
 

@@ -20,12 +20,12 @@ from legato_engine.sequence import Sequence
 from tests.fakes import FakeClock, FakeRunner, FakeSink, FakeTask, make_sequence
 
 
-def shared(prompts: int, pictures: int = 3, tokens: int = 16) -> BatchLimits:
+def shared(prompts: int, images: int = 3, tokens: int = 16) -> BatchLimits:
     """Limits that only a long prompt or many rows do not keep."""
-    return BatchLimits(prompts, tokens=tokens, sampled=4, pictures=pictures, crowd=0)
+    return BatchLimits(prompts, tokens=tokens, sampled=4, images=images, min_queue_length=0)
 
 
-def num_pictures(plan: Plan) -> int:
+def num_images(plan: Plan) -> int:
     """How many an encoder computes."""
     return sum(row.encodes for row in plan.rows)
 
@@ -44,11 +44,11 @@ class RandomBlocks:
         assert all(sequence.may_draft and not sequence.finalized for sequence in sequences)
         return [self._random.randint(0, self._largest) for _ in sequences]
 
-    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
+    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
         """Remember it."""
-        assert 0 <= accepted <= proposed <= self._largest
+        assert 0 <= num_accepted <= num_drafted <= self._largest
         assert not sequence.finalized
-        self.learnt.append((sequence.seq_id, accepted, proposed))
+        self.learnt.append((sequence.seq_id, num_accepted, num_drafted))
 
 
 class World:
@@ -183,7 +183,7 @@ class World:
         self.check_rest()
 
     def _check_turn(self, plan: Plan, *, due: bool, streaming: bool) -> None:
-        assert not streaming or num_pictures(plan) <= 1, "pictures hold up a stream"
+        assert not streaming or num_images(plan) <= 1, "pictures hold up a stream"
         if plan.decodes:
             self._streak = 0
             return
@@ -192,8 +192,8 @@ class World:
         assert streaming or plan.kind is not LaunchKind.ENCODE, "split with nobody to hold up"
         limit = self._crops_per_launch if streaming else 0
         for row in plan.rows:
-            stop = row.prefix.stop_crop or row.sequence.num_crops
-            crops = stop - row.prefix.first_crop if row.prefix.compute_pages else 0
+            stop = row.work.stop_crop or row.sequence.num_crops
+            crops = stop - row.work.first_crop if row.work.compute_pages else 0
             assert crops <= limit or limit == 0, "too many crops at once"
 
     def abort(self, sequence: Sequence) -> None:

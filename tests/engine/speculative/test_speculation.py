@@ -173,7 +173,7 @@ def knowing(assembly, run, *rates):
 def test_answers_are_those_without(assembly, setting, temperature):
     """Every skill reads the same tokens, values and all, in any mix and at both depths."""
     plain = mixed(assembly, draw=random.Random(0), depth=1, temperature=temperature)
-    assert plain.total("proposed") == 0
+    assert plain.total("drafted") == 0
     replay = speculating(assembly, setting, knowing(assembly, plain, 0.7))
     for depth, changed in ((1, replay), (2, replay), (2, speculating(assembly, setting))):
         run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
@@ -192,7 +192,7 @@ def test_answers_are_those_without_a_draft(assembly, tmp_path, setting, temperat
     for depth in (1, 2):
         run = mixed(changed, draw=random.Random(depth), depth=depth, temperature=temperature)
         assert run.answers == plain.answers
-        assert run.total("proposed") > 0
+        assert run.total("drafted") > 0
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_what_is_known_takes_fewer_steps(assembly):
     # One token by the prefill, then nine a step.
     assert run.num_decodes == (length - 1) // 9 == 4
     assert [record.tokens for record in run.records] == [1, 9, 9, 9, 9]
-    assert (run.total("proposed"), run.total("accepted")) == (32, 32)
+    assert (run.total("drafted"), run.total("accepted")) == (32, 32)
     wrong = speculating(assembly, "fixed:8", knowing(assembly, plain, 0.0))
     run = Run(wrong, depth=1, max_tokens=37)
     run.submit("r", task)
@@ -382,4 +382,4 @@ def test_no_proposal_can_do_harm(assembly, token):
     run = mixed(changed, draw=random.Random(0))
     assert run.answers == plain.answers
     drafts = [row.num_drafts for record in run.records for row in record.launch.plan.rows]
-    assert run.total("proposed") <= sum(drafts) / 2, "what stands behind a gap was proposed"
+    assert run.total("drafted") <= sum(drafts) / 2, "what stands behind a gap was proposed"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from legato_engine.errors import DeadlineUnreachable, QuotaExceeded
-from legato_engine.scheduler.waiting import WaitingQueue
+from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 from tests.engine.scheduler.world import World
@@ -115,7 +115,7 @@ def test_adapters_beyond_the_slots_take_turns() -> None:
     adapted = [number for number in started if number % 4 != 1]
     assert started != sorted(started), "somebody went ahead of who lacked a slot"
     assert max(number - place for place, number in enumerate(adapted)) <= 2 * 24 // 4
-    writes = [row for plan in world.runner.plans for row in plan.rows if row.prefix.write_adapter]
+    writes = [row for plan in world.runner.plans for row in plan.rows if row.work.write_adapter]
     assert len(writes) < len(adapted), "an adapter that stands in its slot is not written again"
 
 

@@ -35,7 +35,7 @@ def picture(
 
 def crops_of(plan: Plan) -> tuple[LaunchKind, int, int]:
     """What a launch does, and which crops its first row names."""
-    work = plan.rows[0].prefix
+    work = plan.rows[0].work
     return plan.kind, work.first_crop, work.stop_crop
 
 

@@ -11,7 +11,7 @@ from legato_engine.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class SequencePages:
+class PageOwnership:
     """What a sequence holds beside its row.
 
     Its table is pages of the tree, `private` ones, and at the end `draft` ones. `node` is the
@@ -29,13 +29,13 @@ class SequencePages:
     forgotten: bool = False  # what it has behind its node must not be found
 
 
-def check_owners(
-    pool: PagePool, tree: RadixTree, held: Mapping[Sequence, SequencePages], page_size: int
+def check_ownership(
+    pool: PagePool, tree: RadixTree, held: Mapping[Sequence, PageOwnership], page_size: int
 ) -> None:
     """Assert that every page has one owner and every table is made of what is held."""
     nodes = set(tree.nodes())
     owners = [*pool.free_pages(), *(page for node in nodes for page in node.pages)]
-    idle = sum(len(node.pages) for node in nodes if node.holders == 0)
+    idle = sum(len(node.pages) for node in nodes if node.ref_count == 0)
     assert idle == tree.idle_pages, "idle pages are miscounted"
     forgotten: set[Node] = set()
     for sequence, holding in held.items():
