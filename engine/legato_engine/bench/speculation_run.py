@@ -168,7 +168,7 @@ class Run(SilentSink):
         load, now = self._scheduler.load(), self._now()
         self._kv_use.append((now, load.pages_used / load.pages_total))
         for row in record.launch.plan.rows:
-            drafting = row.sequence.drafting
+            drafting = row.sequence.draft_stats
             if drafting is None:
                 continue
             averages = self._averages.setdefault(row.sequence.request.request_id, [])
@@ -184,11 +184,11 @@ class Run(SilentSink):
         """What it came to, beside the plain run of the same requests."""
         records, tasks = self._records, self._tasks
         rows = sum(len(each.launch.plan.rows) - each.zombies for each in records)
-        proposed, accepted = (sum(map(of, records)) for of in (_proposed, _accepted))
+        drafted, accepted = (sum(map(of, records)) for of in (_drafted, _accepted))
         tried = accepted + sum(each.rejected for each in records)
         gaps = [gap * _MS for task in tasks for gap in np.diff(task.times)]
         firsts = [task.times[0] - at for task, at in zip(tasks, self._submitted, strict=True)]
-        histories = [s.drafting.block_size_history for s in self.sequences if s.drafting]
+        histories = [s.draft_stats.block_size_history for s in self.sequences if s.draft_stats]
         blocks = [size for history in histories for size in history] or [0]
         num_tokens = sum(map(len, self.tokens))
         forward_ms, sample_ms = self._device_times()
@@ -207,7 +207,7 @@ class Run(SilentSink):
             tick_us=statistics.median(map(_tick_ns, records)) / _NS_PER_US,
             num_tokens=num_tokens,
             num_steps=len(records),
-            acceptance=accepted / max(1, proposed),
+            acceptance=accepted / max(1, drafted),
             num_tried=tried,
             right=accepted / max(1, tried),
             right_within=interval(accepted, tried),
@@ -241,7 +241,7 @@ class Run(SilentSink):
                 (now, size, average)
                 for (now, average), size in zip(
                     self._averages.get(sequence.request.request_id, ()),
-                    sequence.drafting.block_size_history if sequence.drafting else (),
+                    sequence.draft_stats.block_size_history if sequence.draft_stats else (),
                     strict=True,
                 )
             ]
@@ -279,8 +279,8 @@ def interval(accepted: int, tried: int) -> tuple[float, float]:
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def _proposed(record: StepRecord) -> int:
-    return record.proposed
+def _drafted(record: StepRecord) -> int:
+    return record.drafted
 
 
 def _accepted(record: StepRecord) -> int:
@@ -296,4 +296,4 @@ def _settled(history: Sequence[int]) -> float:
 
 
 def _tick_ns(record: StepRecord) -> int:
-    return record.plan_ns + record.launch_ns + record.finalize_ns + record.commit_ns
+    return record.plan_ns + record.launch_ns + record.sample_ns + record.commit_ns

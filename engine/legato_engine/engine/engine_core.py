@@ -34,7 +34,7 @@ from legato_engine.errors import (
 from legato_engine.ipc.messages import DropImage, HoldImage, Load
 from legato_engine.models.model import Adapter, ModelFrontend, PreparedImage
 from legato_engine.scheduler.scheduler import Scheduler, deadline_of
-from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.sequence import HostInputs, Sequence, SequenceAdapter, SequenceStatus
 from legato_engine.tasks import Task
 
 _log = structlog.get_logger()
@@ -261,7 +261,7 @@ class EngineCore:
             self._frontend, job.request, image, job.prepared_adapter, task=job.task
         )
         sequence.seq_id = next(self._seq_ids)
-        sequence.arrival = job.arrival
+        sequence.timing.arrival = job.arrival
         self._scheduler.submit(sequence)
         ticket = Ticket(image.info, picture.seconds) if image and picture else Ticket()
         self._sink.expect(job.request.request_id, ticket)
@@ -325,9 +325,7 @@ def make_sequence(
         prefix_key=(image.key if image else "") if request.cache_image else None,
         prefix_length=frontend.prefix_length(image is not None),
         prompt=task.prompt,
-        pixels=image,
         num_crops=image.num_crops if image else 0,
-        adapter=adapter,
-        adapter_key=adapter.key if adapter else "",
-        adapter_rank=adapter.rank if adapter else 0,
+        inputs=HostInputs(image, adapter),
+        adapter=SequenceAdapter(adapter.key, adapter.rank) if adapter else SequenceAdapter(),
     )

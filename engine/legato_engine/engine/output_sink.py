@@ -70,7 +70,7 @@ class OutputSink:
                 request_id=sequence.request.request_id,
                 model=self._model,
                 input_tokens=sequence.prompt_length,
-                cached_tokens=sequence.cached_tokens,
+                cached_tokens=sequence.pages.cached_tokens,
                 queue_time=_queue_time(sequence, ticket),
                 image=ticket.image,
             )
@@ -109,7 +109,7 @@ def _usage(sequence: Sequence) -> Usage:
     return Usage(
         input_tokens=sequence.prompt_length,
         output_tokens=sequence.num_committed,
-        cached_tokens=sequence.cached_tokens,
+        cached_tokens=sequence.pages.cached_tokens,
         image_tokens=sequence.prefix_length - 1 if has_image else 0,  # all of it but BOS
         reasoning_tokens=sequence.task.reasoning_tokens,
     )
@@ -120,13 +120,13 @@ def _timings(sequence: Sequence, ticket: Ticket) -> Timings:
     return Timings(
         queue=_queue_time(sequence, ticket),
         image=ticket.image_seconds,
-        prefill=sequence.first_token - sequence.prefill_start,
-        first_token=sequence.first_token - sequence.arrival,
-        decode=now - sequence.first_token,
-        total=now - sequence.arrival,
+        prefill=sequence.timing.first_token - sequence.timing.prefill_start,
+        first_token=sequence.timing.first_token - sequence.timing.arrival,
+        decode=now - sequence.timing.first_token,
+        total=now - sequence.timing.arrival,
     )
 
 
 def _queue_time(sequence: Sequence, ticket: Ticket) -> float:
     """Seconds from arrival to prefill, less the picture's own preparation."""
-    return max(0.0, sequence.prefill_start - sequence.arrival - ticket.image_seconds)
+    return max(0.0, sequence.timing.prefill_start - sequence.timing.arrival - ticket.image_seconds)

@@ -9,7 +9,7 @@ from legato_engine.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True)
-class Tally:
+class KVCacheCounters:
     """Counters of positions, of pages, and of preemptions."""
 
     found: int = 0  # positions of sequences admitted for the first time
@@ -21,18 +21,18 @@ class Tally:
 
     def admitted(self, sequence: Sequence, num_found: int) -> None:
         """A sequence has pages, `num_found` positions of them computed already; it is told so."""
-        sequence.num_cached = num_found
-        if sequence.num_preemptions:
+        sequence.pages.cached_length = num_found
+        if sequence.pages.num_preemptions:
             self.recomputed += sequence.length - num_found
             return
-        sequence.cached_tokens = num_found
+        sequence.pages.cached_tokens = num_found
         self.found += num_found
         self.computed += sequence.length - num_found
 
     def preempted(self, sequence: Sequence) -> None:
         """A sequence gave its pages back and will be admitted again; it is told so."""
         self.preemptions += 1
-        sequence.num_preemptions += 1
+        sequence.pages.num_preemptions += 1
 
     def report(self, *, free: int, idle: int, shared: int, draft: int) -> KVCacheStats:
         """The counters beside how many pages are free, idle, shared and drafts now."""

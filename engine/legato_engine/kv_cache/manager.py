@@ -6,13 +6,13 @@ import dataclasses
 
 from legato_engine.ipc.messages import KVCacheStats
 from legato_engine.kv_cache.adapter_slots import NO_ADAPTER, AdapterSlots
-from legato_engine.kv_cache.counters import Tally
+from legato_engine.kv_cache.counters import KVCacheCounters
 from legato_engine.kv_cache.page_budget import PageBudget
+from legato_engine.kv_cache.page_ownership import PageOwnership, check_ownership
 from legato_engine.kv_cache.page_pool import PagePool
 from legato_engine.kv_cache.prefill_work import PrefillWork
 from legato_engine.kv_cache.prefix_cache import PrefixCache
 from legato_engine.kv_cache.radix_tree import RadixTree
-from legato_engine.kv_cache.sequence_pages import SequencePages, check_owners
 from legato_engine.kv_cache.slot_pool import SlotPool
 from legato_engine.sequence import Sequence
 
@@ -37,13 +37,13 @@ class KVCacheManager:
         """`num_pages` counts the scratch page; `max_context` is the model's, in positions."""
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(self._pool, page_size)
-        self._room = PageBudget(self._pool, self._tree, page_size)
-        self._sharing = PrefixCache(self._tree, self._pool, page_size)
+        self._budget = PageBudget(self._pool, self._tree, page_size)
+        self._prefix_cache = PrefixCache(self._tree, self._pool, page_size)
         self._rows = SlotPool(num_rows)
         self._adapters = AdapterSlots(num_adapter_slots)
         self._page_size = page_size
-        self._held: dict[Sequence, SequencePages] = {}
-        self._tally = Tally()
+        self._held: dict[Sequence, PageOwnership] = {}
+        self._counters = KVCacheCounters()
         capacity = self._pool.num_usable * page_size
         self.max_length = capacity if max_context is None else min(capacity, max_context)
 
@@ -77,7 +77,7 @@ class KVCacheManager:
     @property
     def pages_used(self) -> int:
         """Pages held by live sequences and zombies, what they share counted once."""
-        return self._pool.num_usable - self._room.num_pages
+        return self._pool.num_usable - self._budget.num_pages
 
     @property
     def prefix_pages(self) -> int:
@@ -86,7 +86,7 @@ class KVCacheManager:
 
     def report(self) -> KVCacheStats:
         """The pool as it is, and its counters since the start."""
-        return self._tally.report(
+        return self._counters.report(
             free=self._pool.num_free,
             idle=self._tree.idle_pages,
             shared=self._tree.shared_pages,
@@ -102,7 +102,7 @@ class KVCacheManager:
         tail = (
             sequence.prefix_key is not None and sequence.image_prefix_length % self._page_size > 0
         )
-        return self._room.pages_for(sequence.max_length) + tail <= self._pool.num_usable
+        return self._budget.pages_for(sequence.max_length) + tail <= self._pool.num_usable
 
     def can_admit(self, sequence: Sequence) -> bool:
         """Whether `admit` would succeed now, and leave a page for everybody who still grows.
@@ -112,27 +112,27 @@ class KVCacheManager:
         """
         if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
-        available = self._room.num_pages - self._num_growing()
-        if available <= sequence.refused_at:
+        available = self._budget.num_pages - self._num_growing()
+        if available <= sequence.pages.refused_at:
             return False
-        match = self._sharing.match(sequence)
+        match = self._prefix_cache.match(sequence)
         if match is not None and not match.node.ready:
             return False
-        fits = self._room.fits(sequence, match, available) or (
+        fits = self._budget.fits(sequence, match, available) or (
             match is not None
-            and self._room.fits(sequence, self._sharing.uncopied(match), available)
+            and self._budget.fits(sequence, self._prefix_cache.uncopied(match), available)
         )
         if not fits:
-            sequence.refused_at = available
+            sequence.pages.refused_at = available
         return fits
 
     def lacks_adapter_slot(self, sequence: Sequence) -> bool:
         """Whether its adapter has no slot now and can have none until a holder goes."""
-        return bool(sequence.adapter_key) and not self._adapters.can_acquire(sequence.adapter_key)
+        return bool(sequence.adapter.key) and not self._adapters.can_acquire(sequence.adapter.key)
 
     def finds_image_prefix(self, sequence: Sequence) -> bool:
         """Whether `admit` would find its picture, if it has one: its prefill computes none."""
-        return not sequence.image_prefix_length or self._sharing.knows_unit(sequence)
+        return not sequence.image_prefix_length or self._prefix_cache.knows_image_prefix(sequence)
 
     def admit(self, sequence: Sequence) -> PrefillWork:
         """Set `row`, `page_ids`, `adapter_slot` and what was found, having asked `can_admit`.
@@ -141,34 +141,34 @@ class KVCacheManager:
         """
         assert sequence.row < 0, f"sequence {sequence.seq_id} is admitted twice"
         work = self._admit_pages(sequence)
-        if not sequence.adapter_key:
+        if not sequence.adapter.key:
             return work
-        adapter = self._adapters.acquire(sequence.adapter_key)
-        sequence.adapter_slot = adapter.slot
+        adapter = self._adapters.acquire(sequence.adapter.key)
+        sequence.adapter.slot = adapter.slot
         return work if adapter.ready else dataclasses.replace(work, write_adapter=True)
 
     def _admit_pages(self, sequence: Sequence) -> PrefillWork:
-        match, holding = self._sharing.match(sequence), SequencePages()
+        match, holding = self._prefix_cache.match(sequence), PageOwnership()
         if match is not None:
-            fits = self._room.fits(sequence, match, self._room.num_pages)
-            match = match if fits else self._sharing.uncopied(match)
-            self._sharing.hold(holding, match)
-        self._tree.make_room(self._room.missing_pages(sequence, match))
+            fits = self._budget.fits(sequence, match, self._budget.num_pages)
+            match = match if fits else self._prefix_cache.uncopied(match)
+            self._prefix_cache.hold(holding, match)
+        self._tree.make_room(self._budget.missing_pages(sequence, match))
         if match is None and sequence.prefix_key is not None:
-            self._sharing.hold(holding, self._sharing.open(sequence))
-        shared = () if holding.node is None else self._sharing.full_pages(holding.node)
-        private = self._pool.allocate(self._room.first_pages(sequence) - len(shared))
+            self._prefix_cache.hold(holding, self._prefix_cache.open(sequence))
+        shared = () if holding.node is None else self._prefix_cache.full_pages(holding.node)
+        private = self._pool.allocate(self._budget.first_pages(sequence) - len(shared))
         holding.private.update(private)
         self._held[sequence] = holding
         sequence.row = self._rows.allocate()
-        sequence.refused_at = 0
-        sequence.page_ids = shared + private
-        sequence.capacity = len(sequence.page_ids) * self._page_size
-        self._tally.admitted(sequence, 0 if match is None else match.length)
+        sequence.pages.refused_at = 0
+        sequence.pages.ids = shared + private
+        sequence.pages.capacity = len(sequence.pages.ids) * self._page_size
+        self._counters.admitted(sequence, 0 if match is None else match.length)
         compute: tuple[int, ...] = ()
-        if sequence.num_cached == 0:
+        if sequence.pages.cached_length == 0:
             unit = holding.node.pages if holding.node is not None else ()
-            compute = unit or sequence.page_ids[: self._room.pages_for(sequence.prefix_length)]
+            compute = unit or sequence.pages.ids[: self._budget.pages_for(sequence.prefix_length)]
         source = holding.source
         return PrefillWork(compute, None if source is None else (source.pages[-1], private[0]))
 
@@ -176,16 +176,16 @@ class KVCacheManager:
         """Its prefill is planned: those planned behind it, in the same launch too, may find its
         picture.
         """
-        self._sharing.planned(self._held[sequence])
+        self._prefix_cache.planned(self._held[sequence])
 
     def launched(self, sequence: Sequence) -> None:
         """The launch that fills its pages is enqueued: those enqueued later may read them.
 
         So they may its adapter, which the same launch has written where it had to be.
         """
-        self._sharing.launched(sequence, self._held[sequence])
-        if sequence.adapter_key:
-            self._adapters.launched(sequence.adapter_key)
+        self._prefix_cache.launched(sequence, self._held[sequence])
+        if sequence.adapter.key:
+            self._adapters.launched(sequence.adapter.key)
 
     # ------------------------------------------------------------ growth
 
@@ -194,14 +194,14 @@ class KVCacheManager:
         holding = self._held[sequence]
         if holding.draft:
             page = holding.draft.pop(0)
-        elif self._room.num_pages > 0 or self._sharing.merge(sequence, holding):
-            (page,) = self._room.take(1)
-            sequence.page_ids += (page,)
+        elif self._budget.num_pages > 0 or self._prefix_cache.merge(sequence, holding):
+            (page,) = self._budget.take(1)
+            sequence.pages.ids += (page,)
         else:
             return False
         holding.private.add(page)
-        sequence.capacity += self._page_size
-        self._sharing.publish(sequence, holding)
+        sequence.pages.capacity += self._page_size
+        self._prefix_cache.publish(sequence, holding)
         return True
 
     def reserve_draft(self, sequence: Sequence, length: int) -> bool:
@@ -211,15 +211,15 @@ class KVCacheManager:
         who still grows. `length` is at most `sequence.max_length`.
         """
         assert length <= sequence.max_length, f"{length} positions are more than it may ever have"
-        missing = self._room.pages_for(length) - len(sequence.page_ids)
+        missing = self._budget.pages_for(length) - len(sequence.pages.ids)
         if missing <= 0:
             return True
-        if missing + self._num_growing(besides=sequence) > self._room.num_pages:
+        if missing + self._num_growing(besides=sequence) > self._budget.num_pages:
             return False
-        pages = self._room.take(missing)
+        pages = self._budget.take(missing)
         self._held[sequence].draft.extend(pages)
-        sequence.page_ids += pages
-        self._tally.drafted += missing
+        sequence.pages.ids += pages
+        self._counters.drafted += missing
         return True
 
     def commit_to(self, sequence: Sequence, length: int, *, reserved: int = 0) -> None:
@@ -230,15 +230,15 @@ class KVCacheManager:
         caller plans nothing behind what is left until it reserves again.
         """
         draft = self._held[sequence].draft
-        num_committed = len(sequence.page_ids) - len(draft)
-        kept = max(0, self._room.pages_for(length) - num_committed)
+        num_committed = len(sequence.pages.ids) - len(draft)
+        kept = max(0, self._budget.pages_for(length) - num_committed)
         assert kept <= len(draft), f"{length} positions stand without a page"
         for _ in range(kept):
             self.grow(sequence)
-        held = max(num_committed + kept, self._room.pages_for(reserved))
-        rejected = sequence.page_ids[held:]
-        self._tally.discarded += len(rejected)
-        sequence.page_ids = sequence.page_ids[:held]
+        held = max(num_committed + kept, self._budget.pages_for(reserved))
+        rejected = sequence.pages.ids[held:]
+        self._counters.discarded += len(rejected)
+        sequence.pages.ids = sequence.pages.ids[:held]
         self._pool.free(rejected)
         del draft[len(draft) - len(rejected) :]
 
@@ -247,11 +247,11 @@ class KVCacheManager:
     def frees_pages(self, sequence: Sequence) -> bool:
         """Whether a page would be free or idle without this sequence; borrowed ones would not."""
         holding = self._held[sequence]
-        return bool(holding.private) or (holding.node is not None and holding.node.holders == 1)
+        return bool(holding.private) or (holding.node is not None and holding.node.ref_count == 1)
 
     def forget(self, sequence: Sequence, length: int = 0) -> None:
         """Let nobody find what it has behind `length` positions; that goes with its last holder."""
-        self._sharing.forget(self._held[sequence], length)
+        self._prefix_cache.forget(self._held[sequence], length)
 
     def release(self, sequence: Sequence) -> None:
         """Take back the row, all pages and the share of the adapter.
@@ -261,29 +261,29 @@ class KVCacheManager:
         assert sequence.row >= 0, f"sequence {sequence.seq_id} holds nothing to release"
         self.commit_to(sequence, 0)
         holding = self._held.pop(sequence)
-        self._sharing.release(sequence, holding)
+        self._prefix_cache.release(sequence, holding)
         self._pool.free(holding.private)
-        if sequence.adapter_key:
-            self._adapters.release(sequence.adapter_key)
+        if sequence.adapter.key:
+            self._adapters.release(sequence.adapter.key)
         self._rows.free(sequence.row)
-        sequence.adapter_slot = NO_ADAPTER
-        sequence.row = sequence.last_position = -1
-        sequence.page_ids = ()
-        sequence.capacity = 0
+        sequence.adapter.slot = NO_ADAPTER
+        sequence.row = -1
+        sequence.pages.ids = ()
+        sequence.pages.capacity = 0
 
     def preempt(self, sequence: Sequence) -> None:
         """Release a sequence that will be admitted again."""
         self.release(sequence)
-        self._tally.preempted(sequence)
+        self._counters.preempted(sequence)
 
     def check(self) -> None:
         """Assert that every page has one owner and every table is made of what is held."""
-        check_owners(self._pool, self._tree, self._held, self._page_size)
+        check_ownership(self._pool, self._tree, self._held, self._page_size)
 
     def _num_growing(self, besides: Sequence | None = None) -> int:
         """Who may need one more page."""
         return sum(
-            each.capacity < each.max_length
+            each.pages.capacity < each.max_length
             for each in self._held
             if not each.finalized and each is not besides
         )

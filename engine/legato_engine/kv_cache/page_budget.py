@@ -47,5 +47,5 @@ class PageBudget:
         """Whether so many pages, of which some are idle and to be held, are enough."""
         if match is not None:
             needed = {*match.node.path, match.source or match.node}
-            available -= sum(len(node.pages) for node in needed if node.holders == 0)
+            available -= sum(len(node.pages) for node in needed if node.ref_count == 0)
         return self.missing_pages(sequence, match) <= available

@@ -27,5 +27,5 @@ class PrefillWork:
     write_adapter: bool = False
 
 
-NO_PREFIX_WORK = PrefillWork()
+NO_PREFILL_WORK = PrefillWork()
 """A decode's, and a prefill's behind a hit that ends on a page border."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from legato_engine.kv_cache.page_ownership import PageOwnership
 from legato_engine.kv_cache.page_pool import PagePool
 from legato_engine.kv_cache.radix_tree import Match, Namespace, Node, RadixTree
-from legato_engine.kv_cache.sequence_pages import SequencePages
 from legato_engine.sequence import Sequence
 
 
@@ -28,7 +28,7 @@ class PrefixCache:
         assert root.length == sequence.image_prefix_length, f"{root.namespace} has two lengths"
         return self._tree.match(root, sequence, sequence.length - 1)
 
-    def knows_unit(self, sequence: Sequence) -> bool:
+    def knows_image_prefix(self, sequence: Sequence) -> bool:
         """Whether the tree has its unit, whatever else `match` would find."""
         return sequence.prefix_key is not None and self._tree.root(_namespace(sequence)) is not None
 
@@ -44,12 +44,12 @@ class PrefixCache:
         root = self._tree.open_root(_namespace(sequence), length, num_pages)
         return Match(root, length, root if length % self._page_size else None)
 
-    def hold(self, holding: SequencePages, match: Match) -> None:
+    def hold(self, holding: PageOwnership, match: Match) -> None:
         """Hold what was found, and what is to be copied."""
         holding.node, holding.source = match.node, match.source
         for node in (match.node, match.source):
             if node is not None:
-                self._tree.hold(node)
+                self._tree.acquire(node)
 
     def full_pages(self, node: Node) -> tuple[int, ...]:
         """The pages of a path, without one that a unit fills in part."""
@@ -59,21 +59,21 @@ class PrefixCache:
 
     # ------------------------------------------------------------ publishing
 
-    def planned(self, holding: SequencePages) -> None:
+    def planned(self, holding: PageOwnership) -> None:
         """The prefill that computes its unit is planned: whoever is planned now may find it."""
         if holding.node is not None:
             for node in holding.node.path:
                 node.ready = True
 
-    def launched(self, sequence: Sequence, holding: SequencePages) -> None:
+    def launched(self, sequence: Sequence, holding: PageOwnership) -> None:
         """The launch that fills its pages is enqueued, its copy and its picture's included."""
         if holding.source is not None:
-            self._tree.drop(holding.source, sequence.request.priority)
+            self._tree.release(holding.source, sequence.request.priority)
             holding.copied, holding.source = holding.source, None
         self.planned(holding)
         self.publish(sequence, holding)
 
-    def publish(self, sequence: Sequence, holding: SequencePages, *, partial: bool = False) -> None:
+    def publish(self, sequence: Sequence, holding: PageOwnership, *, partial: bool = False) -> None:
         """Put pages whose content is known and enqueued into the tree.
 
         Where the tree has the same content already, and others hold that, both keep their page.
@@ -82,22 +82,22 @@ class PrefixCache:
         if node is None or not node.attached or holding.forgotten:
             return
         # What is launched stands up to `last_position` at least, and its drafts are not its own.
-        known = min(sequence.length, sequence.last_position, sequence.capacity)
+        known = min(sequence.length, sequence.progress.last_position, sequence.pages.capacity)
         while node.length < known:
             stop = (node.length // size + 1) * size
             if stop > known and not partial:
                 break
             stop = min(stop, known)
-            page = sequence.page_ids[node.length // size]
+            page = sequence.pages.ids[node.length // size]
             child = self._tree.extend(node, sequence.keys(node.length, stop), page)
-            self._tree.hold(child, above=node)
+            self._tree.acquire(child, above=node)
             holding.node = node = child
             if child.pages == (page,):
                 holding.private.discard(page)
-            elif child.holders == 1:
+            elif child.ref_count == 1:
                 self._swap(holding, child, page)
 
-    def merge(self, sequence: Sequence, holding: SequencePages) -> bool:
+    def merge(self, sequence: Sequence, holding: PageOwnership) -> bool:
         """Free the pages that it computed although the tree had them; whether there was one.
 
         So whoever is alone needs no more pages than its positions fill, see `fits_ever`.
@@ -106,8 +106,8 @@ class PrefixCache:
         doubles = [
             (node, page)
             for node in path
-            if node.holders == 1
-            and (page := sequence.page_ids[(node.length - 1) // self._page_size]) not in node.pages
+            if node.ref_count == 1
+            and (page := sequence.pages.ids[(node.length - 1) // self._page_size]) not in node.pages
         ]
         for node, page in doubles:
             self._swap(holding, node, page)
@@ -115,7 +115,7 @@ class PrefixCache:
 
     # ------------------------------------------------------------ giving up
 
-    def forget(self, holding: SequencePages, length: int) -> None:
+    def forget(self, holding: PageOwnership, length: int) -> None:
         """Let nobody find what is held behind `length` positions, now or later.
 
         With all of it goes the page that its own begins as a copy of: what is wrong may be there.
@@ -127,14 +127,14 @@ class PrefixCache:
         if behind:
             self._tree.forget(behind[-1])
 
-    def release(self, sequence: Sequence, holding: SequencePages) -> None:
+    def release(self, sequence: Sequence, holding: PageOwnership) -> None:
         """Publish all that is known, then hold nothing any more."""
         self.publish(sequence, holding, partial=True)
         for node in (holding.source, holding.node):
             if node is not None:
-                self._tree.drop(node, sequence.request.priority)
+                self._tree.release(node, sequence.request.priority)
 
-    def _swap(self, holding: SequencePages, node: Node, page: int) -> None:
+    def _swap(self, holding: PageOwnership, node: Node, page: int) -> None:
         """Give the tree the holder's own page in place of one with the same content."""
         holding.private.remove(page)
         self._pool.free(node.pages)
@@ -143,4 +143,4 @@ class PrefixCache:
 
 def _namespace(sequence: Sequence) -> Namespace:
     assert sequence.prefix_key is not None, "what shares nothing has no namespace"
-    return Namespace(sequence.adapter_key, sequence.prefix_key)
+    return Namespace(sequence.adapter.key, sequence.prefix_key)

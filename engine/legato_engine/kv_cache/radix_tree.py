@@ -33,7 +33,7 @@ class Node:
     only a leaf's may be filled in part. Nothing writes to a page of the tree but the launches that
     were enqueued before it came here.
 
-    `holders` counts the sequences whose table goes through here; so it is never less than a
+    `ref_count` counts the sequences whose table goes through here; so it is never less than a
     child's. `ready` is False while the prefill that computes a unit is not planned. `attached` is
     False once it must not be found any more; it goes with its last holder then.
     """
@@ -41,7 +41,6 @@ class Node:
     __slots__ = (
         "attached",
         "children",
-        "holders",
         "keys",
         "last_used",
         "length",
@@ -51,6 +50,7 @@ class Node:
         "parent",
         "priority",
         "ready",
+        "ref_count",
     )
 
     def __init__(
@@ -69,7 +69,7 @@ class Node:
         self.pages = pages
         self.length = length
         self.children: dict[Keys, Node] = {}
-        self.holders = 0
+        self.ref_count = 0
         self.priority = 0
         self.last_used = 0
         self.ready = True
@@ -180,18 +180,18 @@ class RadixTree:
 
     # ------------------------------------------------------------ holding
 
-    def hold(self, node: Node, above: Node | None = None) -> None:
+    def acquire(self, node: Node, above: Node | None = None) -> None:
         """One more holder of a node and all above it, up to one that the caller holds already."""
         for each in node.path:
             if each is above:
                 return
-            if each.holders == 0:
+            if each.ref_count == 0:
                 self.idle_pages -= len(each.pages)
-            elif each.holders == 1:
+            elif each.ref_count == 1:
                 self.shared_pages += len(each.pages)
-            each.holders += 1
+            each.ref_count += 1
 
-    def drop(self, node: Node, priority: int) -> None:
+    def release(self, node: Node, priority: int) -> None:
         """One holder less of a node and all above it.
 
         What nobody holds any more stays, with the priority of its last holder, unless it is
@@ -199,12 +199,12 @@ class RadixTree:
         """
         self._time += 1
         for each in node.path:
-            assert each.holders > 0, f"node {each.node_id} is dropped but nobody holds it"
-            each.holders -= 1
+            assert each.ref_count > 0, f"node {each.node_id} is dropped but nobody holds it"
+            each.ref_count -= 1
             each.priority, each.last_used = priority, self._time
-            if each.holders == 1:
+            if each.ref_count == 1:
                 self.shared_pages -= len(each.pages)
-            elif each.holders == 0:
+            elif each.ref_count == 0:
                 self.idle_pages += len(each.pages)
                 if not (each.attached and each.ready):
                     self._remove(each)
@@ -221,7 +221,7 @@ class RadixTree:
             each.attached = False
             below.extend(each.children.values())
         for each in reversed(below):
-            if each.holders == 0:
+            if each.ref_count == 0:
                 self._remove(each)
 
     # ------------------------------------------------------------ eviction
@@ -288,7 +288,7 @@ def _num_common(one: Keys, other: Keys) -> int:
 
 
 def _is_idle_leaf(node: Node) -> bool:
-    return node.attached and node.holders == 0 and not node.children
+    return node.attached and node.ref_count == 0 and not node.children
 
 
 def _is_current(leaf: _IdleLeaf) -> bool:

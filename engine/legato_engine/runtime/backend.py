@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Protocol
 
-from legato_engine.scheduler.launch import BatchLimits, Row
+from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 
 
 class Backend(Protocol):
@@ -42,7 +42,13 @@ class Backend(Protocol):
         """Behind `sample`, with its `payload`: how likely what it chose was."""
         ...
 
-    def prefill(self, slot: int, prompts: Many[Row], decodes: Many[Row], rank: int) -> None:
+    def prefill(
+        self,
+        slot: int,
+        prompts: Many[ScheduledSequence],
+        decodes: Many[ScheduledSequence],
+        rank: int,
+    ) -> None:
         """Prompts of some sequences, and others that decode along with them.
 
         Of the decodes and then of the prompts' last positions the outputs become the slot's first
@@ -50,6 +56,6 @@ class Backend(Protocol):
         """
         ...
 
-    def encode(self, slot: int, row: Row) -> None:
+    def encode(self, slot: int, row: ScheduledSequence) -> None:
         """The crops of a row's picture that its prefix work names."""
         ...

@@ -17,7 +17,7 @@ from legato_engine.models.model import ImageEncoder, Model
 from legato_engine.models.paged_cache import KVCache, PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.graph_runner import GraphRunner, Work
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 
 _log = structlog.get_logger()
 
@@ -68,9 +68,9 @@ class EncoderRunner:
             self._stacks = all(self._keeps_bits(*stack) for stack in sorted(stacks))
             _log.info("pictures of a launch", share_pass=self._stacks)
 
-    def encode(self, slot: int, index: int, row: Row, stop: int) -> None:
+    def encode(self, slot: int, index: int, row: ScheduledSequence, stop: int) -> None:
         """The crops of one picture up to `stop` that are not encoded yet."""
-        encoder, image, first = self._encoder, row.sequence.pixels, row.prefix.first_crop
+        encoder, image, first = self._encoder, row.sequence.inputs.image, row.work.first_crop
         if first == 0:
             place = self._place(slot, index)
             encoder.stage(place, image)
@@ -82,16 +82,16 @@ class EncoderRunner:
             self._graphs.run(self._crops_work, stop - first, True)
             self._compute.submit(lambda: encoder.give(first, stop))
 
-    def embed(self, slot: int, rows: Sequence[Row]) -> None:
+    def embed(self, slot: int, rows: Sequence[ScheduledSequence]) -> None:
         """The embeddings of these rows' pictures."""
         for index, row in enumerate(rows):
             self.encode(slot, index, row, row.sequence.num_crops)
             self._graphs.run(self._finish_work, slot, index)
 
-    def cache(self, slot: int, rows: Sequence[Row]) -> None:
+    def cache(self, slot: int, rows: Sequence[ScheduledSequence]) -> None:
         """Their keys and values, once the slot's prompts are uploaded and adapters written."""
         bank = self._bank
-        ranks = [bank.bucket(row.sequence.adapter_rank) if bank is not None else 0 for row in rows]
+        ranks = [bank.bucket(row.sequence.adapter.rank) if bank is not None else 0 for row in rows]
         apart = [(index, 1) for index in range(len(rows))]
         for first, count in _stacks(len(rows)) if self._stacks and not any(ranks) else apart:
             if count > 1:

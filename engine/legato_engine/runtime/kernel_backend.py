@@ -43,7 +43,7 @@ from legato_engine.runtime.prefill_step import (
 )
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table
-from legato_engine.scheduler.launch import BatchLimits, Row
+from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD
 
 _CROWD = 16
@@ -78,8 +78,8 @@ class KernelBackend:
             slots[0].max_prompts,
             tokens=min(SHARED_PASSES * most, model.max_context),
             sampled=most,
-            pictures=slots[0].max_pictures if self.encodes_pictures else 1,
-            crowd=_CROWD,
+            images=slots[0].max_pictures if self.encodes_pictures else 1,
+            min_queue_length=_CROWD,
         )
         self._most_fed = min(MAX_PASSES * most, model.max_context)
         self._model = model
@@ -143,7 +143,13 @@ class KernelBackend:
         """
         self._graphs.run(self._logprobs_work, slot, payload)
 
-    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row], rank: int) -> None:
+    def prefill(
+        self,
+        slot: int,
+        prompts: Sequence[ScheduledSequence],
+        decodes: Sequence[ScheduledSequence],
+        rank: int,
+    ) -> None:
         """See `program.Program`; passes are the same at every rank."""
         buffers, compute = self._slots[slot], self._device.compute
         encoded = [row for row in prompts if row.encodes]
@@ -156,7 +162,7 @@ class KernelBackend:
             for place, row in enumerate(prompts)
         ]
         for row, step in zip(prompts, steps, strict=True):
-            if row.prefix.write_adapter:
+            if row.work.write_adapter:
                 compute.submit(step.write_adapter)
         if self._pictures is not None:
             self._pictures.cache(slot, encoded)
@@ -170,28 +176,28 @@ class KernelBackend:
             return
         self._run_passes(slot, cut_passes(decodes, fed, self.limits.sampled), (*decodes, *prompts))
 
-    def encode(self, slot: int, row: Row) -> None:
+    def encode(self, slot: int, row: ScheduledSequence) -> None:
         """See `program.Program`."""
         assert self._pictures is not None, "a picture is left whole only for an encoder"
-        self._pictures.encode(slot, 0, row, row.prefix.stop_crop)
+        self._pictures.encode(slot, 0, row, row.work.stop_crop)
 
-    def _behind_prefix(self, row: Row, step: PrefillStep) -> FedPrompt:
+    def _behind_prefix(self, row: ScheduledSequence, step: PrefillStep) -> FedPrompt:
         """Fill a prefix that is missing and that no encoder fills; what is fed behind it, BOS
         included if that is all.
         """
         tokens, start = fed_tokens(row), row.position
-        if row.prefix.compute_pages and row.sequence.pixels is None:
+        if row.work.compute_pages and row.sequence.inputs.image is None:
             tokens, start = [(self._model.bos_token, NO_PAYLOAD), *tokens], 0
-        elif row.prefix.compute_pages and not row.encodes:
+        elif row.work.compute_pages and not row.encodes:
             self._device.compute.submit(step.run_prefix)
         return FedPrompt(row.sequence.row, start, tokens)
 
     def _run_passes(
-        self, slot: int, passes: Sequence[Sequence[FedToken]], sampled: Sequence[Row]
+        self, slot: int, passes: Sequence[Sequence[FedToken]], sampled: Sequence[ScheduledSequence]
     ) -> None:
         """One forward after another, each staged apart; the last one is sampled from."""
         buffers, scratch = self._slots[slot], self._state.scratch_row
-        adapted = any(row.sequence.adapter_key for row in sampled)
+        adapted = any(row.sequence.adapter.key for row in sampled)
         for copy, tokens in enumerate(passes):
             bucket, is_last = bucket_for(self.buckets, len(tokens)), copy == len(passes) - 1
             if is_last:

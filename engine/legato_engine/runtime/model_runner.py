@@ -25,7 +25,7 @@ from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging, num_lanes
 from legato_engine.runtime.torch_backend import TorchBackend
-from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, Row
+from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, ScheduledSequence
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.speculative.proposer import Proposer
 from legato_engine.tasks import SampledToken
@@ -236,13 +236,13 @@ class ModelRunner:
             copy_end=flight.copy_end.time_ns(),
         )
 
-    def _rank(self, rows: Sequence[Row]) -> int:
+    def _rank(self, rows: Sequence[ScheduledSequence]) -> int:
         """The rank to run for all rows, 0 when none has an adapter."""
         if self._adapters is None:
             return 0
-        return self._adapters.bucket(max((row.sequence.adapter_rank for row in rows), default=0))
+        return self._adapters.bucket(max((row.sequence.adapter.rank for row in rows), default=0))
 
-    def _grow(self, index: int, decodes: Sequence[Row]) -> None:
+    def _grow(self, index: int, decodes: Sequence[ScheduledSequence]) -> None:
         """Tell the device of the pages that these are the first to name."""
         slot = self._slots[index]
         if self._staging.grown(slot, decodes):
@@ -251,7 +251,7 @@ class ModelRunner:
 
 
 def _by_row(
-    rows: Sequence[Row],
+    rows: Sequence[ScheduledSequence],
     tokens: tuple[SampledToken, ...],
     counts: Sequence[int],
     proposed: Sequence[int],
@@ -264,7 +264,7 @@ def _by_row(
     return outputs
 
 
-def _needs(rows: Sequence[Row]) -> tuple[bool, bool, bool]:
+def _needs(rows: Sequence[ScheduledSequence]) -> tuple[bool, bool, bool]:
     """Whether any row is sampled, has a payload, wants log-probabilities."""
     sampled = payload = logprobs = False
     for row in rows:

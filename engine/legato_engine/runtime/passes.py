@@ -11,7 +11,7 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD, TokenKey
 
 PROMPT = -1
@@ -41,7 +41,7 @@ def bucket_for(buckets: Many[int], num_tokens: int) -> int:
 
 
 def cut_passes(
-    decodes: Many[Row], prompts: Many[FedPrompt], most: int
+    decodes: Many[ScheduledSequence], prompts: Many[FedPrompt], most: int
 ) -> tuple[list[FedToken], ...]:
     """Passes of at most `most` tokens, as few as there can be.
 
@@ -59,7 +59,7 @@ def cut_passes(
     return (*passes, sampled + earlier[behind:])
 
 
-def stage_step(slot: DecodeSlot, rows: Many[Row], bucket: int, pad: int) -> None:
+def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad: int) -> None:
     """Write a decode step of `bucket` tokens to the slot; those missing are row `pad`'s."""
     staged, padding = slot.staged.host, bucket - len(rows)
     row_B = [row.sequence.row for row in rows]

@@ -9,18 +9,18 @@ from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import Adapter, Model
 from legato_engine.models.paged_cache import KVCache, PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.sequence import Sequence, TokenKey
 from legato_engine.speculative.proposer import UNKNOWN
 
 
-def fed_tokens(row: Row) -> list[TokenKey]:
+def fed_tokens(row: ScheduledSequence) -> list[TokenKey]:
     """What a prefill feeds behind the prefix: of the prompt, and of an answer that is resumed."""
     first = row.position - row.sequence.prefix_length
     return row.sequence.tokens[first : first + row.num_tokens]
 
 
-def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
+def stage_prompts(slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: int) -> None:
     """Fill the slot's prompt buffer with what is fed, the pages and the sampling constants.
 
     The tokens lie one behind another; there have to be as many places as rows.
@@ -36,12 +36,12 @@ def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
         staged["token"][first:end] = [token_id for token_id, _ in tokens]
         staged["payload"][first:end] = [payload for _, payload in tokens]
         first = end
-        pages = row.prefix.compute_pages
+        pages = row.work.compute_pages
         staged["prefix_pages"][place, : len(pages)] = pages
-        staged["pages"][place, : len(sequence.page_ids)] = sequence.page_ids
-        if row.prefix.copy_tail is not None:
-            staged["copied"][place] = row.prefix.copy_tail
-        staged["adapter_slot"][place] = sequence.adapter_slot
+        staged["pages"][place, : len(sequence.pages.ids)] = sequence.pages.ids
+        if row.work.copy_tail is not None:
+            staged["copied"][place] = row.work.copy_tail
+        staged["adapter_slot"][place] = sequence.adapter.slot
         sampling = sequence.task.sampling
         staged["row"][place] = sequence.row
         staged["seed"][place] = (sampling.seed or 0) & ((1 << 63) - 1)
@@ -52,7 +52,9 @@ def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
             _stage_history(slot, place, sequence)
 
 
-def stage_samples(slot: DecodeSlot, rows: Many[Row], scratch_row: int, *, copy: int = 0) -> None:
+def stage_samples(
+    slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: int, *, copy: int = 0
+) -> None:
     """Say where the token goes that is sampled from the last one that each row feeds.
 
     They are the slot's first rows in their order; the others are padding.
@@ -90,7 +92,7 @@ class PrefillStep:
         kv: KVCache,
         slot: DecodeSlot,
         bank: AdapterBank | None,
-        row: Row,
+        row: ScheduledSequence,
         *,
         place: int = 0,
         first: int = 0,
@@ -102,13 +104,15 @@ class PrefillStep:
         self._model = model
         self._kv = kv
         self._slot = slot
-        self._pixels = row.sequence.pixels
-        self._prefix = row.prefix
+        self._pixels = row.sequence.inputs.image
+        self._prefix = row.work
         self._start = row.position
-        self._num_pages = len(row.sequence.page_ids)
-        self._adapter_slot = row.sequence.adapter_slot
-        self._adapter: Adapter | None = row.sequence.adapter if row.prefix.write_adapter else None
-        rank = bank.bucket(row.sequence.adapter_rank) if bank is not None else 0
+        self._num_pages = len(row.sequence.pages.ids)
+        self._adapter_slot = row.sequence.adapter.slot
+        self._adapter: Adapter | None = (
+            row.sequence.inputs.adapter if row.work.write_adapter else None
+        )
+        rank = bank.bucket(row.sequence.adapter.rank) if bank is not None else 0
         self._bank = bank if rank else None
         slot_1 = slot.prompt.device["adapter_slot"][place : place + 1]
         self._adapters = bank.rows(slot_1, rank) if bank is not None and rank else None

@@ -9,7 +9,7 @@ import numpy as np
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.passes import bucket_for, stage_step
 from legato_engine.runtime.row_state import RowState
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 
 
 class StepStaging:
@@ -33,7 +33,7 @@ class StepStaging:
         slot.prompt.host["row"].fill(self._scratch_row)
         slot.grown.host["entry"].fill(self._scratch_row * self._max_pages)
 
-    def rows(self, slot: DecodeSlot, rows: Sequence[Row]) -> int:
+    def rows(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> int:
         """What each row feeds, its last token or its lanes, and padding up to the bucket."""
         if self._drafts is not None:
             return self._lanes(slot, rows)
@@ -43,7 +43,7 @@ class StepStaging:
         np.add(staged["position"][:bucket], 1, out=staged["sample_position"][:bucket])
         return bucket
 
-    def grown(self, slot: DecodeSlot, rows: Sequence[Row]) -> bool:
+    def grown(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> bool:
         """The pages that these decodes are the first to name; whether there are any."""
         size = self._page_size
         if self._drafts is None:
@@ -56,10 +56,12 @@ class StepStaging:
         staged["page"].fill(0)
         for place, (sequence, page) in enumerate(grown):
             staged["entry"][place] = sequence.row * self._max_pages + page
-            staged["page"][place] = sequence.page_ids[page]
+            staged["page"][place] = sequence.pages.ids[page]
         return True
 
-    def constraints(self, slot: DecodeSlot, rows: Sequence[Row], constraints: Sequence[int]) -> int:
+    def constraints(
+        self, slot: DecodeSlot, rows: Sequence[ScheduledSequence], constraints: Sequence[int]
+    ) -> int:
         """A row's constraint for each of its tokens; how many there are."""
         if self._drafts is not None:
             constraints = [
@@ -70,7 +72,7 @@ class StepStaging:
         slot.constraint.host["constraint"][: len(constraints)] = constraints
         return len(constraints)
 
-    def _lanes(self, slot: DecodeSlot, rows: Sequence[Row]) -> int:
+    def _lanes(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> int:
         """Which lanes there are; the device knows where they stand."""
         staged = slot.staged.host
         row_B = [row.sequence.row for row in rows for _ in range(num_lanes(row))]
@@ -85,6 +87,6 @@ class StepStaging:
         return bucket
 
 
-def num_lanes(row: Row) -> int:
+def num_lanes(row: ScheduledSequence) -> int:
     """Tokens of a row that are sampled from; of a prefill's only the last is."""
     return 1 + row.num_drafts

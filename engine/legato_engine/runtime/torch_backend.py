@@ -16,7 +16,7 @@ from legato_engine.runtime.passes import bucket_for, stage_step
 from legato_engine.runtime.prefill_step import PrefillStep, stage_prompts, stage_samples
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import constraint_table
-from legato_engine.scheduler.launch import BatchLimits, Row
+from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -105,7 +105,13 @@ class TorchBackend:
             self._logprobs[key] = self._capture(lambda: step(payload))
         self._device.compute.submit(self._logprobs[key])
 
-    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row], rank: int) -> None:
+    def prefill(
+        self,
+        slot: int,
+        prompts: Sequence[ScheduledSequence],
+        decodes: Sequence[ScheduledSequence],
+        rank: int,
+    ) -> None:
         """See `program.Program`; a decode step, then one prompt after another."""
         buffers, compute, state = self._slots[slot], self._device.compute, self._state
         stage_prompts(buffers, prompts, state.scratch_row)
@@ -126,7 +132,7 @@ class TorchBackend:
             compute.submit(step)
             first += row.num_tokens
 
-    def encode(self, slot: int, row: Row) -> None:
+    def encode(self, slot: int, row: ScheduledSequence) -> None:
         """Never planned: pictures are split only for a program that has an encoder."""
         raise AssertionError("no picture is encoded apart from its prefill here")
 

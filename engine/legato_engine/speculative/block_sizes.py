@@ -33,20 +33,20 @@ class PolicyBlockSizes:
         self._policy.allot(records)
         return [record.current_block_size for record in records]
 
-    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
+    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
         """See `BlockSizes`."""
-        record = sequence.drafting
+        record = sequence.draft_stats
         assert record is not None, f"sequence {sequence.seq_id} drafted without being planned to"
-        record.block_size_history.append(proposed)
-        self._policy.update(record, accepted, proposed)
+        record.block_size_history.append(num_drafted)
+        self._policy.update(record, num_accepted, num_drafted)
 
     def _record(self, sequence: Sequence, under_pressure: bool) -> DraftStats:
-        record = sequence.drafting
+        record = sequence.draft_stats
         is_first = record is None
         if record is None:
-            record = sequence.drafting = DraftStats(ema_acceptance_rate=OPTIMISTIC)
+            record = sequence.draft_stats = DraftStats(ema_acceptance_rate=OPTIMISTIC)
         record.under_pressure = under_pressure
-        record.num_left = sequence.task.max_tokens - sequence.num_launched
+        record.num_left = sequence.task.max_tokens - sequence.progress.num_launched
         if is_first:
             self._policy.begin(record)
         return record

@@ -51,7 +51,7 @@ def step_parts(before: Step, step: Step) -> StepParts:
     period = record.commit_end - before.record.commit_end
     forward = times.forward_end - times.forward_start
     sampling = times.copy_end - times.sample_start
-    finalize = record.finalize_ns
+    finalize = record.sample_ns
     blocked = max(0, min(times.copy_end, record.wait_end) - record.wait_start)
     return StepParts(
         period=period,
@@ -88,7 +88,7 @@ class StepStats:
         previous, self._previous = self._previous, step
         if previous is None or not (_is_decode(previous) and _is_decode(step)):
             return
-        counts = (len(rows), record.zombies, record.tokens, record.proposed, record.accepted)
+        counts = (len(rows), record.zombies, record.tokens, record.drafted, record.accepted)
         self._ring.append((step_parts(previous, step), counts))
         self._num_steps += 1
 

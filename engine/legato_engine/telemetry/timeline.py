@@ -120,7 +120,7 @@ def _spans(step: Step, previous_copy_end: int) -> list[TraceEvent]:
     spans = (
         ("cpu plan", "plan", record.plan_start, record.plan_end),
         ("cpu launch", "launch", record.plan_end, record.launch_end),
-        ("cpu finalize", "finalize", record.finalize_start, record.finalize_end),
+        ("cpu finalize", "finalize", record.sample_start, record.sample_end),
         ("cpu wait", "wait", record.wait_start, record.wait_end),
         ("cpu commit", "commit", record.wait_end, record.commit_end),
         ("device compute", "forward", times.forward_start, times.forward_end),

@@ -4,7 +4,7 @@ import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.sequence import Sequence
 
-from tests.engine.kv_cache.lives import PAGE, admit, release, sequence
+from tests.engine.kv_cache.lifecycle import PAGE, admit, release, sequence
 
 
 def test_draft_pages_are_taken_whole_or_not_at_all() -> None:
@@ -13,9 +13,9 @@ def test_draft_pages_are_taken_whole_or_not_at_all() -> None:
     one = sequence(0, 1, None, max_tokens=14)
     admit(manager, one)
     assert not manager.reserve_draft(sequence_of(one, 17), 17)
-    assert (len(one.page_ids), manager.report().draft) == (1, 0)
+    assert (len(one.pages.ids), manager.report().draft) == (1, 0)
     assert manager.reserve_draft(one, 12)
-    assert (len(one.page_ids), one.capacity, manager.report().draft) == (3, 4, 2)
+    assert (len(one.pages.ids), one.pages.capacity, manager.report().draft) == (3, 4, 2)
     assert manager.reserve_draft(one, 12)
     manager.check()
     release(manager, one)
@@ -34,15 +34,15 @@ def test_rejected_draft_pages_are_free_at_once() -> None:
     one = sequence(0, 1, None, max_tokens=30)
     admit(manager, one)
     assert manager.reserve_draft(one, 16)
-    drafted = one.page_ids
+    drafted = one.pages.ids
     manager.commit_to(one, 5)
     manager.check()
-    assert (one.page_ids, one.capacity) == (drafted[:2], 8)
+    assert (one.pages.ids, one.pages.capacity) == (drafted[:2], 8)
     report = manager.report()
     assert (report.free, report.draft) == (6, 0)
     assert report.fragmentation_ratio == pytest.approx(2 / 3)
     assert manager.grow(one)
-    assert one.capacity == 12
+    assert one.pages.capacity == 12
 
 
 def test_growth_takes_the_first_draft_page() -> None:
@@ -51,10 +51,10 @@ def test_growth_takes_the_first_draft_page() -> None:
     one = sequence(0, 1, None, max_tokens=30)
     admit(manager, one)
     assert manager.reserve_draft(one, 12)
-    drafted = one.page_ids
+    drafted = one.pages.ids
     assert manager.grow(one)
     manager.check()
-    assert (one.page_ids, one.capacity, manager.report().draft) == (drafted, 8, 1)
+    assert (one.pages.ids, one.pages.capacity, manager.report().draft) == (drafted, 8, 1)
 
 
 def test_a_proposal_takes_what_is_kept_and_nothing_else() -> None:

@@ -3,7 +3,7 @@
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.sequence import Sequence
 
-from tests.engine.kv_cache.lives import PAGE, admit, release, sequence
+from tests.engine.kv_cache.lifecycle import PAGE, admit, release, sequence
 from tests.fakes import FakeTask, make_sequence
 
 
@@ -60,7 +60,7 @@ def test_the_least_important_goes_first_then_the_longest_unused() -> None:
 def admitted_length(manager: KVCacheManager, asked: Sequence) -> int:
     """How much of it is found; it is given back without a launch."""
     manager.admit(asked)
-    found = asked.cached_tokens
+    found = asked.pages.cached_tokens
     release(manager, asked)
     return found
 

@@ -3,7 +3,7 @@
 import pytest
 from legato_engine.kv_cache.manager import KVCacheManager
 
-from tests.engine.kv_cache.lives import PAGE, admit, decode, release, sequence
+from tests.engine.kv_cache.lifecycle import PAGE, admit, decode, release, sequence
 
 
 def test_the_last_token_needs_no_page() -> None:
@@ -11,7 +11,7 @@ def test_the_last_token_needs_no_page() -> None:
     manager = KVCacheManager(17, PAGE, 1)
     small = sequence(0, 1, None, max_tokens=2)
     admit(manager, small)
-    assert len(small.page_ids) == 1
+    assert len(small.pages.ids) == 1
 
 
 def test_pages_come_as_the_sequence_grows() -> None:
@@ -19,11 +19,11 @@ def test_pages_come_as_the_sequence_grows() -> None:
     manager = KVCacheManager(17, PAGE, 1)
     one = sequence(0, 1, None, max_tokens=20)
     admit(manager, one)
-    assert (len(one.page_ids), one.capacity) == (1, 4)
+    assert (len(one.pages.ids), one.pages.capacity) == (1, 4)
     assert manager.grow(one)
-    assert (len(one.page_ids), one.capacity) == (2, 8)
+    assert (len(one.pages.ids), one.pages.capacity) == (2, 8)
     release(manager, one)
-    assert (one.capacity, manager.pages_used, manager.prefix_pages) == (0, 0, 0)
+    assert (one.pages.capacity, manager.pages_used, manager.prefix_pages) == (0, 0, 0)
 
 
 def test_admission_leaves_a_page_for_everybody_who_grows() -> None:
@@ -50,9 +50,9 @@ def test_the_report_says_what_was_found() -> None:
     admit(manager, second)
     report = manager.report()
     assert report.hit_rate == pytest.approx((8 + 3) / 24)
-    assert (report.preemptions, report.recomputed_tokens, second.num_preemptions) == (1, 1, 1)
-    assert second.cached_tokens == 11
-    assert second.num_cached == 12
+    assert (report.preemptions, report.recomputed_tokens, second.pages.num_preemptions) == (1, 1, 1)
+    assert second.pages.cached_tokens == 11
+    assert second.pages.cached_length == 12
 
 
 def test_a_partial_prefix_page_counts_for_fits_ever() -> None:

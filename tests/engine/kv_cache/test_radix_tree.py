@@ -16,15 +16,15 @@ PLAIN = Namespace("", "")
 def keep(tree: RadixTree, pool: PagePool, *token_ids: int, priority: int = 0) -> Node:
     """A chain of full pages of these tokens, held by nobody; its last node."""
     node = tree.root(PLAIN) or tree.open_root(PLAIN, 0, 0)
-    tree.hold(node)
+    tree.acquire(node)
     for first in range(0, len(token_ids), PAGE):
         keys = tuple((token_id, (0.0, 0.0)) for token_id in token_ids[first : first + PAGE])
         known = node.children.get(keys)
         page = pool.allocate(1)[0] if known is None else known.pages[0]
         child = tree.extend(node, keys, page)
-        tree.hold(child, above=node)
+        tree.acquire(child, above=node)
         node = child
-    tree.drop(node, priority)
+    tree.release(node, priority)
     return node
 
 
@@ -46,7 +46,7 @@ def test_what_is_held_is_never_evicted() -> None:
     tree = RadixTree(pool, PAGE)
     held = keep(tree, pool, *range(8))
     keep(tree, pool, *range(50, 58))
-    tree.hold(held)
+    tree.acquire(held)
     assert tree.idle_pages == 2
     with pytest.raises(AssertionError, match="nothing left to evict"):
         tree.make_room(3)
@@ -62,8 +62,8 @@ def test_eviction_follows_the_order_of_the_specification() -> None:
         kept = [keep(tree, pool, *[n] * PAGE, priority=draw.randrange(3)) for n in range(8)]
         for _ in range(draw.randrange(12)):
             again = draw.choice(kept)
-            tree.hold(again)
-            tree.drop(again, draw.randrange(3))
+            tree.acquire(again)
+            tree.release(again, draw.randrange(3))
         order = eviction_order(
             EvictionCandidate(node.node_id, node.priority, 0.0, node.last_used) for node in kept
         )
@@ -80,8 +80,8 @@ def test_stale_offers_do_not_pile_up() -> None:
     tree = RadixTree(pool, PAGE)
     node = keep(tree, pool, *range(4))
     for _ in range(1000):
-        tree.hold(node)
-        tree.drop(node, 0)
+        tree.acquire(node)
+        tree.release(node, 0)
     assert len(tree._idle_leaves) < 100
     tree.make_room(2)
     assert tree.idle_pages == 0
@@ -94,11 +94,11 @@ def test_what_is_forgotten_takes_all_below_along() -> None:
     first = keep(tree, pool, *range(4))
     keep(tree, pool, *range(4), *range(30, 34))
     held = keep(tree, pool, *range(4), *range(40, 44))
-    tree.hold(held)
+    tree.acquire(held)
     tree.forget(first)
     assert [node.length for node in tree.nodes()] == [0]
     assert (tree.idle_pages, pool.num_free) == (0, 6)
-    tree.drop(held, 0)
+    tree.release(held, 0)
     assert (pool.num_free, tree.root(PLAIN)) == (8, None)
 
 
@@ -107,9 +107,9 @@ def test_a_unit_that_was_never_computed_goes_with_its_holder() -> None:
     pool = PagePool(8)
     tree = RadixTree(pool, PAGE)
     root = tree.open_root(Namespace("", "picture"), 9, 3)
-    tree.hold(root)
+    tree.acquire(root)
     assert not root.ready
-    tree.drop(root, 0)
+    tree.release(root, 0)
     assert tree.root(Namespace("", "picture")) is None
     assert (tree.idle_pages, pool.num_free) == (0, 7)
 
@@ -120,7 +120,7 @@ def test_dropping_too_often_asserts() -> None:
     tree = RadixTree(pool, PAGE)
     node = keep(tree, pool, *range(4))
     with pytest.raises(AssertionError, match="nobody holds it"):
-        tree.drop(node, 0)
+        tree.release(node, 0)
 
 
 def test_the_page_that_agrees_longest_is_the_one_to_copy() -> None:

@@ -58,7 +58,7 @@ def test_report_of_steady_steps():
 def test_report_of_speculation():
     """Tokens are counted for each row that is no zombie, and what was accepted of all proposed."""
     report = fed(
-        make_step(i, rows=3, zombies=1, proposed=8, accepted=3) for i in range(5)
+        make_step(i, rows=3, zombies=1, drafted=8, accepted=3) for i in range(5)
     ).snapshot()
     assert report.num_tokens == 5 * 5
     assert (report.tokens_per_row, report.proposed_per_row) == (2.5, 4.0)

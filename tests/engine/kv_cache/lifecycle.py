@@ -28,7 +28,7 @@ def admit(manager: KVCacheManager, admitted: Sequence) -> PrefillWork:
 
 def launch(manager: KVCacheManager, admitted: Sequence) -> None:
     """Its prefill is enqueued."""
-    admitted.last_position = admitted.length
+    admitted.progress.last_position = admitted.length
     manager.launched(admitted)
     manager.check()
 
@@ -37,9 +37,9 @@ def decode(manager: KVCacheManager, decoding: Sequence, *token_ids: int) -> None
     """Commit tokens one by one, each fed at once; pages come as they are needed."""
     for token_id in token_ids:
         decoding.tokens.append((token_id, (0.0, 0.0)))
-        if decoding.last_position >= decoding.capacity:
+        if decoding.progress.last_position >= decoding.pages.capacity:
             assert manager.grow(decoding)
-        decoding.last_position += 1
+        decoding.progress.last_position += 1
         manager.check()
 
 

@@ -72,7 +72,7 @@ class WaitingQueue:
             patient = waiting.overtaken < self._max_overtakes
             if lacks_slot(sequence):
                 slots_are_due = slots_are_due or not patient
-            elif slots_are_due and sequence.adapter_key:
+            elif slots_are_due and sequence.adapter.key:
                 continue
             elif fits(sequence):
                 return sequence
@@ -111,4 +111,4 @@ class WaitingQueue:
             del self._of_tenant[tenant]
 
     def _time_of(self, sequence: Sequence) -> float:
-        return sequence.arrival - sequence.request.priority * self._priority_seconds
+        return sequence.timing.arrival - sequence.request.priority * self._priority_seconds

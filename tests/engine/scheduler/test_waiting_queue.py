@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from legato_engine.errors import DeadlineUnreachable, QuotaExceeded
-from legato_engine.scheduler.waiting import WaitingQueue
+from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 from tests.engine.scheduler.world import World
@@ -91,7 +91,7 @@ def test_who_lacks_an_adapter_slot_blocks_only_adapters() -> None:
     queue = queue_of(*lacking, served, plain, max_overtakes=1)
 
     def lacks_slot(sequence: Sequence) -> bool:
-        return sequence.adapter_key == "x"
+        return sequence.adapter.key == "x"
 
     assert queue.first(anybody, lacks_slot) is served
     queue.take(served)
@@ -115,7 +115,7 @@ def test_adapters_beyond_the_slots_take_turns() -> None:
     adapted = [number for number in started if number % 4 != 1]
     assert started != sorted(started), "somebody went ahead of who lacked a slot"
     assert max(number - place for place, number in enumerate(adapted)) <= 2 * 24 // 4
-    writes = [row for plan in world.runner.plans for row in plan.rows if row.prefix.write_adapter]
+    writes = [row for plan in world.runner.plans for row in plan.rows if row.work.write_adapter]
     assert len(writes) < len(adapted), "an adapter that stands in its slot is not written again"
 
 
@@ -139,7 +139,7 @@ def test_positions_and_counts_are_those_of_a_sorted_list(
     queue = WaitingQueue(max_overtakes=16, priority_seconds=1.0)
 
     def rank(sequence: Sequence) -> tuple[float, int]:
-        return sequence.arrival - sequence.request.priority, sequence.seq_id
+        return sequence.timing.arrival - sequence.request.priority, sequence.seq_id
 
     for sequence in made:
         ahead = sum(rank(other) < rank(sequence) for other in model)
@@ -180,7 +180,7 @@ def test_nobody_starves(flood: int, priority: int, every: float, large: bool) ->
             assert arrival >= worth - every
             assert passed_late <= 3
             return
-        passed_late += chosen.arrival > worth
+        passed_late += chosen.timing.arrival > worth
         queue.take(chosen)
     raise AssertionError("the low one was never served")
 

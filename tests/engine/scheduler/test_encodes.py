@@ -35,7 +35,7 @@ def picture(
 
 def crops_of(plan: Plan) -> tuple[LaunchKind, int, int]:
     """What a launch does, and which crops its first row names."""
-    work = plan.rows[0].prefix
+    work = plan.rows[0].work
     return plan.kind, work.first_crop, work.stop_crop
 
 
@@ -117,7 +117,7 @@ def test_a_picture_that_is_known_is_not_encoded() -> None:
     world.steps(1)
     hit = picture(world)
     world.drain()
-    assert hit.cached_tokens == 9
+    assert hit.pages.cached_tokens == 9
     assert ENCODE not in {plan.kind for plan in world.runner.plans}
 
 
@@ -130,7 +130,7 @@ def test_nobody_is_prefilled_between_the_parts_of_a_picture() -> None:
     world.drain()
     order = [p.rows[0].sequence for p in world.runner.plans[1:] if p.kind is not DECODE]
     assert order == [first] * 4 + [same] + [other] * 3 + [text]
-    assert (first.cached_tokens, same.cached_tokens) == (0, 9)
+    assert (first.pages.cached_tokens, same.pages.cached_tokens) == (0, 9)
 
 
 def test_a_large_picture_shares_no_launch() -> None:
@@ -153,7 +153,7 @@ def test_an_encode_samples_nothing() -> None:
     sequence = picture(world)
     world.steps(3)
     assert world.runner.constraints[2] == []
-    assert (sequence.num_launched, sequence.num_committed) == (0, 0)
+    assert (sequence.progress.num_launched, sequence.num_committed) == (0, 0)
     world.abort(sequence)
     world.drain()
     record = next(r for r in world.records if r.launch.launch_id == 2)
@@ -170,15 +170,15 @@ def test_a_request_starts_with_the_first_part_of_its_picture() -> None:
     started = world.clock.now()
     assert world.sink.started_ids == ["r0", "r1"]
     assert sequence.status is SequenceStatus.PREFILLING
-    assert sequence.pixels is not None
+    assert sequence.inputs.image is not None
     load = world.scheduler.load()
     assert (load.running, load.waiting) == (2, 0)
     world.clock.advance(1.0)
     world.steps(TICKS_TO_PREFILL - 1)
-    assert sequence.prefill_start == started
-    assert sequence.pixels is not None, "it may have to be computed again"
+    assert sequence.timing.prefill_start == started
+    assert sequence.inputs.image is not None, "it may have to be computed again"
     world.drain()
-    assert sequence.pixels is None
+    assert sequence.inputs.image is None
     assert world.sink.started_ids == ["r0", "r1"]
 
 
@@ -202,11 +202,11 @@ def test_a_picture_may_be_given_up_in_any_phase(
     else:
         world.abort(given_up)
     world.drain()
-    assert given_up.pixels is None
+    assert given_up.inputs.image is None
     if expires:
         assert type(world.sink.ended["r1"]) is DeadlineExceeded
     computed = key is not None and phase > TICKS_TO_PREFILL
-    assert following.cached_tokens == (9 if computed else 0)
+    assert following.pages.cached_tokens == (9 if computed else 0)
     for sequence in (decoding, following):
         assert isinstance(world.sink.ended[sequence.request.request_id], FinishReason)
         assert isinstance(sequence.task, FakeTask)

@@ -6,8 +6,8 @@ import dataclasses
 
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefill_work import PrefillWork
-from legato_engine.scheduler.launch import ALONE, BatchLimits, LaunchKind, Plan, Row
-from legato_engine.scheduler.waiting import WaitingQueue
+from legato_engine.scheduler.launch import ALONE, BatchLimits, LaunchKind, Plan, ScheduledSequence
+from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 _FIRST_TOKENS = 8
@@ -67,7 +67,11 @@ class PrefillPlanner:
         self._queue.remove(sequence)
 
     def plan(
-        self, max_crops: int = 0, riding: tuple[Row, ...] = (), *, streams: bool = False
+        self,
+        max_crops: int = 0,
+        riding: tuple[ScheduledSequence, ...] = (),
+        *,
+        streams: bool = False,
     ) -> Plan | None:
         """Admit what fits and plan its prefill; None when nothing fits or nothing waits.
 
@@ -84,16 +88,21 @@ class PrefillPlanner:
             return self._encode(begun, max_crops)
         self._encoding = None
         self._manager.planned(begun.sequence)
-        most_pictures = 0 if streams or not self._is_crowded(riding) else self._limits.pictures
+        most_pictures = 0 if streams or not self._is_crowded(riding) else self._limits.images
         if not self._joins(begun.sequence, len(riding), len(riding)):
             riding = ()
         prompts = self._gather(begun, len(riding), most_pictures)
         return Plan(LaunchKind.PREFILL, (*riding, *prompts), len(riding))
 
-    def _gather(self, begun: _Encoding, num_mixed_decodes: int, most_pictures: int) -> list[Row]:
+    def _gather(
+        self, begun: _Encoding, num_mixed_decodes: int, most_pictures: int
+    ) -> list[ScheduledSequence]:
         """Whose prefill begins a launch and who joins it, behind so many riders; pictures first."""
         limits, first = self._limits, begun.sequence
-        row, num_tokens = _prefill_row(first, begun.work), num_mixed_decodes + _most_fed(first)
+        row, num_tokens = (
+            _prefill_row(first, begun.work),
+            num_mixed_decodes + _max_scheduled_tokens(first),
+        )
         computes = first.image_prefix_length > 0 and bool(begun.work.compute_pages)
         if computes and not first.num_crops:
             most_pictures = 0  # the encoder does not take it
@@ -108,7 +117,7 @@ class PrefillPlanner:
                 break
             if not known and (num_pictures > most_pictures or not sequence.num_crops):
                 break
-            num_tokens += _most_fed(sequence)
+            num_tokens += _max_scheduled_tokens(sequence)
             row = _prefill_row(sequence, self._admit(sequence))
             if known:
                 others.append(row)
@@ -139,13 +148,15 @@ class PrefillPlanner:
         stop = min(work.first_crop + max_crops, sequence.num_crops)
         encoding.work = dataclasses.replace(work, first_crop=stop)
         part = dataclasses.replace(work, stop_crop=stop)
-        return Plan(LaunchKind.ENCODE, (Row(sequence, sequence.prefix_length, 0, part),))
+        return Plan(
+            LaunchKind.ENCODE, (ScheduledSequence(sequence, sequence.prefix_length, 0, part),)
+        )
 
-    def _is_crowded(self, riding: tuple[Row, ...]) -> bool:
+    def _is_crowded(self, riding: tuple[ScheduledSequence, ...]) -> bool:
         """Whether so many wait, and decode so little, that more pictures may join a launch."""
-        if self._limits.pictures == 1 or len(self._queue) < self._limits.crowd:
+        if self._limits.images == 1 or len(self._queue) < self._limits.min_queue_length:
             return False
-        return all(row.sequence.num_launched < _FIRST_TOKENS for row in riding)
+        return all(row.sequence.progress.num_launched < _FIRST_TOKENS for row in riding)
 
     def _joins(self, sequence: Sequence, num_tokens: int, num_rows: int) -> bool:
         """Whether its prompt fits a launch beside so many tokens of others, in so many rows."""
@@ -153,7 +164,7 @@ class PrefillPlanner:
         return (
             limits.prompts > 1
             and num_rows < limits.sampled
-            and num_tokens + _most_fed(sequence) <= limits.tokens
+            and num_tokens + _max_scheduled_tokens(sequence) <= limits.tokens
         )
 
 
@@ -164,12 +175,12 @@ def _is_split(begun: _Encoding, max_crops: int) -> bool:
     return (begun.work.first_crop or max_crops) < begun.sequence.num_crops
 
 
-def _most_fed(sequence: Sequence) -> int:
+def _max_scheduled_tokens(sequence: Sequence) -> int:
     """Tokens that its prefill feeds at most; BOS is one where no picture follows it."""
     return sequence.length - sequence.image_prefix_length
 
 
-def _prefill_row(sequence: Sequence, work: PrefillWork) -> Row:
+def _prefill_row(sequence: Sequence, work: PrefillWork) -> ScheduledSequence:
     """Feed what is not found: the rest of the prompt, and of the answer after a preemption."""
-    position = max(sequence.num_cached, sequence.prefix_length)
-    return Row(sequence, position, sequence.length - position, work)
+    position = max(sequence.pages.cached_length, sequence.prefix_length)
+    return ScheduledSequence(sequence, position, sequence.length - position, work)

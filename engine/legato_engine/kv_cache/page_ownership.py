@@ -11,7 +11,7 @@ from legato_engine.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class SequencePages:
+class PageOwnership:
     """What a sequence holds beside its row.
 
     Its table is pages of the tree, `private` ones, and at the end `draft` ones. `node` is the
@@ -29,23 +29,23 @@ class SequencePages:
     forgotten: bool = False  # what it has behind its node must not be found
 
 
-def check_owners(
-    pool: PagePool, tree: RadixTree, held: Mapping[Sequence, SequencePages], page_size: int
+def check_ownership(
+    pool: PagePool, tree: RadixTree, held: Mapping[Sequence, PageOwnership], page_size: int
 ) -> None:
     """Assert that every page has one owner and every table is made of what is held."""
     nodes = set(tree.nodes())
     owners = [*pool.free_pages(), *(page for node in nodes for page in node.pages)]
-    idle = sum(len(node.pages) for node in nodes if node.holders == 0)
+    idle = sum(len(node.pages) for node in nodes if node.ref_count == 0)
     assert idle == tree.idle_pages, "idle pages are miscounted"
     forgotten: set[Node] = set()
     for sequence, holding in held.items():
         owners += [*holding.private, *holding.draft]
         nodes_held = [node for node in (holding.node, holding.source) if node is not None]
         forgotten.update(each for node in nodes_held for each in node.path if each not in nodes)
-        table, num_draft = sequence.page_ids, len(holding.draft)
+        table, num_draft = sequence.pages.ids, len(holding.draft)
         assert len(set(table)) == len(table), "a page is listed twice"
         assert table[len(table) - num_draft :] == tuple(holding.draft), "drafts are not last"
         assert holding.private <= set(table), "holds a page that it does not list"
-        assert sequence.capacity == (len(table) - num_draft) * page_size
+        assert sequence.pages.capacity == (len(table) - num_draft) * page_size
     owners += [page for node in forgotten for page in node.pages]
     assert sorted(owners) == list(range(1, pool.num_usable + 1)), "a page has not one owner"

@@ -7,10 +7,10 @@ from collections.abc import Sequence as Many
 from itertools import repeat
 
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.kv_cache.prefill_work import NO_PREFIX_WORK
+from legato_engine.kv_cache.prefill_work import NO_PREFILL_WORK
 from legato_engine.scheduler.block_sizes import BlockSizes
-from legato_engine.scheduler.launch import LaunchKind, Plan, Row
-from legato_engine.scheduler.running import Running
+from legato_engine.scheduler.launch import LaunchKind, Plan, ScheduledSequence
+from legato_engine.scheduler.running_sequences import RunningSequences
 from legato_engine.sequence import Sequence
 
 
@@ -28,7 +28,7 @@ class DecodePlanner:
     """
 
     def __init__(
-        self, manager: KVCacheManager, running: Running, block_sizes: BlockSizes | None
+        self, manager: KVCacheManager, running: RunningSequences, block_sizes: BlockSizes | None
     ) -> None:
         self._manager = manager
         self._running = running
@@ -53,8 +53,8 @@ class DecodePlanner:
         """Whether anybody who decodes reads tokens one by one, with a page for the next or not."""
         return any(
             sequence.request.deltas
-            and sequence.last_position >= 0
-            and sequence.num_launched < sequence.task.max_tokens
+            and sequence.progress.last_position >= 0
+            and sequence.progress.num_launched < sequence.task.max_tokens
             and not sequence.preempted
             for sequence in self._running
         )
@@ -64,8 +64,8 @@ class DecodePlanner:
         return [
             sequence
             for sequence in self._running
-            if 0 <= sequence.last_position < sequence.capacity
-            and sequence.num_launched < sequence.task.max_tokens
+            if 0 <= sequence.progress.last_position < sequence.pages.capacity
+            and sequence.progress.num_launched < sequence.task.max_tokens
             and sequence.inflight_refs < 2
             and not sequence.preempted
         ]
@@ -75,16 +75,23 @@ class DecodePlanner:
         return [
             sequence
             for sequence in self._running
-            if sequence.last_position >= sequence.capacity
-            and sequence.num_launched < sequence.task.max_tokens
+            if sequence.progress.last_position >= sequence.pages.capacity
+            and sequence.progress.num_launched < sequence.task.max_tokens
             and not sequence.preempted
         ]
 
-    def _drafting(self, batch: Many[Sequence], block_sizes: BlockSizes) -> tuple[Row, ...]:
+    def _drafting(
+        self, batch: Many[Sequence], block_sizes: BlockSizes
+    ) -> tuple[ScheduledSequence, ...]:
         """Those of the batch that have pages for all they may write."""
         drafts = self._drafts(batch, block_sizes)
         rows = (
-            Row(sequence, sequence.last_position, num_drafts=size, slack=sequence.num_drafted)
+            ScheduledSequence(
+                sequence,
+                sequence.progress.last_position,
+                num_drafts=size,
+                slack=sequence.progress.inflight_drafts,
+            )
             for sequence, size in zip(batch, drafts, strict=False)
         )
         return tuple(row for each in rows if (row := self._with_pages(each)) is not None)
@@ -97,7 +104,7 @@ class DecodePlanner:
         blocks = iter(block_sizes.allot(drafting, kv_use=kv_use))
         return (min(next(blocks), _most(each)) if each.may_draft else 0 for each in batch)
 
-    def _with_pages(self, row: Row) -> Row | None:
+    def _with_pages(self, row: ScheduledSequence) -> ScheduledSequence | None:
         """The row with pages for its proposals, or for none, or None without pages at all."""
         for each in (row, row._replace(num_drafts=0)):
             if self._manager.reserve_draft(each.sequence, each.end):
@@ -105,13 +112,13 @@ class DecodePlanner:
         return None
 
 
-def _plain(batch: Many[Sequence]) -> tuple[Row, ...]:
-    positions = [sequence.last_position for sequence in batch]
+def _plain(batch: Many[Sequence]) -> tuple[ScheduledSequence, ...]:
+    positions = [sequence.progress.last_position for sequence in batch]
     # Every tick makes all rows anew, and `_make` costs half of a call that fills defaults in.
-    parts = zip(batch, positions, repeat(1), repeat(NO_PREFIX_WORK), repeat(0), repeat(0))
-    return tuple(map(Row._make, parts))
+    parts = zip(batch, positions, repeat(1), repeat(NO_PREFILL_WORK), repeat(0), repeat(0))
+    return tuple(map(ScheduledSequence._make, parts))
 
 
 def _most(sequence: Sequence) -> int:
     """Tokens that its task may still sample beyond the next one."""
-    return sequence.task.max_tokens - sequence.num_launched - 1
+    return sequence.task.max_tokens - sequence.progress.num_launched - 1
