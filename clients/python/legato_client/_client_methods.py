@@ -38,8 +38,8 @@ class ClientMethods(BaseClient):
     ) -> results.QueryResult:
         """Answer a question, about the image when there is one."""
         task = _tasks.QueryTask(question, reasoning, tuple(spatial_refs), sampling)
-        message, file = await self._image_or_file(image)
-        request = requests.query(message, task, options)
+        shown, file = await self._image_or_file(image)
+        request = requests.query(shown, task, options)
         return await self._unary(methods.QUERY, request, timeout, file)
 
     async def chat(
@@ -58,8 +58,8 @@ class ClientMethods(BaseClient):
         """
         task = _tasks.QueryTask(reasoning=reasoning, sampling=sampling, messages=tuple(messages))
         image = chat.image_of(task, None)
-        message, file = await self._image_or_file(image)
-        request = requests.query(message, task, options)
+        shown, file = await self._image_or_file(image)
+        request = requests.query(shown, task, options)
         return await self._unary(methods.QUERY, request, timeout, file)
 
     async def caption(
@@ -73,8 +73,8 @@ class ClientMethods(BaseClient):
     ) -> results.CaptionResult:
         """Describe the image."""
         task = _tasks.CaptionTask(length, sampling)
-        message, file = await self._image_or_file(image)
-        request = requests.caption(message, task, options)
+        shown, file = await self._image_or_file(image)
+        request = requests.caption(shown, task, options)
         return await self._unary(methods.CAPTION, request, timeout, file)
 
     async def detect(
@@ -89,8 +89,8 @@ class ClientMethods(BaseClient):
     ) -> results.DetectResult:
         """Box every instance of `object`."""
         task = _tasks.DetectTask(object, max_objects, sampling)
-        message, file = await self._image_or_file(image)
-        request = requests.detect(message, task, options)
+        shown, file = await self._image_or_file(image)
+        request = requests.detect(shown, task, options)
         return await self._unary(methods.DETECT, request, timeout, file)
 
     async def point(
@@ -106,8 +106,8 @@ class ClientMethods(BaseClient):
     ) -> results.PointResult:
         """Point at every instance of `object`."""
         task = _tasks.PointTask(object, max_objects, tuple(spatial_refs), sampling)
-        message, file = await self._image_or_file(image)
-        request = requests.point(message, task, options)
+        shown, file = await self._image_or_file(image)
+        request = requests.point(shown, task, options)
         return await self._unary(methods.POINT, request, timeout, file)
 
     async def segment(
@@ -122,8 +122,8 @@ class ClientMethods(BaseClient):
     ) -> results.SegmentResult:
         """Outline `object`."""
         task = _tasks.SegmentTask(object, tuple(spatial_refs), sampling)
-        message, file = await self._image_or_file(image)
-        request = requests.segment(message, task, options)
+        shown, file = await self._image_or_file(image)
+        request = requests.segment(shown, task, options)
         return await self._unary(methods.SEGMENT, request, timeout, file)
 
     async def run_tasks(
@@ -138,8 +138,8 @@ class ClientMethods(BaseClient):
 
         A task that failed alone has its `LegatoError` as its outcome; nothing is raised for it.
         """
-        message, file = await self._image_or_file(image)
-        request = requests.run_tasks(message, tasks, options)
+        shown, file = await self._image_or_file(image)
+        request = requests.run_tasks(shown, tasks, options)
         return await self._unary(methods.RUN_TASKS, request, timeout, file)
 
     async def generate(
@@ -155,8 +155,8 @@ class ClientMethods(BaseClient):
         Leaving the loop early cancels the work on the server once this iterator is closed: use
         `contextlib.closing`, or `aclosing` with asyncio, where that moment matters.
         """
-        message, file = await self._image_or_file(chat.image_of(task, image))
-        request = requests.generate(message, task, options)
+        shown, file = await self._image_or_file(chat.image_of(task, image))
+        request = requests.generate(shown, task, options)
         data = await self._bytes_of(request, file)
         time_limit = self._settings.stream_timeout if timeout is None else timeout
         reader = methods.EventReader()

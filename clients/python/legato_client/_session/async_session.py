@@ -125,10 +125,10 @@ class AsyncSession:
         self._state.reserve()
         slot = image if isinstance(image, SharedFrame) else None
         try:
-            message = await self._calls.image_message(image)
+            shown = await self._calls.image_message(image)
             self._state.check_takes_frames()
             sequence, message = self._state.frame(
-                message, slot, stamp, extra_tasks, skip_standing_tasks, must_run
+                shown, slot, stamp, extra_tasks, skip_standing_tasks, must_run
             )
         except BaseException:
             self._state.release()

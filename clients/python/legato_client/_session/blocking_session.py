@@ -121,11 +121,11 @@ class Session:
             self._state.reserve()
         slot = image if isinstance(image, SharedFrame) else None
         try:
-            message = run(self._calls.image_message(image))
+            shown = run(self._calls.image_message(image))
             with self._changed:
                 self._state.check_takes_frames()
                 sequence, message = self._state.frame(
-                    message, slot, stamp, extra_tasks, skip_standing_tasks, must_run
+                    shown, slot, stamp, extra_tasks, skip_standing_tasks, must_run
                 )
                 self._requests.put(message)
         except BaseException:
