@@ -1,4 +1,4 @@
-"""What a sequence holds of the pages, and the rule that every page has one owner."""
+"""The pages that a sequence owns, and the rule that every page has exactly one owner."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from legato_engine.sequence import Sequence
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PageOwnership:
-    """What a sequence holds beside its row.
+    """The owners of a sequence's pages, by position:
 
-    Its table is pages of the tree, `private` ones, and at the end `draft` ones. `node` is the
-    deepest of the tree that has the sequence's own content, None for one that shares nothing; its
-    pages need not be the sequence's, who may have computed the same content at the same time.
-    `source` is the node that it starts from a copy of, held until the copy is enqueued; `copied` is
-    that node from then on, though the tree may have let go of it.
+    - `[0, node.length)`: the tree, or the sequence if it computed the same content at the same time
+    - `[node.length, capacity)`: the sequence (`private`)
+    - `[capacity, end)`: the sequence (`draft`)
+
+    `node` is the deepest tree node with the sequence's content, None if it shares nothing. The
+    sequence holds a reference on `node` and, until its copy is enqueued, on `source`: the node
+    whose page it continues in a copy of. Then `source` becomes `copied`, without a reference.
     """
 
     node: Node | None = None
@@ -26,26 +28,30 @@ class PageOwnership:
     source: Node | None = None
     copied: Node | None = None
     draft: list[int] = dataclasses.field(default_factory=list)
-    forgotten: bool = False  # what it has behind its node must not be found
+    invalid: bool = False  # positions after `node` must not be published
 
 
 def check_ownership(
-    pool: PagePool, tree: RadixTree, held: Mapping[Sequence, PageOwnership], page_size: int
+    pool: PagePool, tree: RadixTree, owned: Mapping[Sequence, PageOwnership], page_size: int
 ) -> None:
-    """Assert that every page has one owner and every table is made of what is held."""
+    """Assert that every page has one owner and that page tables agree with the owners."""
     nodes = set(tree.nodes())
-    owners = [*pool.free_pages(), *(page for node in nodes for page in node.pages)]
+    owners = [*pool.free_pages, *(page for node in nodes for page in node.pages)]
     idle = sum(len(node.pages) for node in nodes if node.ref_count == 0)
-    assert idle == tree.idle_pages, "idle pages are miscounted"
-    forgotten: set[Node] = set()
-    for sequence, holding in held.items():
-        owners += [*holding.private, *holding.draft]
-        nodes_held = [node for node in (holding.node, holding.source) if node is not None]
-        forgotten.update(each for node in nodes_held for each in node.path if each not in nodes)
-        table, num_draft = sequence.pages.ids, len(holding.draft)
-        assert len(set(table)) == len(table), "a page is listed twice"
-        assert table[len(table) - num_draft :] == tuple(holding.draft), "drafts are not last"
-        assert holding.private <= set(table), "holds a page that it does not list"
-        assert sequence.pages.capacity == (len(table) - num_draft) * page_size
-    owners += [page for node in forgotten for page in node.pages]
+    assert idle == tree.idle_pages, f"{tree.idle_pages} idle pages counted, {idle} found"
+    detached: set[Node] = set()
+    for sequence, ownership in owned.items():
+        owners += [*ownership.private, *ownership.draft]
+        acquired = [node for node in (ownership.node, ownership.source) if node is not None]
+        detached.update(each for node in acquired for each in node.path if each not in nodes)
+        _check_table(sequence, ownership, page_size)
+    owners += [page for node in detached for page in node.pages]
     assert sorted(owners) == list(range(1, pool.num_usable + 1)), "a page has not one owner"
+
+
+def _check_table(sequence: Sequence, ownership: PageOwnership, page_size: int) -> None:
+    ids, num_kept = sequence.pages.ids, len(sequence.pages.ids) - len(ownership.draft)
+    assert len(set(ids)) == len(ids), f"a page is listed twice: {ids}"
+    assert list(ids[num_kept:]) == ownership.draft, f"{ids} does not end in {ownership.draft}"
+    assert ownership.private <= set(ids), f"owns {ownership.private}, lists {ids}"
+    assert sequence.pages.capacity == num_kept * page_size

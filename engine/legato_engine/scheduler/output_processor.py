@@ -50,7 +50,7 @@ class OutputProcessor:
         """Note what the commit of a prefill makes true of a live sequence, its token unread."""
         sequence.status = SequenceStatus.RUNNING
         if token.token_id == NOT_FINITE:  # what it read may be what is broken
-            self._manager.forget(sequence)
+            self._manager.invalidate(sequence)
         elif sequence.num_committed == 0:
             sequence.timing.first_token = self._clock.now()
 
@@ -77,7 +77,7 @@ class OutputProcessor:
         """Commit one token of a live sequence, and end it when the token does."""
         task = sequence.task
         if token.token_id == NOT_FINITE:
-            self._manager.forget(sequence, sequence.prompt_length)
+            self._manager.invalidate(sequence, sequence.prompt_length)
             self.fail(sequence, InternalError("non-finite logits", reason="NUMERIC"))
             return
         try:

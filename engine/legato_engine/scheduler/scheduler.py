@@ -177,7 +177,7 @@ class Scheduler:
             prefix_pages=self._manager.prefix_pages,
             pages_total=self._manager.pages_total,
             adapters_used=self._manager.adapters_used,
-            kv=self._manager.report(),
+            kv=self._manager.stats(),
         )
 
     # ------------------------------------------------------------ the tick

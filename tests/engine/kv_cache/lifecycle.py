@@ -1,4 +1,4 @@
-"""What happens to sequences of a KV cache, step by step, checked behind each."""
+"""Steps in the life of a sequence in a KV cache, each followed by a check."""
 
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefill_work import PrefillWork
@@ -18,7 +18,7 @@ def sequence(
 
 
 def admit(manager: KVCacheManager, admitted: Sequence) -> PrefillWork:
-    """Ask, admit and launch."""
+    """Admit a sequence and launch its prefill."""
     assert manager.can_admit(admitted)
     work = manager.admit(admitted)
     manager.check()
@@ -27,14 +27,14 @@ def admit(manager: KVCacheManager, admitted: Sequence) -> PrefillWork:
 
 
 def launch(manager: KVCacheManager, admitted: Sequence) -> None:
-    """Its prefill is enqueued."""
+    """Note that its prefill is enqueued."""
     admitted.progress.last_position = admitted.length
     manager.launched(admitted)
     manager.check()
 
 
 def decode(manager: KVCacheManager, decoding: Sequence, *token_ids: int) -> None:
-    """Commit tokens one by one, each fed at once; pages come as they are needed."""
+    """Commit tokens one by one and launch each; grow as needed."""
     for token_id in token_ids:
         decoding.tokens.append((token_id, (0.0, 0.0)))
         if decoding.progress.last_position >= decoding.pages.capacity:
@@ -44,6 +44,6 @@ def decode(manager: KVCacheManager, decoding: Sequence, *token_ids: int) -> None
 
 
 def release(manager: KVCacheManager, ended: Sequence) -> None:
-    """It ends."""
+    """Release a finished sequence."""
     manager.release(ended)
     manager.check()

@@ -419,5 +419,5 @@ def run_all(seeds: Iterable[int]) -> Totals:
             schedule.run()
         except AssertionError as error:
             raise AssertionError(f"schedule {seed}: {error}") from error
-        totals.add(schedule, schedule.manager.report())
+        totals.add(schedule, schedule.manager.stats())
     return totals

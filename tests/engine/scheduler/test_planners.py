@@ -180,7 +180,7 @@ def test_proposals_take_no_page_that_somebody_needs_to_grow() -> None:
     plan = speculating(Blocks(7), first, second, manager=manager).plan()
     assert plan is not None
     assert [row.num_drafts for row in plan.rows] == [7, 0]
-    assert manager.report().draft == 1
+    assert manager.stats().draft == 1
 
 
 def test_who_may_stand_behind_its_pages_waits_for_its_launch() -> None:
