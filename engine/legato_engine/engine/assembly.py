@@ -15,10 +15,11 @@ from legato_engine.device.host import available_memory
 from legato_engine.device.select import open_device
 from legato_engine.engine.adapter_store import AdapterStore
 from legato_engine.engine.engine_core import EngineCore
+from legato_engine.engine.lease_handler import LeaseHandler
 from legato_engine.engine.output_sink import OutputSink
-from legato_engine.engine.pending_leases import PendingLeases
 from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.engine.refinements import Refinements
+from legato_engine.engine.request_table import RequestTable
 from legato_engine.engine.warm_up import warm_up
 from legato_engine.errors import InvalidField
 from legato_engine.images.cache import ImageCache
@@ -50,7 +51,7 @@ from legato_engine.speculative.proposer import Proposer
 Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _PIXELS_UNDER_WAY = 64 * 1024 * 1024  # bytes of pictures beside the cache: decoded, held, uncached
-_QUICK_PIXELS = 1024 * 1024  # that are decoded in some six milliseconds
+_MAX_INLINE_PIXELS = 1024 * 1024  # decoded in about six milliseconds
 _WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the start, by its progress
 
 
@@ -144,23 +145,20 @@ class Assembly:
             max_pixels=config.max_image_pixels,
             threads=config.preprocess_threads,
             memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _PIXELS_UNDER_WAY)),
-            quick_pixels=_QUICK_PIXELS if self.runner.encodes_pictures else 0,
+            max_inline_pixels=_MAX_INLINE_PIXELS if self.runner.encodes_pictures else 0,
         )
-        holds = ImageLeases(cache, image_quota(config))
-        image_jobs = PendingLeases(preprocessor, holds, send=send, wake=wake)
-        refinements = Refinements(self.refiner, send=send, wake=wake)
-        sink = OutputSink(self.frontend.name, refinements.report)
-        scheduler = self.scheduler(sink, pipeline_depth=config.pipeline_depth, observer=observer)
-        adapters = self._adapter_store()
+        requests = RequestTable(wake=wake)
+        refinements = Refinements(self.refiner, requests, send=send)
+        sink = OutputSink(self.frontend.name, requests, send=send, finish=refinements.finish)
         return EngineCore(
             self.frontend,
-            scheduler,
+            self.scheduler(sink, pipeline_depth=config.pipeline_depth, observer=observer),
+            requests,
             preprocessor,
-            image_jobs,
-            adapters,
+            LeaseHandler(preprocessor, ImageLeases(cache, image_quota(config)), send=send),
+            self._adapter_store(),
             refinements,
             sink,
-            wake=wake,
         )
 
     def _pixel_slab(self, num_bytes: int) -> Pixels:
