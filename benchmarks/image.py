@@ -44,7 +44,7 @@ def host_stages(jpeg: bytes, config: VisionConfig, repeats: int) -> Stages:
     fresh: list[Pixels] = []
 
     def decode() -> Pixels:
-        return decode_encoded(jpeg, max_pixels=MAX_PIXELS, take=memory.take)
+        return decode_encoded(jpeg, max_pixels=MAX_PIXELS, allocate=memory.allocate)
 
     def decode_new() -> None:
         fresh.append(decode_encoded(jpeg, max_pixels=MAX_PIXELS))

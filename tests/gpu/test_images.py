@@ -101,7 +101,7 @@ def test_pinned_pixels_are_not_copied_first(pipeline: ImagePipeline, host: HostI
     slab = torch.empty(1 << 22, dtype=torch.uint8, pin_memory=True)
     memory = PixelMemory(slab.numpy())
     for size in [(640, 480), (200, 100)]:
-        pixels_HWC = memory.take((*size, 3))
+        pixels_HWC = memory.allocate((*size, 3))
         pixels_HWC[:] = noise(*size)
         plan = CutPlan(*size, select_tiling(*size, VISION), GEOMETRY)
         staged = stage(pixels_HWC, plan, host)

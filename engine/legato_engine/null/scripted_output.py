@@ -1,4 +1,4 @@
-"""What an engine without a model answers: made up, typed, and the same for the same question."""
+"""Made-up outputs of an engine without a model: typed, and equal for equal requests."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from legato_engine.core import (
 )
 from legato_engine.tasks import with_token
 
-DEFAULT_WORDS = 16  # of an answer that is given no `max_tokens`
+DEFAULT_WORDS = 16  # of a text without `max_tokens`
 _WORDS = "nobody looked at this picture and yet here is an answer of so many words"
 _THOUGHTS = "there is no model to ask"
 _OUTLINE = ("M0.1 0.1", " L0.9 0.1", " L0.9 0.9", " L0.1 0.9", " z")
-_GRID = 8  # objects lie on a grid of so many columns and rows, then on top of each other
+_GRID = 8  # columns and rows of the grid of objects, which repeats after its last cell
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
-    """The events of an answer, one a token, and why there are no more of them.
+class ScriptedOutput:
+    """The events of a request, one per token, and its finish reason.
 
-    `whole` is what they say together. The first `num_thoughts` are thoughts, and the task itself
-    has `num_words`.
+    `whole` is the result of all events. The first `num_thoughts` events are reasoning. The task's
+    own text has `num_words`.
     """
 
     task: TaskSpec
@@ -59,48 +59,50 @@ class Answer:
     num_words: int
 
     def result(self, num_tokens: int) -> TaskResult:
-        """What the first `num_tokens` events say together."""
+        """Return the result of the first `num_tokens` events."""
         if num_tokens == len(self.events):
             return self.whole
         return _result(self.task, self.events[:num_tokens])
 
-    def told(self, index: int, request: Request) -> tuple[Event, ...]:
-        """An event, with its token for a request that wants tokens."""
+    def events_at(self, index: int, request: Request) -> tuple[Event, ...]:
+        """Return the event at `index`, with its token if the request wants tokens."""
         event = self.events[index]
         if not request.return_tokens:
             return (event,)
         return tuple(with_token([event], self._token(index, request)))
 
     def tokens(self, num_tokens: int, request: Request) -> tuple[TokenInfo, ...]:
-        """The first `num_tokens` tokens."""
+        """Return the first `num_tokens` tokens."""
         return tuple(self._token(index, request) for index in range(num_tokens))
 
     def _token(self, index: int, request: Request) -> TokenInfo:
-        """The token behind an event; nothing else could have come in its place."""
+        """Return the token of an event, with a probability of 1."""
         event = self.events[index]
         text = event.text if isinstance(event, (TextDelta, ReasoningDelta)) else ""
         return TokenInfo(token_id=index, text=text, logprob=0.0 if request.logprobs else None)
 
 
 @functools.lru_cache(1024)
-def answer(task: TaskSpec, sampling: SamplingParams, num_objects: int) -> Answer:
-    """The answer to a task; `num_objects` at most `max_objects` for those that find objects."""
+def scripted_output(task: TaskSpec, sampling: SamplingParams, num_objects: int) -> ScriptedOutput:
+    """Return the output of a task; with at most `num_objects` objects if it finds objects."""
     match task:
         case QueryTask():
             thoughts = [ReasoningDelta(text=text) for text in _spaced(_THOUGHTS.split())]
-            return _cut(task, thoughts if task.reasoning else [], sampling)
+            return _text_output(task, thoughts if task.reasoning else [], sampling)
         case CaptionTask():
-            return _cut(task, [], sampling)
+            return _text_output(task, [], sampling)
         case DetectTask() | PointTask():
-            return _listing(task, num_objects, sampling.max_tokens)
+            return _object_output(task, num_objects, sampling.max_tokens)
         case SegmentTask():
             pieces = [OutlineEvent(index=0, path_delta=piece) for piece in _OUTLINE]
             events = (OutlineEvent(index=0, box=_cell(0)), *pieces)
             return _limited(task, events, FinishReason.STOP, sampling.max_tokens)
 
 
-def _cut(task: TaskSpec, thoughts: Sequence[Event], sampling: SamplingParams) -> Answer:
-    """Thoughts, then words up to `max_tokens` or a stop string."""
+def _text_output(
+    task: TaskSpec, thoughts: Sequence[Event], sampling: SamplingParams
+) -> ScriptedOutput:
+    """Return thoughts, then words up to `max_tokens` or a stop string."""
     count = DEFAULT_WORDS if sampling.max_tokens is None else sampling.max_tokens
     words = _before_stop(
         list(_spaced(itertools.islice(itertools.cycle(_WORDS.split()), count))), sampling
@@ -110,7 +112,7 @@ def _cut(task: TaskSpec, thoughts: Sequence[Event], sampling: SamplingParams) ->
 
 
 def _before_stop(words: list[str], sampling: SamplingParams) -> list[str]:
-    """The words up to the first stop string; its last word may be left short."""
+    """Return the words up to the first stop string, which may cut the last of them."""
     text = "".join(words)
     found = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
     left = min(found, default=len(text))
@@ -123,7 +125,9 @@ def _before_stop(words: list[str], sampling: SamplingParams) -> list[str]:
     return [word for word in kept if word]
 
 
-def _listing(task: DetectTask | PointTask, num_objects: int, max_tokens: int | None) -> Answer:
+def _object_output(
+    task: DetectTask | PointTask, num_objects: int, max_tokens: int | None
+) -> ScriptedOutput:
     count = num_objects if task.max_objects is None else min(num_objects, task.max_objects)
     label = task.object
     events: tuple[Event, ...] = tuple(
@@ -138,11 +142,11 @@ def _listing(task: DetectTask | PointTask, num_objects: int, max_tokens: int | N
 
 def _limited(
     task: TaskSpec, events: Sequence[Event], reason: FinishReason, max_tokens: int | None
-) -> Answer:
+) -> ScriptedOutput:
     if max_tokens is not None and len(events) >= max_tokens and reason is FinishReason.STOP:
         reason = FinishReason.LENGTH
     kept = tuple(events[:max_tokens])
-    return Answer(
+    return ScriptedOutput(
         task,
         kept,
         reason,
@@ -153,7 +157,7 @@ def _limited(
 
 
 def _num_words(task: TaskSpec) -> int:
-    """How many words a task is put in."""
+    """Return the number of words in a task."""
     if isinstance(task, QueryTask):
         earlier = (text for turn in task.history for text in (turn.question, turn.answer))
         return sum(len(text.split()) for text in (task.system, *earlier, task.question))
@@ -161,7 +165,7 @@ def _num_words(task: TaskSpec) -> int:
 
 
 def _spaced(words: Sequence[str] | Iterator[str]) -> Iterator[str]:
-    """Each but the first with a space in front, so that they join to a text."""
+    """Put a space before each word but the first."""
     return (word if index == 0 else f" {word}" for index, word in enumerate(words))
 
 
@@ -177,7 +181,7 @@ def _centre(box: Box) -> Point:
     return Point(x=(box.x_min + box.x_max) / 2, y=(box.y_min + box.y_max) / 2)
 
 
-# ---------------------------------------------------------------- events as a result
+# ---------------------------------------------------------------- results of events
 
 
 def _result(task: TaskSpec, events: Sequence[Event]) -> TaskResult:
