@@ -7,13 +7,13 @@ from pathlib import Path
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig, largest_block
 from legato_engine.device.base import Device
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.megakernel.costs import CostTable
 from legato_engine.models import registry
 from legato_engine.models.model import MaskRefiner, Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.draft_model import DraftModel
 from legato_engine.runtime.kv_pool import decode_buckets
 from legato_engine.runtime.model_runner import ModelRunner
+from legato_engine.speculative.costs import CostTable
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import Proposer
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-
 from legato_engine.core import Event, FinishReason, TaskResult
 from legato_engine.engine.assembly import Assembly
 from legato_engine.scheduler.launch import LaunchKind

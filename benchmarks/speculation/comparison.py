@@ -14,24 +14,24 @@ from functools import partial
 from itertools import cycle
 
 import msgspec
+from legato_engine.config import SPECULATION_OFF
+from legato_engine.engine.assembly import Assembly, speculating
+from legato_engine.errors import InvalidField
+from legato_engine.sequence import Sequence as EngineSequence
+from legato_engine.speculative.proposer import UNKNOWN, Proposer
 
-from legato_engine.bench.speculation_loads import (
+from benchmarks.speculation.oracle import OracleProposer, known_history
+from benchmarks.speculation.run import Figures, Run
+from benchmarks.speculation.workloads import (
     FEWEST,
     PROFILES,
     REAL,
     at_once,
     cache_for,
     real_requests,
-    sample_pictures,
+    sample_images,
     synthetic_requests,
 )
-from legato_engine.bench.speculation_run import Figures, Run
-from legato_engine.config import SPECULATION_OFF
-from legato_engine.engine.assembly import Assembly, speculating
-from legato_engine.errors import InvalidField
-from legato_engine.sequence import Sequence as EngineSequence
-from legato_engine.speculative.proposer import UNKNOWN, Proposer
-from legato_engine.speculative.replay import ReplayProposer, known_history
 
 SETTINGS = ("fixed:1", "fixed:2", "fixed:4", "fixed:8", "seed", "budget")
 WORKLOADS = (REAL, *PROFILES)
@@ -95,7 +95,7 @@ def _real(off: Assembly, plan: Plan) -> list[Figures]:
     """Real requests with every setting."""
     if REAL not in plan.workloads:
         return []
-    make = partial(real_requests, off, sample_pictures(off))
+    make = partial(real_requests, off, sample_images(off))
     changed = ((setting, speculating(off, setting)) for setting in plan.settings)
     load = _Load(REAL, make, 1 if off.config.max_running == 1 else 0)
     return _compare(off, _plain(off, load, plan), load, changed, plan)
@@ -132,16 +132,16 @@ def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
     return rows
 
 
-def _replay(assembly: Assembly, room: tuple[int, int]) -> tuple[ReplayProposer, Proposer]:
+def _replay(assembly: Assembly, room: tuple[int, int]) -> tuple[OracleProposer, Proposer]:
     """A replay that knows nobody yet, and what proposes by it here."""
     on = assembly.device.torch_device
     vocab_size = assembly.model.vocab_size
-    replay = ReplayProposer([[UNKNOWN]], on, rates=[1.0], vocab_size=vocab_size, room=room)
+    replay = OracleProposer([[UNKNOWN]], on, rates=[1.0], vocab_size=vocab_size, room=room)
     if on.type != "cuda":
         return replay, replay
-    from legato_engine.kernels.cuda.drafting import ReplayKernel
+    from benchmarks.speculation.oracle_kernel import OracleKernel
 
-    return replay, ReplayKernel(*replay.tables)
+    return replay, OracleKernel(*replay.tables)
 
 
 def _compare(

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
-
 from legato_engine.bench.workload import fixed_length
 from legato_engine.core import (
     CachedImage,
@@ -36,6 +34,7 @@ from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.model import PreparedImage
 from legato_engine.models.moondream.family import shipped
 from legato_engine.sequence import Sequence as EngineSequence
+from PIL import Image
 
 FEWEST = 4
 """Requests of a profile, so that all its rates are met."""
@@ -114,7 +113,7 @@ def cache_for(assembly: Assembly, profile: Profile, requests: Sequence[EngineSeq
     return dataclasses.replace(assembly, num_pages=min(num_pages, assembly.num_pages))
 
 
-def sample_pictures(assembly: Assembly) -> list[PreparedImage]:
+def sample_images(assembly: Assembly) -> list[PreparedImage]:
     """The pictures that come with legato-tiny."""
     folder = shipped(_SHIPPED) / "samples"
     return [_prepared(assembly, path) for path in sorted(folder.iterdir()) if _is_picture(path)]

@@ -1,8 +1,8 @@
-"""The records of speculation and of the KV cache, from a bench of the smallest model."""
+"""The record of the speculation benchmark, from a run of the smallest model."""
 
 import json
 
-from benchmarks import kv, speculation
+from benchmarks import speculation
 
 MODEL = ("--model", "random-tiny", "--device", "cpu", "--threads", "1", "--repeats", "1")
 
@@ -25,15 +25,3 @@ def test_a_record_has_tables_plots_and_series(tmp_path, monkeypatch, capsys):
     assert len(chosen) > 0
     assert max(chosen) > 2
     assert "0.8: seed" in (tmp_path / "speculation_blocks.svg").read_text()
-
-
-def test_what_is_found_comes_sooner(tmp_path, monkeypatch, capsys):
-    """Followers find what their leader computed, words or picture, and pages come back whole."""
-    monkeypatch.setenv("LEGATO_RESULTS", str(tmp_path))
-    assert kv.main([*MODEL, "--shared", "120", "--positions", "150"]) == 0
-    figures = json.loads((tmp_path / "kv.json").read_text())["figures"]
-    words, picture = figures["sharing"]
-    assert words["positions"] >= 120
-    assert picture["positions"] > 1
-    assert figures["swapping"]["megabytes"] > 0
-    assert all(value > 0 for value in figures["swapping"].values())

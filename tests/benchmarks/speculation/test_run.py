@@ -3,10 +3,11 @@
 import random
 
 import pytest
-from legato_engine.bench.speculation_loads import PROFILES, at_once, synthetic_requests
-from legato_engine.bench.speculation_run import Run, interval
 from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import assemble
+
+from benchmarks.speculation.run import Run, interval
+from benchmarks.speculation.workloads import PROFILES, at_once, synthetic_requests
 
 
 def test_an_interval_holds_the_rate_nearly_always():

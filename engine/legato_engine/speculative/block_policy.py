@@ -6,7 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from legato_engine.megakernel.float32 import f32
+from legato_engine.speculative.float32 import f32
+
+INITIAL_RATE = f32(0.8)
+"""The acceptance rate assumed before a request's first verification."""
+
+PRESSURE_RATIO = 0.85
+"""Share of the page pool in use above which it is under pressure."""
 
 
 class Drafter(Protocol):

@@ -1,10 +1,10 @@
 """Giving out proposals over a batch: the estimate, the tiers, what it wins over the seed."""
 
 import pytest
-from legato_engine.megakernel.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
-from legato_engine.megakernel.budget_policy import TokenBudgetPolicy
-from legato_engine.megakernel.costs import H200_MOONDREAM2, CostTable
 from legato_engine.megakernel.descriptor import Flag, RequestDescriptor, State
+from legato_engine.speculative.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.costs import H200_MOONDREAM2, CostTable
 
 from tests.engine.megakernel.world import make, rates
 

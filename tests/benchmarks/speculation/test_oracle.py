@@ -4,11 +4,11 @@ from statistics import fmean
 
 import pytest
 import torch
-from legato_engine.bench.speculation_run import interval
 from legato_engine.core import PromptToken
 from legato_engine.speculative.proposer import UNKNOWN
-from legato_engine.speculative.replay import ReplayProposer, known_history
 
+from benchmarks.speculation.oracle import OracleProposer, known_history
+from benchmarks.speculation.run import interval
 from tests.engine.speculative.histories import row_history
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def test_a_history_is_prefix_prompt_and_tokens():
 def test_rows_are_recognised_by_what_they_hold():
     """A row goes on as the history that begins like it, or not at all."""
     known = [known_history(1, PROMPT, [5, 6, 7]), known_history(1, PROMPT, [5, 8, 9, 10])]
-    proposer = ReplayProposer(known, CPU, rates=[1.0], vocab_size=100)
+    proposer = OracleProposer(known, CPU, rates=[1.0], vocab_size=100)
     tokens_RC = torch.tensor(
         [
             [UNKNOWN, 3, 4, 5, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN],
@@ -63,7 +63,7 @@ def test_tokens_that_are_tried_are_right_as_often_as_asked(rate, block):
     block, and no place behind a wrong token, is luckier than another.
     """
     known = answers(1, 6000)
-    proposer = ReplayProposer(known, CPU, rates=[rate], vocab_size=2000)
+    proposer = OracleProposer(known, CPU, rates=[rate], vocab_size=2000)
     accepted, tried, _ = verifies(proposer, known, block)
     low, high = interval(accepted, tried)
     assert tried > 2500
@@ -80,7 +80,7 @@ def test_twenty_answers_are_a_sample_of_the_rate(rate, block):
     known = answers(20, 110)
     shares = []
     for seed in range(8):
-        proposer = ReplayProposer(known, CPU, rates=[rate], vocab_size=2000, seed=seed)
+        proposer = OracleProposer(known, CPU, rates=[rate], vocab_size=2000, seed=seed)
         accepted, tried, _ = verifies(proposer, known, block)
         shares.append(accepted / tried)
     assert fmean((share - rate) ** 2 for share in shares) < 0.007**2
@@ -94,7 +94,7 @@ def test_a_verify_commits_what_theory_says(rate, block):
     a rate of a, `(1 - a ** (g + 1)) / (1 - a)` tokens a verify.
     """
     known = answers(20, 2000)
-    proposer = ReplayProposer(known, CPU, rates=[rate], vocab_size=2000)
+    proposer = OracleProposer(known, CPU, rates=[rate], vocab_size=2000)
     accepted, _, count = verifies(proposer, known, block)
     theory = (1 - rate ** (block + 1)) / (1 - rate)
     assert (accepted + count) / count == pytest.approx(theory, rel=0.01)
@@ -104,7 +104,7 @@ def test_a_verify_commits_what_theory_says(rate, block):
 def test_tokens_are_right_as_often_as_asked(rate):
     """Over many places the share of right tokens is the rate, whatever block asks for them."""
     known = known_history(0, PROMPT, list(range(2000)))
-    proposer = ReplayProposer([known], CPU, rates=[rate], vocab_size=2000)
+    proposer = OracleProposer([known], CPU, rates=[rate], vocab_size=2000)
     tokens_RC = torch.tensor([known])
     said: dict[int, set[int]] = {}
     for newest in range(2, len(known) - 8, 3):
@@ -123,7 +123,7 @@ def test_sequences_share_luck_evenly():
     """Of a place, so many of them are right as the rate says, give or take one; and whether a token
     is right says nothing of the next one of its sequence.
     """
-    proposer = ReplayProposer(answers(24, 500), CPU, rates=[0.4], vocab_size=2000)
+    proposer = OracleProposer(answers(24, 500), CPU, rates=[0.4], vocab_size=2000)
     known_NC, said_NC = (table[:-1, :502].clone() for table in proposer.tables)
     right_NC = (known_NC == said_NC)[:, len(PROMPT) :].double()
     counts_C = right_NC.sum(0)
@@ -138,7 +138,7 @@ def test_sequences_share_luck_evenly():
 def test_another_run_can_be_known():
     """What it knows is exchanged in place; of those before nothing is left."""
     first, second = known_history(0, PROMPT, [5, 6, 7, 8]), known_history(0, PROMPT, [5, 9])
-    proposer = ReplayProposer([first], CPU, rates=[1.0], vocab_size=100, room=(2, 8))
+    proposer = OracleProposer([first], CPU, rates=[1.0], vocab_size=100, room=(2, 8))
     tokens_RC = torch.tensor([[3, 4, 5, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN]])
     said = []
     for known in ([first], [second], [second, first]):

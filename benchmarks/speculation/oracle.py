@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-
 from legato_engine.config import LARGEST_BLOCK
 from legato_engine.core import PromptToken
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
@@ -26,7 +25,7 @@ def known_history(
     return [UNKNOWN] * prefix_length + [token.token_id for token in prompt] + list(tokens)
 
 
-class ReplayProposer:
+class OracleProposer:
     """Knows whole sequences beforehand and says each next token right with its rate's probability.
 
     A row is recognised by what it holds so far: it gets the first known sequence that begins like

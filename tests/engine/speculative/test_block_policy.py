@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.megakernel.block_policy import AdaptiveBlockPolicy, update_block_size
 from legato_engine.megakernel.descriptor import Flag, RequestDescriptor
+from legato_engine.speculative.block_policy import AdaptiveBlockPolicy, update_block_size
 
 from tests.engine.megakernel.world import make, rates
 

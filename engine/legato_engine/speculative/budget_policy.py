@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from legato_engine.megakernel.block_policy import Drafter
-from legato_engine.megakernel.costs import CostTable
+from legato_engine.speculative.block_policy import Drafter
+from legato_engine.speculative.costs import CostTable
 
 PRIOR_RATE = 0.8
 _PRIOR_WEIGHT = 16.0

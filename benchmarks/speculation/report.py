@@ -1,16 +1,11 @@
-"""What speculation buys: `legato_engine.bench --speculation`, recorded and drawn."""
+"""The record of the benchmark: tables, plots and series."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from legato_engine.bench.tables import right_text
 
 from benchmarks import record
 from benchmarks.plots import Line, Panel, write_svg
@@ -19,19 +14,6 @@ Row = dict[str, Any]
 _ADAPTIVE = ("seed", "budget")
 _COLUMNS = 2
 _SHOWN = 8  # requests of a row
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the engine's bench in a process of its own; record its figures, draw its series."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks speculation", description=__doc__)
-    parser.add_argument("--name", default="speculation", help="of the record")
-    arguments, options = parser.parse_known_args(argv)
-    bench = [sys.executable, "-m", "legato_engine.bench", "--speculation", "--json"]
-    done = subprocess.run([*bench, *options], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        return done.returncode
-    write(arguments.name, json.loads(done.stdout))
-    return 0
 
 
 def write(name: str, figures: dict[str, Any]) -> Path:
@@ -141,6 +123,11 @@ def _settled(rows: Sequence[Row]) -> str:
             if row["setting"] in _ADAPTIVE
         ],
     )
+
+
+def right_text(right: float, within: Sequence[float]) -> str:
+    """A share and half of its confidence interval, in hundredths: 40.1 \u00b1 0.9."""
+    return f"{100 * right:.1f} \u00b1 {50 * (within[1] - within[0]):.1f}"
 
 
 _HEAD = ("workload", "streams", "setting")
