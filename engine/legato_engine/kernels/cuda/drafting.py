@@ -13,8 +13,8 @@ import torch
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.speculative.proposer import RowHistory
 
-SOURCE = "drafting.cu"
-LOOKUP_SOURCE = "lookup.cu"
+SOURCE = "draft_tokens.cu"
+LOOKUP_SOURCE = "ngram_lookup.cu"
 _THREADS = 128
 _LOOKUP_THREADS = 256
 _VECTOR_BYTES = 16

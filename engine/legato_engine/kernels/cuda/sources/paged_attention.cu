@@ -16,7 +16,7 @@
 // A warp knows the pages of 32 of its line's tiles at a time, and asks for the next of them ahead.
 // A thread block that has heads to itself fills its rings across them; one of a cluster has little to read, and
 // keeps what it computed in its rings.
-#include "attend.cuh"
+#include "paged_attention.cuh"
 
 constexpr int LINES = 8;
 constexpr int TURNS = 4;  // tracks of a line

@@ -271,13 +271,13 @@ __device__ __forceinline__ void add_parts(int rank, PartSums<NT, NP>& sums, Fini
 
 // Tokens that have a place in shared memory: with one tile only those there are.
 template <int NT>
-__device__ __forceinline__ int places(int batch) { return NT == 1 ? batch : NT * 8; }
+__device__ __forceinline__ int columns(int batch) { return NT == 1 ? batch : NT * 8; }
 
 // Zeros for the places behind the batch, which no copy fills.
 template <int NT>
 __device__ __forceinline__ void clear(bf16* inputs, int stride, int batch) {
   uint4* from = reinterpret_cast<uint4*>(inputs + batch * stride);
-  const int count = (places<NT>(batch) - batch) * stride / 8;
+  const int count = (columns<NT>(batch) - batch) * stride / 8;
   for (int i = threadIdx.x; i < count; i += WORKERS) from[i] = uint4{0, 0, 0, 0};
 }
 

@@ -1,14 +1,17 @@
-"""What Moondream's kernels are compiled for, and whether they can be."""
+"""Moondream's sizes as its kernels are compiled for them, and whether they exist."""
 
 from __future__ import annotations
 
 import torch
 
-from legato_engine.kernels.cuda import tau_decoder_stages
-from legato_engine.kernels.cuda.decoder import supported
-from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
-from legato_engine.kernels.cuda.tau_decoder_stages import ExpertSizes, TauSizes
-from legato_engine.kernels.cuda.value_heads import RegionSizes
+from legato_engine.kernels.step import (
+    DecoderSizes,
+    ExpertSizes,
+    TauSizes,
+    supports_decoder,
+    supports_experts,
+)
+from legato_engine.kernels.value_heads import ValueSizes
 from legato_engine.models.moondream.config import Gelu, MoondreamConfig
 from legato_engine.models.paged_cache import KVCache
 
@@ -28,51 +31,52 @@ def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
     )
 
 
-def can_fuse(config: MoondreamConfig, kv: KVCache, dtype: torch.dtype) -> bool:
-    """Whether the kernels run this model of that dtype on the device of its KV cache.
+def has_kernels(config: MoondreamConfig, kv: KVCache, dtype: torch.dtype) -> bool:
+    """Whether kernels run this model of that dtype on the device of its KV cache.
 
-    They know gains and experts together or neither, and keys of e4m3 only beside them.
+    They support gains and experts together or neither, and keys of e4m3 only with both.
     """
     text, region = config.text, config.region
     if (text.tau is None) != (text.moe is None):
         return False
     if kv.scale_L2 is not None and text.tau is None:
         return False
-    if text.moe is not None and not tau_decoder_stages.supported(expert_sizes(config, dtype)):
+    if text.moe is not None and not supports_experts(expert_sizes(config, dtype)):
         return False
     if region.inner_dim is not None and region.inner_dim % 64:
         return False
     fits = region.coord_bins % 64 == 0 and region.size_bins % 64 == 0
     fits = fits and region.coord_features % 4 == 0 and region.size_features % 4 == 0
-    return fits and supported(decoder_sizes(config, kv), kv.k_LNHSE.device, dtype)
+    return fits and supports_decoder(decoder_sizes(config, kv), kv.k_LNHSE.device, dtype)
 
 
-def region_sizes(config: MoondreamConfig) -> RegionSizes:
-    """The sizes of the region part."""
+def value_sizes(config: MoondreamConfig) -> ValueSizes:
+    """The region part's sizes: coordinates are scalars, sizes are pairs."""
     region = config.region
-    return RegionSizes(
+    return ValueSizes(
         dim=config.text.dim,
         inner_dim=region.inner_dim,
-        coord_features=region.coord_features,
-        size_features=region.size_features,
-        coord_bins=region.coord_bins,
-        size_bins=2 * region.size_bins,
-        coord_token=config.tokens.coord,
-        size_token=config.tokens.size,
+        scalar_features=region.coord_features,
+        pair_features=region.size_features,
+        scalar_bins=region.coord_bins,
+        pair_bins=2 * region.size_bins,
+        scalar_divisor=region.coord_divisor,
+        scalar_token=config.tokens.coord,
+        pair_token=config.tokens.size,
     )
 
 
-def gained_sizes(
+def tau_sizes(
     config: MoondreamConfig, decoder: DecoderSizes, expert_dtype: torch.dtype
 ) -> TauSizes:
     """The sizes of a text part with gains and experts."""
-    assert config.text.tau is not None, "only where there are gains"
+    assert config.text.tau is not None, "only for a text part with gains"
     exact = config.text.tau.gelu is Gelu.EXACT
     return TauSizes(decoder, expert_sizes(config, expert_dtype), exact)
 
 
 def expert_sizes(config: MoondreamConfig, dtype: torch.dtype) -> ExpertSizes:
-    """The sizes of its experts; those of e4m3 have half the bytes."""
+    """The sizes of the experts, whose weights have that dtype."""
     moe = config.text.moe
-    assert moe is not None, "only where there are experts"
+    assert moe is not None, "only for a text part with experts"
     return ExpertSizes(moe.num_experts, moe.num_active, moe.inner_dim, dtype.itemsize)

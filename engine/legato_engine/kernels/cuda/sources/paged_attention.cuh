@@ -3,7 +3,7 @@
 //
 // In a warp lane = 4g + t. Columns of all products are tokens; unused ones hold zeros, or see nothing.
 #pragma once
-#include "cached.cuh"
+#include "kv_tiles.cuh"
 
 constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powers of two
 

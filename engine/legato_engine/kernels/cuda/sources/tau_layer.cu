@@ -6,10 +6,10 @@
 // weights; KV_BYTES of a key's or value's element. B tokens, `batch` of them real.
 //
 // Memory: x [B, DIM] residual stream; qkv and features [B, 3 DIM]: queries, keys and values as the map makes
-// them, and their gelu; the rest as in decode.cu.
-#include "element.cuh"
-#include "normed.cuh"
-#include "unpacked.cuh"
+// them, and their gelu; the rest as in layer_maps.cu.
+#include "kv_element.cuh"
+#include "norm_gemm.cuh"
+#include "row_major_gemm.cuh"
 
 constexpr int HEAD = 64;
 constexpr int HALF = ROTARY / 2;
@@ -22,7 +22,7 @@ static_assert(ROTARY == 32 && DIM == HEADS * HEAD && FF % 64 == 0 && EXPERTS % 1
 // router, each times the norm's scale; `folded` as in `normed`. The MLP's inner activations go to `mixed`
 // [B, DIM + FF], with `change` [B, FF] float32 added to its first map unless that is null; else the router's to
 // `logits` [B, EXPERTS] and the normed tokens to `normed_x` [B, DIM], in the unit that the experts take.
-extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) gained_in(
+extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) tau_in(
     const bf16* x, const bf16* weights, const float2* folded, const bf16* norm_scale, const bf16* norm_shift, bf16* qkv,
     bf16* features, bf16* mixed, float* logits, bf16* normed_x, const float* change, int batch, int stages) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -87,7 +87,7 @@ constexpr int VECTORS = ceil_div(QKV / 8, WORKERS);
 // q [B, DIM], and the tokens' places in keys and values: queries and values times tanh(w . features) + the
 // position's part, queries and keys rotated. `weights` [2 HEADS, 3 DIM]: the queries' rows, then the values';
 // `placed` [positions, HEADS]; `scales`: the units of keys and of values of e4m3. A block is a head of 8 tokens.
-// `behind`: the kernel in front has let this one begin only after `gained_in` had ended, and wrote nothing that
+// `behind`: the kernel in front has let this one begin only after `tau_in` had ended, and wrote nothing that
 // is read here; what follows may then begin when that kernel, too, has ended.
 extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(
     const bf16* qkv, const bf16* features, const bf16* weights, const float* placed, const float* cos_table,

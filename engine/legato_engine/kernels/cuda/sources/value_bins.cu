@@ -1,28 +1,28 @@
 // Values that tokens carry, read out of the residual stream by two layers.
 //
-// Constants: DIM width, INNER inner width, COORD_BINS and SIZE_BINS (all of a decoder's outputs), COORD and SIZE
-// token ids, TILES groups of 8 tokens; PARTS, CLUSTER and INPUT_STAGES as in decode.cu. B tokens; `stages` is how
+// Constants: DIM width, INNER inner width, SCALAR_BINS and PAIR_BINS (all of a decoder's outputs), SCALAR and PAIR
+// token ids, TILES groups of 8 tokens; PARTS, CLUSTER and INPUT_STAGES as in layer_maps.cu. B tokens; `stages` is how
 // many stages of weights shared memory holds.
-#include "stream.cuh"
+#include "skinny_gemm.cuh"
 
 // Which of the two decoders any token of the batch needs; uniform over the grid.
-__device__ __forceinline__ void needed(const i64* tokens, int batch, bool& coord, bool& size) {
-  coord = size = false;
+__device__ __forceinline__ void needed(const i64* tokens, int batch, bool& scalar, bool& pair) {
+  scalar = pair = false;
   for (int i = 0; i < batch; i++) {
     const i64 token = load_fresh_i64(tokens + i);
-    coord |= token == COORD;
-    size |= token == SIZE;
+    scalar |= token == SCALAR;
+    pair |= token == PAIR;
   }
 }
 
-// inner [B, 2 * INNER]: gelu of the first layer of the coord decoder, then of the size decoder. A
+// inner [B, 2 * INNER]: gelu of the first layer of the scalar decoder, then of the pair decoder. A
 // decoder that no token needs is not run.
-extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_inner(
-    const i64* tokens, const bf16* hidden, const bf16* coord_weights, const bf16* coord_bias, const bf16* size_weights,
-    const bf16* size_bias, bf16* inner, int batch, int stages) {
+extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_inner(
+    const i64* tokens, const bf16* hidden, const bf16* scalar_weights, const bf16* scalar_bias, const bf16* pair_weights,
+    const bf16* pair_bias, bf16* inner, int batch, int stages) {
   constexpr int BLOCKS = INNER / 16, CHUNK = chunk_of(DIM), CHUNKS = DIM / CHUNK;
   unsigned char* shared = shared_memory;
-  const int elements = places<TILES>(batch) * (DIM + PAD), late = HELD<TILES> ? elements / (16 * CHUNK) : 0;
+  const int elements = columns<TILES>(batch) * (DIM + PAD), late = HELD<TILES> ? elements / (16 * CHUNK) : 0;
   Ring ring(shared, stages, 16 * CHUNK, late), inputs(shared, 1, elements);
   ring.late_data = inputs.data;  // free when the tokens are held
   auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
@@ -33,9 +33,9 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_inner(
   __syncthreads();
   launch_dependents();
   wait_previous();
-  bool coord, size;
-  needed(tokens, batch, coord, size);
-  const int begin = coord ? 0 : BLOCKS, end = size ? 2 * BLOCKS : BLOCKS;
+  bool scalar, pair;
+  needed(tokens, batch, scalar, pair);
+  const int begin = scalar ? 0 : BLOCKS, end = pair ? 2 * BLOCKS : BLOCKS;
   const int first = begin + blockIdx.x, step = gridDim.x, count = first < end ? (end - first + step - 1) / step : 0;
   if (count == 0) return;
   if (warp > WARPS) {
@@ -46,14 +46,14 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_inner(
     if (threadIdx.x == WORKERS)
       produce_weights<CHUNK>(ring, count * CHUNKS, [&](int i) {
         const int block = first + i / CHUNKS * step;
-        const bf16* weights = block < BLOCKS ? coord_weights : size_weights;
+        const bf16* weights = block < BLOCKS ? scalar_weights : pair_weights;
         return weights + ((i64)(block % BLOCKS) * CHUNKS + i % CHUNKS) * (16 * CHUNK);
       });
     return;
   }
   const auto biases = [&](int i) {
     const int block = first + i * step, at = block % BLOCKS * 16 + g;
-    const bf16* bias = block < BLOCKS ? coord_bias : size_bias;
+    const bf16* bias = block < BLOCKS ? scalar_bias : pair_bias;
     return float2{to_float(bias[at]), to_float(bias[at + 8])};
   };
   const auto finish = [&](int i, int tile, float4 sum, float2 bias) {
@@ -71,20 +71,20 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_inner(
   multiply_blocks<TILES, DIM>(count, ring, inputs, sums, batch, [] {}, biases, finish);
 }
 
-// coord_bins [B, COORD_BINS] and size_bins [B, SIZE_BINS] float32 logits; a decoder that no token needs
+// scalar_bins [B, SCALAR_BINS] and pair_bins [B, PAIR_BINS] float32 logits; a decoder that no token needs
 // leaves its own as they are.
-extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_bins(
-    const i64* tokens, const bf16* inner, const bf16* coord_weights, const bf16* coord_bias, const bf16* size_weights,
-    const bf16* size_bias, float* coord_bins, float* size_bins, int batch, int stages) {
-  constexpr int PART = INNER / PARTS, CHUNK = chunk_of(PART), CHUNKS = PART / CHUNK, OWN = PARTS / CLUSTER, COORD_BLOCKS = COORD_BINS / 16;
-  static_assert(COORD_BINS % (16 * PARTS) == 0 && SIZE_BINS % (16 * PARTS) == 0, "unsupported sizes");
+extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) value_bins(
+    const i64* tokens, const bf16* inner, const bf16* scalar_weights, const bf16* scalar_bias, const bf16* pair_weights,
+    const bf16* pair_bias, float* scalar_bins, float* pair_bins, int batch, int stages) {
+  constexpr int PART = INNER / PARTS, CHUNK = chunk_of(PART), CHUNKS = PART / CHUNK, OWN = PARTS / CLUSTER, SCALAR_BLOCKS = SCALAR_BINS / 16;
+  static_assert(SCALAR_BINS % (16 * PARTS) == 0 && PAIR_BINS % (16 * PARTS) == 0, "unsupported sizes");
   unsigned char* shared = shared_memory;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
-  const int stride = CHUNK + PAD, places_ = places<TILES>(batch);
-  Ring ring(shared, stages, 16 * CHUNK), inputs(shared, INPUT_STAGES, places_ * stride);
+  const int stride = CHUNK + PAD, tokens_held = columns<TILES>(batch);
+  Ring ring(shared, stages, 16 * CHUNK), inputs(shared, INPUT_STAGES, tokens_held * stride);
   auto& sums = *reinterpret_cast<PartSums<TILES, PARTS>*>(shared);
-  const bool is_size = blockIdx.x >= COORD_BLOCKS;
-  const int index = is_size ? blockIdx.x - COORD_BLOCKS : blockIdx.x;
+  const bool is_pair = blockIdx.x >= SCALAR_BLOCKS;
+  const int index = is_pair ? blockIdx.x - SCALAR_BLOCKS : blockIdx.x;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0, first = index / CLUSTER * CLUSTER;
   if (threadIdx.x == WORKERS) ring.init();
   if (threadIdx.x == WORKERS + 32) inputs.init();
@@ -93,10 +93,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_bins(
   __syncthreads();
   launch_dependents();
   wait_previous();
-  bool coord, size;
-  needed(tokens, batch, coord, size);
-  if (is_size ? !size : !coord) return;
-  const bf16* weights = is_size ? size_weights : coord_weights;
+  bool scalar, pair;
+  needed(tokens, batch, scalar, pair);
+  if (is_pair ? !pair : !scalar) return;
+  const bf16* weights = is_pair ? pair_weights : scalar_weights;
   if (warp < WARPS) {
     multiply_parts<TILES, PARTS, CLUSTER, PART>(ring, inputs, sums, batch);
   } else if (threadIdx.x == WORKERS) {
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_bins(
       return weights + parts_stage<PARTS, CLUSTER, PART>(i, first, rank) * (16 * CHUNK);
     });
   } else if (warp > WARPS) {
-    const bf16* source = inner + is_size * INNER + rank * OWN * PART;
+    const bf16* source = inner + is_pair * INNER + rank * OWN * PART;
     produce_inputs<CHUNK>(inputs, OWN * CHUNKS, batch, [&](int i, int token) {
       return source + (i64)token * 2 * INNER + i * CHUNK;
     });
@@ -112,9 +112,9 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) region_bins(
   __syncwarp();
   add_parts<TILES, PARTS, CLUSTER>(rank, sums, [&](int tile, float4 sum) {
     const int out = (first + rank) * 16 + g;
-    const bf16* bias = is_size ? size_bias : coord_bias;
-    float* bins = is_size ? size_bins : coord_bins;
-    const int width = is_size ? SIZE_BINS : COORD_BINS;
+    const bf16* bias = is_pair ? pair_bias : scalar_bias;
+    float* bins = is_pair ? pair_bins : scalar_bins;
+    const int width = is_pair ? PAIR_BINS : SCALAR_BINS;
     const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
 #pragma unroll
     for (int j = 0; j < 2; j++) {

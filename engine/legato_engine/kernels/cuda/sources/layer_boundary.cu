@@ -2,9 +2,9 @@
 // copies of weights run on from the one map to the other while thread blocks wait for each other's part of x; and the
 // first begins with what the layer's own beginning left, while attention still runs.
 //
-// Constants: those of layer.cuh with TILES 1, and PARTS that the inputs of `layer_out` are cut into. `stages` is how
+// Constants: those of layer_maps.cuh with TILES 1, and PARTS that the inputs of `layer_out` are cut into. `stages` is how
 // many stages of weights shared memory holds. All thread blocks run at once, each on a processor of its own.
-#include "layer.cuh"
+#include "layer_maps.cuh"
 
 constexpr int PART = MIXED / PARTS, OUT_CHUNK = chunk_of(PART), OUT_CHUNKS = PART / OUT_CHUNK;
 constexpr int STAGE = 16 * (OUT_CHUNK > IN_CHUNK ? OUT_CHUNK : IN_CHUNK);
@@ -17,7 +17,7 @@ struct Progress {
   u32 x[32], in[32];
 };
 
-struct BetweenSums {
+struct BoundarySums {
   union {
     WarpSums<1> parts[PARTS];
     struct {
@@ -30,7 +30,7 @@ struct BetweenSums {
 // x += mixed * weights + biases, of 16 of its columns. `ready` counts the `writers` that have written all of `mixed` but
 // the heads' output.
 __device__ __forceinline__ void add_out(
-    Ring& ring, BetweenSums& sums, const bf16* mixed, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
+    Ring& ring, BoundarySums& sums, const bf16* mixed, const bf16* proj_bias, const bf16* fc2_bias, bf16* x,
     const u32* ready, u32 writers, int batch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool active = warp * GROUP < OUT_CHUNK;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_slices(float2* moments, const float2 (&slice
 
 // Kernel `index` of a step with `last` layers: layer index - 1 ends, unless `weights_out` is null, and layer `index`
 // begins, unless `weights_in` is; pointers are those of `layer_out` and `layer_in`. `progress` [last].
-extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) between_layers(
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
     bf16* mixed, const bf16* weights_out, const bf16* proj_bias, const bf16* fc2_bias, bf16* x, const bf16* weights_in,
     const float2* folded, const float* cos_table, const float* sin_table, const i64* row, const i64* position,
     const i64* table, bf16* q, bf16* keys, bf16* values, Progress* progress, int index, int last, int batch, int stages) {
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) between_layers(
   __shared__ float2 moments[8];
   unsigned char* shared = shared_memory;
   Ring ring(shared, stages, STAGE);
-  auto& sums = *reinterpret_cast<BetweenSums*>(shared);
+  auto& sums = *reinterpret_cast<BoundarySums*>(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first = blockIdx.x, step = gridDim.x;
   const bool adds = weights_out && first < DIM / 16;

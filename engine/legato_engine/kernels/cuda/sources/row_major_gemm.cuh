@@ -1,9 +1,9 @@
-// Weights as a checkpoint has them, a row after another, streamed to the products of stream.cuh: bf16, or e4m3.
+// Weights as a checkpoint has them, a row after another, streamed to the products of skinny_gemm.cuh: bf16, or e4m3.
 //
 // A stage is CHUNK inputs of 16 rows. The copy engine takes about 35 ns for a copy however short it is, so a stage
 // comes in few: one for each row, or for several where they are whole. Tokens lie in shared memory beside it.
 #pragma once
-#include "stream.cuh"
+#include "skinny_gemm.cuh"
 
 // Inputs per stage of rows of WIDTH: at most 2048 bytes of a row, whose weights have SIZE bytes.
 __host__ __device__ constexpr int row_chunk(int width, int size) {

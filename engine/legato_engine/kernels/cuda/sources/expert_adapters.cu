@@ -5,11 +5,11 @@
 // RANKS that a slot has room for in each expert; `expert_shrink`: WIDTH inputs; `expert_expand`: OUTPUTS. Slot s holds
 // A [EXPERTS, RANKS, WIDTH] and B [EXPERTS, RANKS, OUTPUTS] as bf16, of which the first `ranks[s]` of each expert
 // count; slot 0 is none. Token b reads slot `slots[rows[b]]`. A token and one of its experts are a pair, as in
-// routes.cuh; a thread block has a token at a time, a warp a pair.
+// expert_routes.cuh; a thread block has a token at a time, a warp a pair.
 //
 // Sums run over inputs, ranks and a token's experts in an order that the sizes fix: a token's change has the same bits
 // whoever is beside it, and costs what its own rank does.
-#include "choice.cuh"
+#include "expert_choice.cuh"
 #include "low_rank.cuh"
 
 constexpr float UNIT = EXPERT_BYTES == 1 ? 1.f / LIFT : 1.f;  // of the experts' inputs

@@ -1,9 +1,9 @@
 // One decode step of a decoder with parallel attention and MLP: three kernels a layer.
 //
-// Constants: those of layer.cuh, and TILES groups of 8 tokens, PARTS that the inputs of `layer_out` are cut into,
+// Constants: those of layer_maps.cuh, and TILES groups of 8 tokens, PARTS that the inputs of `layer_out` are cut into,
 // CLUSTER thread blocks that share them, INPUT_STAGES of their ring, X_CLUSTER thread blocks of `layer_in` that read
 // its inputs once. `stages` is how many stages of weights shared memory holds. B tokens, `batch` of them real.
-#include "layer.cuh"
+#include "layer_maps.cuh"
 
 static_assert(PARTS % CLUSTER == 0, "a thread block of a cluster has whole parts");
 
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) layer_out(
   static_assert(MIXED % PARTS == 0 && DIM % (16 * PARTS) == 0, "unsupported sizes");
   unsigned char* shared = shared_memory;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
-  const int stride = CHUNK + PAD, tokens = places<TILES>(batch);
+  const int stride = CHUNK + PAD, tokens = columns<TILES>(batch);
   Ring ring(shared, stages, 16 * CHUNK), inputs(shared, INPUT_STAGES, tokens * stride);
   auto& sums = *reinterpret_cast<PartSums<TILES, PARTS>*>(shared);
   const int rank = CLUSTER > 1 ? cluster_rank() : 0, first = blockIdx.x / CLUSTER * CLUSTER;

@@ -7,7 +7,7 @@
 // inner activations; keys and values [pages, HEADS, PAGE, 64]; `table` [rows, PAGES] page ids, `row`
 // and `position` [B].
 #pragma once
-#include "normed.cuh"
+#include "norm_gemm.cuh"
 
 constexpr int HEAD = 64;
 constexpr int HALF = ROTARY / 2;

@@ -55,7 +55,7 @@ __device__ Pixel weighted(const unsigned char* bytes, int step, const int* weigh
 
 // The first pass of both targets: one pixel of `between` per thread. The canvas lies behind the
 // whole picture.
-extern "C" __global__ void picture_first_pass(
+extern "C" __global__ void image_first_pass(
     const unsigned char* __restrict__ pixels, const int* __restrict__ plan,
     unsigned char* __restrict__ between) {
     const int width = plan[2];
@@ -79,7 +79,7 @@ extern "C" __global__ void picture_first_pass(
 // The second pass, cut into crops and patches: one pixel of `patches` [num_crops, TOKENS, step], whose
 // first 3 * PATCH_PIXELS values are written, per thread, as `levels` has it for 8 bits. Crops that the
 // picture lacks are zeros.
-extern "C" __global__ void picture_patches(
+extern "C" __global__ void image_patches(
     const unsigned char* __restrict__ between, const int* __restrict__ plan,
     const unsigned short* __restrict__ levels, unsigned short* __restrict__ patches, int step, int num_crops) {
     const int columns = plan[1], crops = plan[3];

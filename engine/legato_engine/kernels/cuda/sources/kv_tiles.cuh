@@ -3,7 +3,7 @@
 //
 // Constant: KV_BYTES of an element, 2 or 1. In a warp lane = 4g + t.
 #pragma once
-#include "element.cuh"
+#include "kv_element.cuh"
 
 constexpr int HEAD = 64;
 constexpr int TILE = 16;  // positions of a product

@@ -2,7 +2,7 @@
 //
 // Constants: EXPERTS, at most 64, ACTIVE of them for a token, at most 8.
 #pragma once
-#include "best.cuh"
+#include "argmax.cuh"
 
 static_assert(EXPERTS <= 64 && ACTIVE <= 8 && ACTIVE <= EXPERTS, "unsupported sizes");
 

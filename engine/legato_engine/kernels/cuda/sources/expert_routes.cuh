@@ -2,8 +2,8 @@
 //
 // Constants: EXPERTS, at most 64, ACTIVE of them for a token, at most 8; TILES groups of 8 tokens.
 #pragma once
-#include "choice.cuh"
-#include "stream.cuh"
+#include "expert_choice.cuh"
+#include "skinny_gemm.cuh"
 
 constexpr int TOKENS = TILES * 8;
 

@@ -2,7 +2,7 @@
 //
 // Constants: DIM width, TILES groups of 8 tokens.
 #pragma once
-#include "stream.cuh"
+#include "skinny_gemm.cuh"
 
 constexpr int IN_CHUNK = chunk_of(DIM), IN_CHUNKS = DIM / IN_CHUNK;
 
@@ -86,7 +86,7 @@ __device__ __forceinline__ void normed_blocks(
     Finish finish, Also also) {
   __shared__ float2 moments[TILES * 8];
   unsigned char* shared = shared_memory;
-  const int elements = places<TILES>(batch) * (DIM + PAD), late = HELD<TILES> ? elements / (16 * IN_CHUNK) : 0;
+  const int elements = columns<TILES>(batch) * (DIM + PAD), late = HELD<TILES> ? elements / (16 * IN_CHUNK) : 0;
   Ring ring(shared, stages, 16 * IN_CHUNK, late), inputs(shared, 1, elements);
   ring.late_data = inputs.data;  // free when the tokens are held
   auto& sums = *reinterpret_cast<BlockSums<TILES>*>(shared);
