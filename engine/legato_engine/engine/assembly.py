@@ -29,7 +29,6 @@ from legato_engine.images.quota import image_quota
 from legato_engine.ipc.messages import EngineOutput, ModelInfo
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.megakernel.costs import CostTable
 from legato_engine.models import registry
 from legato_engine.models.bundle import ModelBundle
 from legato_engine.models.checkpoint_plan import dtype_name
@@ -46,6 +45,7 @@ from legato_engine.scheduler.sink import SilentSink, Sink
 from legato_engine.scheduler.step_record import Observer
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.speculative.block_sizes import block_sizes
+from legato_engine.speculative.costs import CostTable
 from legato_engine.speculative.proposer import Proposer
 
 Progress = Callable[[str, float], None]

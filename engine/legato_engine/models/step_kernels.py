@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch  # frontends come here by `model`, and never load torch
 
-    from legato_engine.kernels.cuda.sampling import RowTensors
+    from legato_engine.kernels.accelerated import RowTensors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

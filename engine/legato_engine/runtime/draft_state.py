@@ -9,15 +9,11 @@ Shape legend: R rows of the state, B lanes of a launch, K proposed tokens, C pos
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from legato_engine.kernels.accelerated import draft_kernels
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.speculative.proposer import UNKNOWN, Proposer, RowHistory
-
-if TYPE_CHECKING:
-    from legato_engine.kernels.cuda.drafting import DraftKernels
 
 _NO_LANE = -2  # in place of a sampled token, which may also be -1: not finite
 
@@ -56,7 +52,7 @@ class DraftState:
         self._row_R = torch.arange(rows, device=device)
         self._proposer = proposer
         self._vocab_size = vocab_size
-        self._kernels = _kernels(max_block, vocab_size, device)
+        self._kernels = draft_kernels(max_block, vocab_size, device)
 
     def admit(self, slot: DecodeSlot) -> None:
         """Take what is known of a sequence from its staged prefill, and where it ends."""
@@ -159,12 +155,3 @@ class DraftState:
 def _powers(limit: int) -> list[int]:
     """1, 2, 4 and so on, as long as they are below `limit`."""
     return [1 << bit for bit in range(limit.bit_length()) if 1 << bit < limit]
-
-
-def _kernels(max_block: int, vocab_size: int, device: torch.device) -> DraftKernels | None:
-    """Two launches where torch would make thirty, on a GPU."""
-    if device.type != "cuda":
-        return None
-    from legato_engine.kernels.cuda.drafting import DraftKernels
-
-    return DraftKernels(max_block, vocab_size)

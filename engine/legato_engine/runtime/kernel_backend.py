@@ -16,9 +16,8 @@ from itertools import product
 
 from legato_engine.device.base import Device
 from legato_engine.kernels import ops
-from legato_engine.kernels.cuda.attention import GROUP
-from legato_engine.kernels.cuda.decoder import MAX_TOKENS
-from legato_engine.kernels.cuda.sampling import Sampler
+from legato_engine.kernels.accelerated import Sampler
+from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from legato_engine.device.base import Device
-from legato_engine.megakernel.costs import CostTable
 from legato_engine.runtime.backend import Backend
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
+from legato_engine.speculative.costs import CostTable
 
 _TIMES = 5
 _CONTEXT = 850  # positions that a row reads: a picture and a short answer, where there is room

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from legato_engine.config import largest_block
 from legato_engine.errors import InvalidField
-from legato_engine.megakernel.block_policy import AdaptiveBlockPolicy
-from legato_engine.megakernel.budget_policy import TokenBudgetPolicy
-from legato_engine.megakernel.costs import CostTable
 from legato_engine.megakernel.descriptor import Flag, RequestDescriptor
+from legato_engine.speculative.block_policy import AdaptiveBlockPolicy
 from legato_engine.speculative.block_sizes import block_sizes
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.costs import CostTable
 
 from tests.fakes import FakeTask, make_sequence
 

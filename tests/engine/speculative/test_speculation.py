@@ -23,9 +23,9 @@ from legato_engine.engine.assembly import assemble, speculating
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.scheduler.sink import SilentSink
-from legato_engine.speculative.replay import ReplayProposer, known_history
 from PIL import Image
 
+from benchmarks.speculation.oracle import OracleProposer, known_history
 from tests.engine.models.moondream.test_draft import draft_file, random_draft
 
 MAX_RUNNING = 4
@@ -165,7 +165,7 @@ def knowing(assembly, run, *rates):
         for s in run.sequences.values()
     ]
     vocab_size = assembly.model.vocab_size
-    return ReplayProposer(known, assembly.device.torch_device, rates=rates, vocab_size=vocab_size)
+    return OracleProposer(known, assembly.device.torch_device, rates=rates, vocab_size=vocab_size)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -16,11 +16,11 @@ from legato_engine.models.model import Adapter, ImageEncoder, MaskRefiner, Prepa
 from legato_engine.models.moondream.adapters import bank_sizes, parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.draft import read_draft
-from legato_engine.models.moondream.fused import FusedMoondream
-from legato_engine.models.moondream.fused_sizes import can_fuse
 from legato_engine.models.moondream.preprocess import Crops
 from legato_engine.models.moondream.region import Region
+from legato_engine.models.moondream.step_sizes import has_kernels
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
@@ -141,10 +141,10 @@ class MoondreamModel:
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """The kernels over this cache, None where only torch's own operations run."""
-        if not can_fuse(self._config, kv, self.dtype):
+        if not has_kernels(self._config, kv, self.dtype):
             return None
         text, region = self._network.text, self._network.region
-        return FusedMoondream(self._config, text, region, kv, adapters)
+        return MoondreamStep(self._config, text, region, kv, adapters)
 
     def picture_encoder(
         self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_places: int
