@@ -6,7 +6,7 @@ from legato_engine.errors import InvalidField
 from benchmarks.speculation import command, comparison
 from benchmarks.speculation.workloads import PROFILES, REAL, synthetic_requests
 
-OPTIONS = ("--model", "random-tiny", "--device", "cpu", "--threads", "1")
+OPTIONS: tuple[str, ...] = ("--model", "random-tiny", "--device", "cpu", "--threads", "1")
 OPTIONS += ("--length", "12", "--repeats", "1")
 
 

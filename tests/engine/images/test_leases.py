@@ -10,6 +10,7 @@ import pytest
 from legato_engine.core import EncodedImage, ImageInfo, PixelFormat, RawImage
 from legato_engine.engine.lease_handler import LeaseHandler
 from legato_engine.engine.preprocessor import Preprocessor
+from legato_engine.engine.request_stages import PendingLease
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.errors import from_value
 from legato_engine.images.cache import ImageCache
@@ -113,6 +114,7 @@ class World:
         """Do what a step of the engine does for leases."""
         self.leases.expire()
         for lease in self.requests.completed():
+            assert isinstance(lease, PendingLease)
             self.requests.remove(lease.request_id)
             self.leases.finish(lease)
 

@@ -200,7 +200,7 @@ def test_the_header_has_the_same_numbers():
 
 
 def test_attention_has_the_same_numbers():
-    """Sizes are those of `paged_attention.cu`: a stage is keys and values of a step, and a barrier."""
+    """Sizes are those of `paged_attention.cu`: a stage has the keys and values of one step."""
     source = constants("kv_tiles.cuh") | constants("paged_attention.cu")
     assert source["HEAD"] == attention.HEAD_DIM
     assert source["TILE"] == attention.TILE
