@@ -96,12 +96,12 @@ def test_who_streams_does_so_without_a_page_too() -> None:
     """A picture is split for whoever reads token by token, though no page is free for the next."""
     waiting = running(0, launched=2)
     waiting.pages.capacity = waiting.progress.last_position
-    assert plain(waiting).streams
+    assert plain(waiting).streaming
     waiting.preempted = True
-    assert not plain(waiting).streams
+    assert not plain(waiting).streaming
     whole = running(1, launched=2)
     whole.request = msgspec.structs.replace(whole.request, deltas=False)
-    assert not plain(whole, running(2, launched=8)).streams
+    assert not plain(whole, running(2, launched=8)).streaming
 
 
 class Blocks:
@@ -274,7 +274,7 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
         images: int = 2,
         min_queue_length: int = 1,
         said: int = 0,
-        streams: bool = False,
+        streaming: bool = False,
     ) -> list[int]:
         manager = KVCacheManager(65, PAGE, 9)
         limits = BatchLimits(
@@ -285,7 +285,7 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
             length, crops = (4, 0 if key == "host" else 3) if key else (1, 0)
             planner.add(make_sequence(n, prefix_key=key, prefix_length=length, num_crops=crops))
         decodes = riders(running(90, launched=said, max_tokens=99)) if said else ()
-        made = planner.plan(riding=decodes, streams=streams)
+        made = planner.plan(decodes=decodes, streaming=streaming)
         assert made is not None
         computed = [row.encodes for row in made.prefills]
         assert computed == sorted(computed, reverse=True), "pictures come first"
@@ -300,7 +300,7 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
     assert plan("a", "b", "c", min_queue_length=2) == [0, 1]
     assert plan("a", "b", "c", said=7) == [0, 1]
     assert plan("a", "b", "c", said=8) == [0]
-    assert plan("a", "b", "c", streams=True) == [0]
+    assert plan("a", "b", "c", streaming=True) == [0]
     assert plan(None, "b", "c") == [1, 2, 0]
     assert plan(None, "b", "c", min_queue_length=9) == [0]
     assert plan("host", "b", "c") == [0]
@@ -328,7 +328,7 @@ def test_who_decodes_rides_with_a_prompt() -> None:
         planner = make_planner(KVCacheManager(17, PAGE, 5), limits=limits)
         planner.add(sized(0, 4))
         planner.add(sized(1, 4))
-        plan = planner.plan(riding=riding)
+        plan = planner.plan(decodes=riding)
         assert plan is not None
         assert (planned(plan), plan.num_mixed_decodes) == (seq_ids, num_mixed_decodes)
         assert plan.decodes == riding[:num_mixed_decodes]
@@ -424,7 +424,7 @@ def test_an_encode_row_names_its_crops_and_feeds_no_token() -> None:
         Plan(LaunchKind.ENCODE, (ScheduledSequence(sequence, 8, 0, parts[1]),)),
         Plan(LaunchKind.PREFILL, (ScheduledSequence(sequence, 8, 1, parts[2]),)),
     ]
-    assert not planner.due
+    assert not planner.has_work
 
 
 def test_a_sequence_given_up_between_its_parts_is_planned_no_more() -> None:
@@ -437,7 +437,7 @@ def test_a_sequence_given_up_between_its_parts_is_planned_no_more() -> None:
     assert len(planner) == 1
     planner.remove(large)
     assert planned(planner.plan(max_crops=2)) == [1]
-    assert not planner.due
+    assert not planner.has_work
 
 
 def test_riders_take_their_turn_in_every_prefill() -> None:
