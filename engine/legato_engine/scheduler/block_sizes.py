@@ -11,8 +11,7 @@ from legato_engine.sequence import Sequence
 class BlockSizes(Protocol):
     """Decides how many tokens to draft for each sequence; `speculative` has policies.
 
-    A launch is planned before the previous one is committed. So with two launches in flight, a
-    block size depends on commits up to the launch before the last.
+    With two launches in flight, a block size depends on commits up to the launch before the last.
     """
 
     def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:

@@ -18,13 +18,12 @@ class DecodePlanner:
     """Batches all running sequences; each has a row, so they always fit.
 
     A sequence may be planned before its last token is committed, because the forward pass reads
-    that token on the device. Sequences that have no page for its position are skipped when none can
-    be allocated.
+    that token on the device. Skip sequences that have no page for its position when none can be
+    allocated.
 
-    With `block_sizes` the same forward pass verifies draft tokens, at most as many as the task may
-    still sample, and none without pages for them. While draft tokens are in flight, the host does
-    not know how many will be accepted and needs pages for all of them; otherwise the sequence is
-    skipped.
+    With `block_sizes` the forward pass also verifies draft tokens, as far as there are pages for
+    them. While draft tokens are in flight, any number may be accepted, so a sequence without pages
+    for all of them is skipped.
     """
 
     def __init__(

@@ -66,8 +66,7 @@ class Pipeline:
     def commit(self, launch: Launch) -> list[Sequence]:
         """Free the slot and drop the references, after the tokens are read.
 
-        Return the finalized or preempted sequences that no launch names any more. The caller must
-        release their resources now.
+        Return the finalized or preempted sequences that no launch names any more, to be released.
         """
         assert launch is self.oldest(), f"launch {launch.launch_id} is not the oldest in flight"
         assert launch.phase is Phase.SAMPLED, f"launch {launch.launch_id} commits unsampled"

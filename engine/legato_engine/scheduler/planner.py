@@ -13,19 +13,15 @@ class Planner:
     """Alternates between decodes and other launches while there is work for both.
 
     At most `prefills_per_decode` encodes, prefills and refinements run between two decodes.
-    Refinements go before prefills, because the rest of their request is done and a refinement
-    creates no further work.
+    Refinements go first, because they create no further work.
 
-    A prefill that may be shared also takes all decodes into its launch, or none of them if they do
-    not fit. Their tokens come as early as in a decode right after that prefill. Such a mixed launch
-    counts as a decode.
+    A shared prefill takes all decodes into its launch, or none if they do not fit. Their tokens are
+    as early as in a decode right after it. Such a mixed launch counts as a decode.
 
-    While a decoding sequence streams, an image of more than `crops_per_launch` crops is encoded in
-    several launches of at most that many crops. The time between two streamed tokens then grows by
-    one such launch or one prefill, never by a whole large image. This delays the image's own first
-    token and the requests queued after it, because the device encodes one image at a time. Without
-    a stream, an image is encoded in its prefill launch, which may compute several images. With
-    `crops_per_launch` 0 that is always so.
+    While a decoding sequence streams, an image is encoded in launches of at most `crops_per_launch`
+    crops, so that no stream waits for a whole large image. This delays the image's own first token
+    and the queue, because the device encodes one image at a time. Otherwise, and with
+    `crops_per_launch` 0, the prefill launch encodes the whole image, or several.
     """
 
     def __init__(

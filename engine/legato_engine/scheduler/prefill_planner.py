@@ -17,7 +17,7 @@ from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 _SHORT_ANSWER = 8
-"""Tokens up to which an answer may be delayed by launches with several images."""
+"""Answers of fewer tokens may be delayed by launches with several images."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -31,17 +31,15 @@ class _Admitted:
 class PrefillPlanner:
     """Admits sequences in the order of the `WaitingQueue`, as far as they fit.
 
-    After a part of an image is encoded, no other sequence is planned until its prefill, because the
-    device has one feature buffer.
+    Between the encodes of an image and its prefill no other sequence is planned, because the device
+    has one feature buffer.
 
-    Short prompts share a launch within `limits`, with any adapters. An image to compute must be the
-    first in a launch, so that no earlier request waits for it. Requests that join come after it in
-    the queue, and may be about the same image.
+    Short prompts share a launch within `limits`. An image to compute begins a launch, so that no
+    earlier request waits for it.
 
-    Several images share a launch only while many requests wait, before all other prompts. Each
-    added image delays the whole launch but saves queued requests part of a pass over the weights.
-    None is added once an answer in the launch is longer than most short ones, because each of its
-    tokens would be delayed.
+    Several images share a launch only while many requests wait. Each added image delays the whole
+    launch but saves queued requests part of a pass over the weights. None is added to the decodes
+    of a long answer, because it would delay each of its tokens.
     """
 
     def __init__(
@@ -81,17 +79,13 @@ class PrefillPlanner:
     ) -> Plan | None:
         """Admit sequences and plan their prefill, or encode a part of an image.
 
-        An admission takes a row and pages, so the plan must be launched.
+        Returns None if no sequence waits or fits. An admission takes a row and pages, so the plan
+        must be launched.
 
         Args:
-            max_crops: most crops to encode in a launch before the prefill; 0 encodes the rest of
-                the image in the prefill.
-            decodes: sequences that could decode in this launch. All of them do, or none if they do
-                not fit with the first prompt.
+            max_crops: most crops per encode; 0 leaves the rest of the image to the prefill.
+            decodes: join the launch, all or none, if they fit with the first prompt.
             streaming: whether a decode streams its tokens; then at most one image is computed.
-
-        Returns:
-            The plan, None if no sequence waits or fits.
         """
         first = self._encoding or self._admit_next()
         if first is None:
@@ -149,7 +143,6 @@ class PrefillPlanner:
         return _Admitted(sequence, self._manager.admit(sequence))
 
     def _encode(self, admitted: _Admitted, max_crops: int) -> Plan:
-        """Plan the next crops of an image."""
         sequence, work = admitted.sequence, admitted.work
         self._encoding = admitted
         stop = min(work.first_crop + max_crops, sequence.num_crops)
@@ -175,7 +168,6 @@ class PrefillPlanner:
 
 
 def _is_split(admitted: _Admitted, max_crops: int) -> bool:
-    """Whether crops are to be encoded before the prefill."""
     work = admitted.work
     if max_crops == 0 or not work.compute_pages:
         return False

@@ -24,20 +24,18 @@ class LaunchTimes:
 class RowTokens(NamedTuple):
     """What a launch returned for one sequence: accepted draft tokens, then the model's next token.
 
-    Empty for a zombie whose last token came with an earlier launch. `num_drafted` is at most the
-    row's `num_drafts`, because a proposer may have no guess.
+    Empty for a zombie whose last token came with an earlier launch.
     """
 
     tokens: tuple[SampledToken, ...]
-    num_drafted: int = 0
+    num_drafted: int = 0  # at most the row's `num_drafts`; a proposer may have no guess
 
 
 class Runner(Protocol):
     """Runs launches on the device; implemented by `runtime.model_runner.ModelRunner`.
 
-    Each launch gets one call of `forward`, `sample` and `collect`, in this order. From `forward` to
-    the end of `collect` it owns the buffers of its slot. Only `collect` blocks. Encodes and
-    prefills read `Sequence.inputs` in `forward`.
+    Each launch gets one call of `forward`, `sample` and `collect`, in this order, and owns its
+    slot's buffers in between. Only `collect` blocks. `Sequence.inputs` is read in `forward`.
     """
 
     def forward(self, launch: Launch) -> None:
@@ -52,10 +50,7 @@ class Runner(Protocol):
         ...
 
     def collect(self, launch: Launch) -> list[RowTokens]:
-        """Wait for the copy and return the tokens of each row; set a refinement's answer.
-
-        After it returns the slot is free.
-        """
+        """Wait for the copy and return the tokens of each row; set a refinement's answer."""
         ...
 
     def times(self, launch: Launch) -> LaunchTimes:

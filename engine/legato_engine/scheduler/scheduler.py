@@ -33,8 +33,7 @@ FREE = 0
 class Scheduler:
     """Runs sequences through the pipeline. Single-threaded; owns all of its state.
 
-    Every sequence ends in `_finalize`. If launches in flight still name it, it remains as a zombie
-    and `_commit` releases it with the last of them.
+    Every sequence ends in `_finalize`. While launches in flight name it, it remains as a zombie.
     """
 
     def __init__(
@@ -185,9 +184,8 @@ class Scheduler:
     def step(self) -> bool:
         """Run one step; return whether anything was launched or committed.
 
-        The next batch is launched before the oldest is committed, so the device never waits for the
-        host. A launch with constrained rows is sampled after that commit, because its constraints
-        depend on it.
+        The next batch is launched before the oldest is committed, to keep the device busy. A launch
+        with constrained rows is sampled after that commit, because its constraints depend on it.
         """
         self._expire()
         launch = self._launch()
@@ -208,7 +206,6 @@ class Scheduler:
             assert progressed or self.idle, f"{len(self._live)} live sequences, none can run"
 
     def _expire(self) -> None:
-        """Fail the sequences whose deadline has passed."""
         now = self._clock.now()
         if now < self._next_deadline:
             return
@@ -254,7 +251,6 @@ class Scheduler:
                 self._sink.started(sequence)
 
     def _sample(self, launch: Launch) -> None:
-        """Read the constraints and enqueue sampling."""
         record = self._records[-1]
         record.sample_start = self._clock.perf_ns()
         constraints = [

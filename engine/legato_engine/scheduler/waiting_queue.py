@@ -25,16 +25,14 @@ _RANK = attrgetter("rank")
 class WaitingQueue:
     """Ordered by priority and arrival, with bounded overtaking.
 
-    One step of priority counts as much as `priority_seconds` seconds of earlier arrival. Ranks
-    therefore never change, and low priorities do not starve: a request that is `n` steps higher
-    goes first only if it arrives less than `n * priority_seconds` later.
+    One step of priority counts as much as arriving `priority_seconds` earlier. So ranks never
+    change, and low priorities do not starve.
 
-    A sequence that does not fit may be overtaken `max_overtakes` times. Then it blocks all
-    sequences after it until it fits. At most `max_overtakes` sequences that do not fit are skipped
-    in a search.
+    A sequence that does not fit may be overtaken `max_overtakes` times; then it blocks all later
+    ones. A search skips at most `max_overtakes` sequences.
 
-    A sequence that lacks an adapter slot blocks only later sequences with adapters, because only
-    they keep slots in use. Others may overtake it without limit, and it does not count as skipped.
+    A sequence without an adapter slot is overtaken without limit by sequences without adapters, and
+    does not count as skipped, because they do not keep slots in use.
     """
 
     def __init__(self, *, max_overtakes: int, priority_seconds: float) -> None:
