@@ -1,4 +1,4 @@
-"""Plans are values: who is in the next batch, and at which position."""
+"""Plans are values: the sequences of the next batch and their positions."""
 
 from collections.abc import Sequence as Many
 
@@ -22,13 +22,13 @@ PAGE = 4
 def make_planner(
     manager: KVCacheManager, *, max_overtakes: int = 16, limits: BatchLimits = ALONE
 ) -> PrefillPlanner:
-    """A planner with an empty queue."""
+    """Return a planner with an empty queue."""
     queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=1.0)
     return PrefillPlanner(manager, queue, limits)
 
 
 def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -> Sequence:
-    """A sequence of prefix 1 and prompt 3, `launched` samples planned."""
+    """Return a sequence of prefix 1 and prompt 3 with `launched` tokens launched."""
     sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=max_tokens))
     sequence.progress.num_launched = launched
     sequence.progress.last_position = sequence.prompt_length + launched - 1
@@ -38,8 +38,8 @@ def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -
     return sequence
 
 
-def those(*sequences: Sequence) -> RunningSequences:
-    """They hold a row, and pages enough for all their tokens."""
+def members_of(*sequences: Sequence) -> RunningSequences:
+    """Return these as the running sequences."""
     queue = WaitingQueue(max_overtakes=0, priority_seconds=1.0)
     members = RunningSequences(KVCacheManager(17, PAGE, 1), queue)
     for sequence in sequences:
@@ -48,30 +48,30 @@ def those(*sequences: Sequence) -> RunningSequences:
 
 
 def sized(seq_id: int, positions: int) -> Sequence:
-    """A text-only sequence of that many positions, all of which it needs at once."""
+    """Return a text-only sequence that needs all its positions at once."""
     return make_sequence(seq_id, FakeTask(num_prompt=positions - 1, max_tokens=1))
 
 
 def planned(plan: Plan | None) -> list[int]:
-    """Who is in a plan."""
+    """Return the ids of the sequences in a plan."""
     return [] if plan is None else [row.sequence.seq_id for row in plan.rows]
 
 
 def plain(*sequences: Sequence) -> DecodePlanner:
-    """A planner that never speculates."""
-    return DecodePlanner(KVCacheManager(17, PAGE, 2), those(*sequences), None)
+    """Return a planner without speculation."""
+    return DecodePlanner(KVCacheManager(17, PAGE, 2), members_of(*sequences), None)
 
 
 def speculating(
     blocks: BlockSizes, *sequences: Sequence, manager: KVCacheManager | None = None
 ) -> DecodePlanner:
-    """A planner that has them propose."""
+    """Return a planner that drafts."""
     manager = manager or KVCacheManager(17, PAGE, 8)
-    return DecodePlanner(manager, those(*sequences), blocks)
+    return DecodePlanner(manager, members_of(*sequences), blocks)
 
 
-def test_decode_feeds_the_last_launched_token() -> None:
-    """The first decode is at the prompt's end, each next one position on."""
+def test_decode_starts_with_the_last_launched_token() -> None:
+    """The first decode is at the prompt's end, each later one a position further."""
     first, later = running(0, launched=1), running(1, launched=3, refs=1)
     assert plain(first, later).plan() == Plan(
         LaunchKind.DECODE,
@@ -79,8 +79,8 @@ def test_decode_feeds_the_last_launched_token() -> None:
     )
 
 
-def test_decode_leaves_out_who_cannot_go_on() -> None:
-    """Those being preempted, with all tokens launched, two launches ahead or not prefilled."""
+def test_decode_skips_sequences_that_cannot_continue() -> None:
+    """Preempted, with all tokens launched, in two launches or not prefilled."""
     leaving = running(0, launched=1)
     leaving.preempted = True
     encoding = running(4, launched=2)
@@ -92,8 +92,8 @@ def test_decode_leaves_out_who_cannot_go_on() -> None:
     assert plain(leaving, full, ahead, encoding).plan() is None
 
 
-def test_who_streams_does_so_without_a_page_too() -> None:
-    """A picture is split for whoever reads token by token, though no page is free for the next."""
+def test_a_stream_without_a_page_is_a_stream() -> None:
+    """Images are split for a streaming sequence even if no page is free for its next token."""
     waiting = running(0, launched=2)
     waiting.pages.capacity = waiting.progress.last_position
     assert plain(waiting).streaming
@@ -105,23 +105,23 @@ def test_who_streams_does_so_without_a_page_too() -> None:
 
 
 class Blocks:
-    """Always the same block; remembers whom it was asked about."""
+    """Always the same block size; records its arguments."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self.asked: list[tuple[list[int], float]] = []
+        self.calls: list[tuple[list[int], float]] = []
 
     def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:
-        """The size for everybody."""
-        self.asked.append(([sequence.seq_id for sequence in sequences], kv_use))
+        """Return the same size for each."""
+        self.calls.append(([sequence.seq_id for sequence in sequences], kv_use))
         return [self._size] * len(sequences)
 
     def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
-        """Nothing."""
+        """Ignore it."""
 
 
 def test_a_decode_drafts_no_more_than_its_task_may_sample() -> None:
-    """Who is near its end drafts less; who is constrained or carries values not at all."""
+    """Near its end a sequence drafts less; with constraints or payloads it does not draft."""
     long, near = running(0, launched=1, max_tokens=20), running(1, launched=3, max_tokens=6)
     last, boxes = running(2, launched=7), running(3, launched=2)
     outline = running(4, launched=2)
@@ -130,11 +130,11 @@ def test_a_decode_drafts_no_more_than_its_task_may_sample() -> None:
     plan = speculating(blocks, long, boxes, near, outline, last).plan()
     assert plan is not None
     assert [row.num_drafts for row in plan.rows] == [4, 0, 2, 0, 0]
-    assert blocks.asked == [([0, 1, 2], 0.0)]
+    assert blocks.calls == [([0, 1, 2], 0.0)]
 
 
-def test_a_row_foresees_the_last_position_it_may_write() -> None:
-    """Behind launches that drafted it may start later, and never goes past its sequence's end."""
+def test_a_scheduled_sequence_knows_the_last_position_it_may_write() -> None:
+    """After launches with draft tokens it may start later, but never exceeds its maximal length."""
     sequence = running(0, launched=2, max_tokens=30, refs=1)
     sequence.progress.inflight_drafts = 3
     plan = speculating(Blocks(4), sequence).plan()
@@ -150,8 +150,8 @@ def test_a_row_foresees_the_last_position_it_may_write() -> None:
     assert plan.rows[0].end == sequence.max_length
 
 
-def test_a_launch_names_the_pages_that_none_before_it_could_reach() -> None:
-    """Those that begin between its own farthest start and its end, several at a time."""
+def test_new_pages_are_those_that_no_earlier_launch_could_reach() -> None:
+    """They begin between its farthest start and its end; there may be several."""
     sequence = running(0, launched=2, max_tokens=60)
     rows = [
         ScheduledSequence(sequence, 5, num_drafts=k, slack=s)
@@ -162,7 +162,7 @@ def test_a_launch_names_the_pages_that_none_before_it_could_reach() -> None:
 
 
 def grown(seq_id: int, manager: KVCacheManager) -> Sequence:
-    """Admitted with prefix 1 and prompt 3; its first token is launched, and its page is there."""
+    """Return a sequence of prefix 1 and prompt 3, admitted, with its first token launched."""
     sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=30))
     manager.admit(sequence)
     sequence.progress.num_launched, sequence.progress.last_position = 1, sequence.prompt_length
@@ -170,8 +170,8 @@ def grown(seq_id: int, manager: KVCacheManager) -> Sequence:
     return sequence
 
 
-def test_proposals_take_no_page_that_somebody_needs_to_grow() -> None:
-    """Without pages for all of its proposals a row has none, and decodes one token."""
+def test_draft_tokens_take_no_page_that_a_sequence_needs_to_grow() -> None:
+    """Without pages for all draft tokens a sequence has none and decodes one token."""
     manager = KVCacheManager(7, PAGE, 2)  # two of two pages each; two are free
     first, second = grown(0, manager), grown(1, manager)
     plan = speculating(Blocks(8), first, second, manager=manager).plan()
@@ -183,8 +183,8 @@ def test_proposals_take_no_page_that_somebody_needs_to_grow() -> None:
     assert manager.stats().draft == 1
 
 
-def test_who_may_stand_behind_its_pages_waits_for_its_launch() -> None:
-    """While it is not known how many stand, a row needs pages for the farthest case."""
+def test_a_sequence_that_may_exceed_its_pages_waits_for_its_launch() -> None:
+    """While draft tokens are in flight, a sequence needs pages for all of them."""
     manager = KVCacheManager(5, PAGE, 2)  # two of two pages each
     first, second = grown(0, manager), grown(1, manager)
     first.progress.inflight_drafts, first.inflight_refs = 3, 1
@@ -196,17 +196,17 @@ def test_who_may_stand_behind_its_pages_waits_for_its_launch() -> None:
     assert planned(planner.plan()) == [0, 1]
 
 
-def test_pressure_is_what_live_sequences_hold() -> None:
-    """A policy is told the share of the pages that are held."""
+def test_kv_use_is_the_share_of_live_sequences() -> None:
+    """A policy receives the fraction of the pages in use."""
     manager = KVCacheManager(17, PAGE, 8)
     manager.admit(sized(0, 8 * PAGE))
     blocks = Blocks(1)
     speculating(blocks, running(1, launched=1), manager=manager).plan()
-    assert blocks.asked == [([1], 0.5)]
+    assert blocks.calls == [([1], 0.5)]
 
 
-def test_a_prefill_row_says_where_the_prompt_starts() -> None:
-    """The prompt starts behind the prefix and is prefilled whole."""
+def test_a_prefill_starts_after_the_prefix() -> None:
+    """The whole prompt is scheduled, from the end of the prefix."""
     planner = make_planner(KVCacheManager(17, PAGE, 2))
     sequence = make_sequence(0, FakeTask(num_prompt=3), prefix_key="k", prefix_length=9)
     planner.add(sequence)
@@ -220,7 +220,7 @@ def test_a_prefill_row_says_where_the_prompt_starts() -> None:
 
 
 def test_prefills_are_first_come_first_served() -> None:
-    """One sequence a launch by default, in the order of arrival."""
+    """One sequence per launch by default, in the order of arrival."""
     planner = make_planner(KVCacheManager(17, PAGE, 3))
     for seq_id in range(3):
         planner.add(sized(seq_id, 4))
@@ -228,7 +228,7 @@ def test_prefills_are_first_come_first_served() -> None:
 
 
 def test_a_prefill_batch_has_bounded_rows() -> None:
-    """As many prompts as are allowed, in as many tokens and sampled rows."""
+    """The limits of prompts, tokens and sampled sequences are kept."""
     for limits, batches in (
         (BatchLimits(3, tokens=99, sampled=9), [[0, 1, 2], [3, 4]]),
         (BatchLimits(9, tokens=11, sampled=9), [[0, 1], [2, 3], [4]]),
@@ -241,10 +241,8 @@ def test_a_prefill_batch_has_bounded_rows() -> None:
         assert [planned(planner.plan()) for _ in batches] == batches
 
 
-def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
-    """Nobody waits for a picture who would have run before it; who asks about a known one joins,
-    and who asks about the same.
-    """
+def test_an_image_to_compute_begins_a_launch() -> None:
+    """No earlier request waits for an image; requests about a cached or the same image join."""
     manager = KVCacheManager(33, PAGE, 9)
     planner = make_planner(manager, limits=BatchLimits(9, tokens=99, sampled=9))
     keys = ("a", "a", "b", None, "a")
@@ -255,7 +253,7 @@ def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
     for sequence in sequences[:4]:
         planner.add(sequence)
     plan = planner.plan()
-    assert planned(plan) == [0, 1], "what is next computes a picture"
+    assert planned(plan) == [0, 1], "the next request computes an image"
     assert plan is not None
     assert [bool(row.work.compute_pages) for row in plan.rows] == [True, False]
     planner.add(sequences[4])
@@ -263,10 +261,11 @@ def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
     assert [sequence.pages.cached_tokens for sequence in sequences] == [0, 4, 0, 0, 4]
 
 
-def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
-    """As many as are allowed, in front of everybody else, beside as many questions as ever; a
-    question that is first has them join it. None joins where few wait, an answer is long already or
-    streams would wait, or a picture that no encoder takes is first.
+def test_images_share_a_launch_while_many_requests_wait() -> None:
+    """Up to the limit, before all other prompts, which may be first and are not fewer for it.
+
+    None is added if few requests wait, an answer is long, a decode streams, or the first image is
+    not supported by the encoder.
     """
 
     def plan(
@@ -284,18 +283,18 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
         for n, key in enumerate(keys):
             length, crops = (4, 0 if key == "host" else 3) if key else (1, 0)
             planner.add(make_sequence(n, prefix_key=key, prefix_length=length, num_crops=crops))
-        decodes = riders(running(90, launched=said, max_tokens=99)) if said else ()
+        decodes = decodes_of(running(90, launched=said, max_tokens=99)) if said else ()
         made = planner.plan(decodes=decodes, streaming=streaming)
         assert made is not None
         computed = [row.encodes for row in made.prefills]
-        assert computed == sorted(computed, reverse=True), "pictures come first"
+        assert computed == sorted(computed, reverse=True), "images are not first"
         assert made.num_mixed_decodes == len(decodes)
         return planned(made)[made.num_mixed_decodes :]
 
     assert plan("a", "b", "c") == [0, 1]
     assert plan("a", "b", "c", images=3, min_queue_length=0) == [0, 1, 2]
     assert plan("a", "a", "b", "b", "c", None) == [0, 2, 1, 3]
-    assert plan("a", "a", "b", "b", "a", "b") == [0, 2, 1, 3], "three and a picture more"
+    assert plan("a", "a", "b", "b", "a", "b") == [0, 2, 1, 3], "an image adds a prompt"
     assert plan("a", "b", min_queue_length=2) == [0]
     assert plan("a", "b", "c", min_queue_length=2) == [0, 1]
     assert plan("a", "b", "c", said=7) == [0, 1]
@@ -307,16 +306,16 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
     assert plan("a", "host", "c") == [0]
 
 
-def riders(*sequences: Sequence) -> tuple[ScheduledSequence, ...]:
-    """Their rows in a decode."""
+def decodes_of(*sequences: Sequence) -> tuple[ScheduledSequence, ...]:
+    """Return these as scheduled in a decode."""
     plan = plain(*sequences).plan()
     assert plan is not None
     return plan.rows
 
 
-def test_who_decodes_rides_with_a_prompt() -> None:
-    """They go first, all of them, and the prompts behind them as far as there is room."""
-    riding = riders(running(7, launched=1), running(8, launched=2))
+def test_decodes_join_a_prefill() -> None:
+    """All of them or none, before the prompts, which join up to the limits."""
+    decodes = decodes_of(running(7, launched=1), running(8, launched=2))
     for limits, seq_ids, num_mixed_decodes in (
         (BatchLimits(4, tokens=10, sampled=4), [7, 8, 0, 1], 2),
         (BatchLimits(4, tokens=9, sampled=4), [7, 8, 0], 2),
@@ -328,15 +327,15 @@ def test_who_decodes_rides_with_a_prompt() -> None:
         planner = make_planner(KVCacheManager(17, PAGE, 5), limits=limits)
         planner.add(sized(0, 4))
         planner.add(sized(1, 4))
-        plan = planner.plan(decodes=riding)
+        plan = planner.plan(decodes=decodes)
         assert plan is not None
         assert (planned(plan), plan.num_mixed_decodes) == (seq_ids, num_mixed_decodes)
-        assert plan.decodes == riding[:num_mixed_decodes]
+        assert plan.decodes == decodes[:num_mixed_decodes]
         assert [row.sequence.seq_id for row in plan.prefills] == seq_ids[num_mixed_decodes:]
 
 
 def test_adapters_share_launches() -> None:
-    """Prompts and riders share whatever adapters they have; only who lacks a slot has to wait."""
+    """Prompts and decodes of any adapters share; only a missing adapter slot makes one wait."""
     manager = KVCacheManager(33, PAGE, 9, num_adapter_slots=1)
     planner = make_planner(manager, limits=BatchLimits(4, tokens=99, sampled=9))
     for seq_id, adapter in enumerate(("x", "", "y", "x")):
@@ -350,48 +349,48 @@ def test_adapters_share_launches() -> None:
 
 
 def test_a_shared_launch_waits_for_the_constraints_of_its_decodes() -> None:
-    """A prompt's own are known when it is planned."""
+    """A prompt's constraint is known when it is planned."""
     free, boxes = running(0, launched=1), running(1, launched=1)
     boxes.task.constrained = True
     prompt = ScheduledSequence(boxes, 0, 3)
-    for riding, waits in ((riders(free), False), (riders(free, boxes), True)):
-        plan = Plan(LaunchKind.PREFILL, (*riding, prompt), len(riding))
+    for decodes, waits in ((decodes_of(free), False), (decodes_of(free, boxes), True)):
+        plan = Plan(LaunchKind.PREFILL, (*decodes, prompt), len(decodes))
         assert plan.constrained is waits
 
 
 def test_a_large_request_is_overtaken_only_so_often() -> None:
-    """Small ones pass a large one that does not fit, until it blocks them; then it is next."""
+    """Small requests overtake a large one that does not fit, until it blocks them and is next."""
     manager = KVCacheManager(9, PAGE, 8)
     planner = make_planner(manager, max_overtakes=2)
-    holder = sized(0, 16)
-    manager.admit(holder)
+    blocker = sized(0, 16)
+    manager.admit(blocker)
     planner.add(sized(1, 32))
     small = [sized(seq_id, 4) for seq_id in range(2, 6)]
     for sequence in small:
         planner.add(sequence)
     assert [planned(planner.plan()) for _ in range(3)] == [[2], [3], []]
-    manager.release(holder)
+    manager.release(blocker)
     assert planner.plan() is None
     for sequence in small[:2]:
         manager.release(sequence)
     assert planned(planner.plan()) == [1]
 
 
-def test_a_blocking_request_goes_before_all_behind_it() -> None:
-    """When the large one fits at last, it is taken first."""
+def test_a_blocking_request_goes_before_all_later_ones() -> None:
+    """When the large request fits, it is taken first."""
     manager = KVCacheManager(9, PAGE, 8)
     planner = make_planner(manager, max_overtakes=0)
-    holder = sized(0, 4)
-    manager.admit(holder)
+    blocker = sized(0, 4)
+    manager.admit(blocker)
     planner.add(sized(1, 32))
     planner.add(sized(2, 4))
     assert planner.plan() is None
-    manager.release(holder)
+    manager.release(blocker)
     assert planned(planner.plan()) == [1]
 
 
-def test_the_queue_is_searched_no_deeper_than_it_may_be_overtaken() -> None:
-    """A request beyond the look-ahead waits even if it fits."""
+def test_a_search_skips_no_more_than_may_overtake() -> None:
+    """A request further back waits even if it fits."""
     manager = KVCacheManager(9, PAGE, 8)
     planner = make_planner(manager, max_overtakes=1)
     manager.admit(sized(0, 16))
@@ -401,7 +400,7 @@ def test_the_queue_is_searched_no_deeper_than_it_may_be_overtaken() -> None:
 
 
 def test_a_removed_sequence_is_not_planned() -> None:
-    """Who left the queue is not prefilled."""
+    """A sequence that left the queue is not prefilled."""
     planner = make_planner(KVCacheManager(17, PAGE, 2))
     first, second = sized(0, 4), sized(1, 4)
     planner.add(first)
@@ -410,8 +409,8 @@ def test_a_removed_sequence_is_not_planned() -> None:
     assert planned(planner.plan()) == [1]
 
 
-def test_an_encode_row_names_its_crops_and_feeds_no_token() -> None:
-    """The parts of a picture carry the same pages, each its crops, and the prefill the rest."""
+def test_an_encode_names_its_crops_and_has_no_input() -> None:
+    """Each part of an image has the same pages and its own crops, the prefill has the rest."""
     planner = make_planner(KVCacheManager(17, PAGE, 2))
     sequence = make_sequence(0, prefix_key="k", prefix_length=8, num_crops=5)
     planner.add(sequence)
@@ -427,8 +426,8 @@ def test_an_encode_row_names_its_crops_and_feeds_no_token() -> None:
     assert not planner.has_work
 
 
-def test_a_sequence_given_up_between_its_parts_is_planned_no_more() -> None:
-    """The next in the queue is, and nothing of the first is left in the planner."""
+def test_a_sequence_aborted_between_its_encodes_is_not_planned() -> None:
+    """The next in the queue is planned, and the planner forgets the first."""
     planner = make_planner(KVCacheManager(17, PAGE, 2))
     large, text = make_sequence(0, num_crops=5), sized(1, 4)
     planner.add(large)
@@ -440,8 +439,8 @@ def test_a_sequence_given_up_between_its_parts_is_planned_no_more() -> None:
     assert not planner.has_work
 
 
-def test_riders_take_their_turn_in_every_prefill() -> None:
-    """No decode comes between two prefills in which all who could decode ride."""
+def test_mixed_decodes_count_as_decodes() -> None:
+    """No decode runs between two prefills that include all decodes."""
     prefill = make_planner(KVCacheManager(65, PAGE, 8), limits=BatchLimits(2, 20, 4))
     one = running(9, launched=1)
     planner = Planner(prefill, plain(one), prefills_per_decode=1, crops_per_launch=0)
@@ -451,11 +450,11 @@ def test_riders_take_their_turn_in_every_prefill() -> None:
     assert batches == [[9, 0, 1], [9, 2], [3], [9], [9, 4]]
 
 
-def test_both_sides_take_turns() -> None:
-    """So many prefills, then a decode; either side alone goes on as long as it has work."""
+def test_prefills_and_decodes_take_turns() -> None:
+    """`prefills_per_decode` prefills, then a decode; each continues alone while it has work."""
     prefill = make_planner(KVCacheManager(65, PAGE, 8))
     one = running(9, launched=1)
-    members = those()
+    members = members_of()
     decode = DecodePlanner(KVCacheManager(17, PAGE, 2), members, None)
     planner = Planner(prefill, decode, prefills_per_decode=2, crops_per_launch=0)
     for seq_id in range(5):
