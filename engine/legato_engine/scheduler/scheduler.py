@@ -228,7 +228,8 @@ class Scheduler:
             progress = sequence.progress
             progress.num_launched += 1
             progress.last_position = position + num_tokens
-            progress.inflight_drafts += num_drafts
+            if num_drafts:
+                progress.inflight_drafts += num_drafts
         if plan.kind is not LaunchKind.DECODE:
             self._start_prefills(plan)
         self._records.append(StepRecord(launch, plan_start, plan_end, self._clock.perf_ns()))
