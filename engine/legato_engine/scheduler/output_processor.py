@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+
+import structlog
 
 from legato_engine.core import FinishReason
 from legato_engine.errors import InternalError, LegatoError
@@ -21,7 +22,7 @@ from legato_engine.tasks import SampledToken
 NOT_FINITE = -1
 """The token id that reports non-finite logits."""
 
-log = logging.getLogger(__name__)
+_log = structlog.get_logger()
 
 
 class OutputProcessor:
@@ -81,8 +82,8 @@ class OutputProcessor:
             return
         try:
             events = task.consume(token)
-        except Exception:  # a task's bug ends its own request, not the rest of the batch
-            log.exception("task of request %s failed", sequence.request.request_id)
+        except Exception as error:  # noqa: BLE001 - a task's bug ends its own request only
+            _log.error("task_failed", request_id=sequence.request.request_id, exc_info=error)
             self.fail(sequence, InternalError("the task could not read its tokens"))
             return
         self.num_tokens += 1

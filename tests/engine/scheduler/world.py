@@ -17,7 +17,8 @@ from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.scheduler.step_record import StepRecord
 from legato_engine.sequence import Sequence
 
-from tests.fakes import FakeClock, FakeRunner, FakeSink, FakeTask, make_sequence
+from tests.fake_runner import FakeRunner
+from tests.fakes import FakeClock, FakeSink, FakeTask, make_sequence
 
 
 def shared(prompts: int, images: int = 3, tokens: int = 16) -> BatchLimits:
