@@ -26,7 +26,7 @@ DEMO ?= demo.png
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup tools proto proto-check proto-breaking format format-check lint test test-slow soak test-gpu go \
-	bench demo robot wheel wheel-check ci clean size
+	bench bench-tables pack demo robot docs wheel wheel-check ci clean size
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -112,6 +112,12 @@ go: ## vet and test the Go client (LEGATO_SERVER=host:port asks a server too)
 
 bench: | $(STAMP) ## measure; writes benchmarks/results (ARGS="e2e" names one benchmark)
 	@$(PY) -m benchmarks $(ARGS)
+
+bench-tables: | $(STAMP) ## write the tables and drawings of README and docs from the records
+	@$(PY) -m benchmarks publish $(ARGS)
+
+pack: | $(STAMP) ## name the commit in .legato-commit for a copy without git (ARGS="--archive dist/legato.tar.gz")
+	@$(PY) -m benchmarks pack $(ARGS)
 
 demo: | $(STAMP) ## start a server, ask it about a picture, draw the answer (DEMO=demo.png)
 	@$(BIN)/legato demo --output $(DEMO)
