@@ -237,14 +237,13 @@ def tiny(records: Records) -> str:
 def headline(records: Records) -> str:
     """The one table of README.md."""
     names = ("h200/kernels", "h200/peers", "h200/e2e")
-    rows: list[list[object]] = [
+    rows = [
         ["**Legato**", *_kernels(records, "step", "**"), "**" + _lone_call(records) + "**"],
         ["least time to read the bytes", *_kernels(records, "floor"), "-"],
-        *(
-            [peer, *steps, _reference_total(records) if "compiled" in source else "-"]
-            for peer, steps, source in peers(records)
-        ),
     ]
+    for peer, steps, source in peers(records):
+        total = _reference_total(records) if "compiled" in source else "-"
+        rows.append([peer, *steps, total])
     heads = (
         "NVIDIA H200, bfloat16, random weights",
         *(f"decode step, {_streams(n)}, ms" for n in STREAMS),
@@ -266,7 +265,8 @@ def headline(records: Records) -> str:
 def _paired_share(bare: Sequence[Row], own: Sequence[Row]) -> float:
     """Return the median of the ratios of turns that were taken in pairs."""
     pairs = zip(bare, own, strict=True)
-    return statistics.median(mine["per_second"] / theirs["per_second"] for theirs, mine in pairs)
+    ratios = [float(mine["per_second"] / theirs["per_second"]) for theirs, mine in pairs]
+    return statistics.median(ratios)
 
 
 def _kernels(records: Records, field: str, mark: str = "") -> Iterator[str]:
