@@ -1,4 +1,4 @@
-"""Paths that pages name exist. `tests/contract/test_pitfalls.py` checks the tests that pages cite."""
+"""Paths that pages name exist; `tests/contract/test_pitfalls.py` checks the tests they cite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.docs.pages import ROOT, pages
 
 CODE = re.compile(r"`([^`\n]+)`")
-# Pages that describe today's tree. Decisions, the log, records and the changelog describe their own day.
+# Pages of today's tree: decisions, the log, records and the changelog describe their own day.
 TODAY = [
     page
     for page in pages()

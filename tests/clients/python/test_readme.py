@@ -29,11 +29,7 @@ COMMANDS = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-<<<<<<< HEAD
-    """A working folder with the image that the README speaks of."""
-=======
     """A working folder with the image that the examples name."""
->>>>>>> 2b1b037 (Docs: README is short, pages by reader, tables and drawings made from records, the log by topic with verdicts)
     Image.new("RGB", (200, 100), "white").save(tmp_path / "street.jpg")
     monkeypatch.chdir(tmp_path)
     return tmp_path
