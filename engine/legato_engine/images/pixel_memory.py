@@ -1,8 +1,8 @@
 """Reused memory for decoded pixels.
 
-The first access to a page makes the kernel fault and clear it. For an image of half a million
-pixels this costs a third to the whole of the decoding time, so pixels go to a slab that the process
-keeps. If the slab is page-locked, the device reads images from it without a copy.
+The first access to a page costs a fault and its clearing: for an image of half a million pixels, a
+third to the whole of the decoding time. So pixels go to a slab that the process keeps. From a
+page-locked slab, the device reads images without a copy.
 
 Shape legend: H and W pixels, C channels, N bytes.
 """
