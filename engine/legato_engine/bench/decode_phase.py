@@ -183,7 +183,6 @@ def _is_full(step: Step, streams: int) -> bool:
 
 
 def _follows(previous: Step, step: Step) -> bool:
-    """Return whether both are of one run."""
     return step.record.launch.launch_id == previous.record.launch.launch_id + 1
 
 

@@ -128,7 +128,6 @@ class Workload:
         return fixed_length(self._natural(index), self._length, self.context, self._constraints)
 
     def _natural(self, index: int) -> Sequence:
-        """Return the sequence with its own length and end."""
         request = Request(
             request_id=f"{self._kind}-{index}",
             task=self._task(),

@@ -25,8 +25,6 @@ _Future = concurrent.futures.Future[Adapter]
 
 
 class _Version(NamedTuple):
-    """Identity of a file's content."""
-
     inode: int
     size: int
     mtime_ns: int

@@ -281,11 +281,6 @@ def _with_runner(
 
 
 def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:
-    """Return the folders to search for adapters, in order.
-
-    Raises:
-        InvalidField: the configured folder does not exist.
-    """
     given = Path(config.adapters) if config.adapters else None
     if given is not None and not given.is_dir():
         raise InvalidField(f"{given} is not a folder", field="adapters")

@@ -220,7 +220,6 @@ class EngineCore:
         self._scheduler.check_queue(tenant, self._requests.queued_tenants())
 
     def _prepare(self, request: Request, arrival: float) -> PendingRequest:
-        """Start to prepare the image and the adapter, and make the task."""
         adapters = self._adapters
         adapter = adapters.start(request.adapter) if adapters and request.adapter else None
         task = Lazy(functools.partial(self._frontend.make_task, request))
@@ -259,7 +258,6 @@ class EngineCore:
         )
 
     def _admit(self, pending: PendingRequest) -> None:
-        """Schedule a request that is ready; fail it at the first failure."""
         failure = pending.failure
         if failure is None and not pending.is_ready:
             return
@@ -271,7 +269,6 @@ class EngineCore:
         self._fail(pending.request_id, failure)  # not raised: a traceback would hold the image
 
     def _schedule(self, pending: PendingRequest) -> None:
-        """Submit the sequence of a request that is ready; an error becomes its `Failed` output."""
         try:
             self._submit_sequence(pending)
         except Exception as error:  # noqa: BLE001 - one request's failure is its own

@@ -192,7 +192,6 @@ class Preprocessor:
         return self._prepare(source, loaded, keep=False)
 
     def _run_prefetches(self) -> None:
-        """Run the helper thread."""
         while (value := self._prefetches.get()) is not None:
             with contextlib.suppress(Exception):  # raised again where the value is needed
                 value.get()

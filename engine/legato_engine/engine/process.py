@@ -129,7 +129,6 @@ def serve(
 def _open(
     config: EngineConfig, blobs: BlobReader, links: Links, wake_fd: int, stats: StepStats
 ) -> tuple[Core, ModelInfo]:
-    """Return the configured engine, ready to run, and a description of what it serves."""
     if config.model == engine.NAME:
         core = engine.NullEngine(config, blobs=blobs, send=links.post)
         return core, engine.info(config)
@@ -147,7 +146,6 @@ def _open(
 
 
 def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
-    """Return a timeline that SIGUSR1 writes to a file, if the configuration asks for one."""
     if not config.trace_steps:
         return ()
     timeline = Timeline(config.trace_steps)

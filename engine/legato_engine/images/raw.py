@@ -115,7 +115,6 @@ def _reorder(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
 
 
 def _rows(bytes_N: Pixels, shape: tuple[int, int, int], row_stride: int) -> Pixels:
-    """Return a view of rows that may be padded."""
     return np.lib.stride_tricks.as_strided(bytes_N, shape, (row_stride, shape[2], 1))
 
 

@@ -236,7 +236,6 @@ class NullEngine:
         )
 
     def _admit(self, now: float) -> None:
-        """Start waiting requests in order of arrival, up to `max_running`."""
         num_free = self._max_running - len(self._running)
         if num_free <= 0:
             return
