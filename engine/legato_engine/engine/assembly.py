@@ -162,7 +162,7 @@ class Assembly:
         )
 
     def _pixel_slab(self, num_bytes: int) -> Pixels:
-        """Return memory for decoded images, page-locked if the device encodes them from there."""
+        """Return memory for decoded images, page-locked if the device reads them there."""
         if not self.runner.encodes_pictures:
             return host_slab(num_bytes)
         slab: Pixels = self.device.pinned((num_bytes,), torch.uint8).numpy()

@@ -16,7 +16,7 @@ from legato_engine.engine.adapter_store import AdapterStore
 from legato_engine.engine.lazy import Lazy
 from legato_engine.engine.lease_handler import LeaseHandler
 from legato_engine.engine.output_sink import OutputSink
-from legato_engine.engine.preprocessor import PreprocessedImage, Preprocessor
+from legato_engine.engine.preprocessor import PendingImage, PreprocessedImage, Preprocessor
 from legato_engine.engine.refinements import Refinements
 from legato_engine.engine.request_stages import (
     PendingLease,
@@ -235,9 +235,7 @@ class EngineCore:
             adapter=adapter,
         )
 
-    def _start_image(
-        self, request: Request, task: Lazy[Task]
-    ) -> PreprocessedImage | concurrent.futures.Future[PreprocessedImage] | None:
+    def _start_image(self, request: Request, task: Lazy[Task]) -> PendingImage | None:
         """Return the image if it is cached or prepared inline, else its future.
 
         An idle scheduler leaves this thread time to hash the bytes. If no other request is pending,
@@ -302,9 +300,7 @@ class EngineCore:
         self._sink.fail(request_id, error)
 
 
-def _task_or_cancel(
-    task: Lazy[Task], image: PreprocessedImage | concurrent.futures.Future[PreprocessedImage] | None
-) -> Task:
+def _task_or_cancel(task: Lazy[Task], image: PendingImage | None) -> Task:
     """Return the task, or cancel the image and raise."""
     try:
         return task.get()

@@ -42,6 +42,10 @@ class PreprocessedImage:
     seconds: float
 
 
+PendingImage = PreprocessedImage | concurrent.futures.Future[PreprocessedImage]
+"""An image that is prepared already, or its future."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedImage:
     """The bytes of an image, their content key and, for a file, the checked header.
@@ -130,14 +134,14 @@ class Preprocessor:
         keep: bool,
         inline: bool = False,
         prefetch: Lazy[Any] | None = None,
-    ) -> PreprocessedImage | concurrent.futures.Future[PreprocessedImage]:
+    ) -> PendingImage:
         """Prepare `source`, for which `find` returned `loaded`; `keep` adds it to the cache.
 
         With `inline`, this thread prepares a small loaded image while a helper thread hashes it and
         computes `prefetch`: handing these over is cheaper than handing over the image. Otherwise
         the pool prepares the image while this thread hashes a loaded one.
 
-        Raises (here or in the future):
+        Raises (or its future does):
             ImageUndecodable, ImageTooLarge, InvalidField: the image is broken or over a limit.
             InternalError: the blob cannot be read.
         """

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from legato_engine.core import ImageInfo, Outline, Request, TokenInfo
-from legato_engine.engine.preprocessor import PreprocessedImage
+from legato_engine.engine.preprocessor import PendingImage, PreprocessedImage
 from legato_engine.ipc.messages import Done, HoldImage
 from legato_engine.models.model import Adapter, PreparedImage
 from legato_engine.scheduler.launch import Refinement
@@ -45,7 +45,7 @@ class PendingRequest(Stage):
     request: Request
     arrival: float
     task: Task
-    image: PreprocessedImage | Future[PreprocessedImage] | None
+    image: PendingImage | None
     adapter: Future[Adapter] | None
 
     @property

@@ -110,13 +110,13 @@ def decode_file(
 def decode_encoded(
     data: bytes | memoryview, *, max_pixels: int, allocate: Allocate = new_pixels
 ) -> Pixels:
-    """Read the header of a file and decode it. Raises what `inspect` and `decode_file` raise."""
+    """Read the header of a file and decode it. Raises as `inspect` and `decode_file`."""
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
     return decode_file(data, header, allocate)
 
 
 def displayed_size(data: bytes | memoryview, *, max_pixels: int) -> tuple[int, int]:
-    """Return the displayed width and height without decoding a pixel. Raises as `inspect`."""
+    """Return the displayed width and height. Raises as `inspect`."""
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
     try:
         image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
@@ -127,7 +127,7 @@ def displayed_size(data: bytes | memoryview, *, max_pixels: int) -> tuple[int, i
 
 
 def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
-    """Return the SHA-256 in hex of a file's bytes, or of the layout and bytes of raw pixels."""
+    """Return the SHA-256 in hex of the bytes, after the layout of raw pixels."""
     digest = hashlib.sha256()
     if raw is not None:
         digest.update(f"{raw.format}:{raw.width}x{raw.height}:{raw.row_stride}\n".encode())
@@ -136,7 +136,7 @@ def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
 
 
 def image_id(key: str) -> str:
-    """Return the id by which clients name the image of this content key."""
+    """Return the id for clients of a content key."""
     return "img_" + key[:32]
 
 
@@ -162,7 +162,6 @@ def _parse(data: bytes | memoryview) -> ImageHeader:
 
 
 def _parse_jpeg(data: bytes | memoryview) -> ImageHeader:
-    """Read the first frame header (SOF), and whether the segments around it are plain."""
     segments = _jpeg_segments(data)
     has_metadata = False
     for marker, start in segments:
@@ -192,11 +191,7 @@ def _is_plain(data: bytes | memoryview, frame: int, rest: Iterator[tuple[int, in
 
 
 def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
-    """Yield each marker and the start of its content, up to the entropy-coded data.
-
-    Raises:
-        ImageUndecodable, IndexError: a segment is broken or cut short.
-    """
+    """Yield each marker and the start of its content, up to the entropy-coded data."""
     at = 2
     while True:
         if data[at] != 0xFF:
@@ -213,7 +208,6 @@ def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
 
 
 def _webp_size(data: bytes | memoryview) -> tuple[int, int]:
-    """Return the canvas size from the first chunk: extended, lossless or lossy."""
     kind = bytes(data[12:16])
     if kind == b"VP8X":
         low_w, high_w, low_h, high_h = struct.unpack_from("<HBHB", data, 24)

@@ -70,7 +70,6 @@ class PixelMemory:
             return sum(extent.stop - extent.start for extent in self._free)
 
     def _take(self, size: int) -> _Extent | None:
-        """Take the lowest free extent of at least `size` bytes, without its rest."""
         with self._lock:
             self._merge_freed()
             for index, (start, stop) in enumerate(self._free):
@@ -81,7 +80,6 @@ class PixelMemory:
             return None
 
     def _merge_freed(self) -> None:
-        """Merge freed extents with adjacent free ones."""
         while self._freed:
             extent = self._freed.popleft()
             at = bisect.bisect(self._free, extent)
