@@ -1,9 +1,8 @@
 """The decode phase of a workload, blocking and pipelined, with the cost model's prediction.
 
-Every stream is prefilled before the first decode, so every step of the phase has all streams, and
-all streams end in the same step. The phase is timed from the commit of its first step to the last
-commit. It has no prefill and no partial batch, but at depth 2 it includes the step in which all
-rows are zombies. The prediction is for this phase.
+Every stream is prefilled before the first decode, and all end in the same step: the phase has full
+batches only. It is timed from the commit of its first step to the last commit. At depth 2 this
+includes a step in which all rows are zombies.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ class Measurement:
 class Comparison:
     """One row of the tables; `tokens_per_second` is by depth, `length` is L.
 
-    `predicted` and `observed` are ratios of throughput in the decode phase; 1.0 is no gain. In the
-    phase, zombies cost one whole step of `length - 1`. `predicted_serving` is for requests that end
-    one by one, whose zombies only cost their rows.
+    `predicted` and `observed` are ratios of throughput in the decode phase, where zombies cost one
+    whole step. `predicted_serving` is for requests that end one by one; their zombies cost rows.
     """
 
     task: str

@@ -36,10 +36,10 @@ _IN_FLIGHT = 2  # tokens that a task may still sample after its end
 
 
 class FixedLengthTask:
-    """A task that ends with its `length`-th token; the inner task reads tokens until its own end.
+    """Ends with its `length`-th token; the inner task reads tokens until its own end.
 
-    The scheduler cannot foresee the end, as with a stop token, so each request leaves a zombie.
-    `constraints` maps each constraint of the inner task to the one that is used instead.
+    The scheduler cannot foresee the end, so each request leaves a zombie. `constraints` maps each
+    constraint of the inner task to its replacement.
     """
 
     def __init__(
@@ -77,10 +77,7 @@ class FixedLengthTask:
 
 
 def fixed_length(sequence: Sequence, length: int, context: int, constraints: Many[int]) -> Sequence:
-    """Return the sequence with `length` tokens, the first at position `context` or later.
-
-    The prompt is repeated until it is long enough.
-    """
+    """Return the sequence with `length` tokens and its prompt repeated up to `context`."""
     missing = max(0, context - sequence.prompt_length)
     prompt = (*itertools.islice(itertools.cycle(sequence.prompt), missing), *sequence.prompt)
     task = FixedLengthTask(sequence.task, length, prompt, constraints)
@@ -90,8 +87,8 @@ def fixed_length(sequence: Sequence, length: int, context: int, constraints: Man
 class Workload:
     """`count` equal requests of `length` tokens; `kind` is one of `KINDS`.
 
-    `context` is the position of the first generated token; the prompt is repeated up to there. 0
-    leaves the prompt as it is. Requests share no page, so a step reads every row's context.
+    The prompt is repeated up to position `context`; 0 leaves it as it is. Requests share no page,
+    so a step reads every row's context.
 
     Raises:
         InvalidField: the prompt alone is longer than `context`, or no task can be made of it.
@@ -150,8 +147,7 @@ class Workload:
 def endless(constraints: Many[Constraint]) -> tuple[int, ...]:
     """Return, for each constraint, the one to use so that a list never ends.
 
-    A constraint is replaced by the widest one that allows a proper subset of its tokens: where a
-    list may continue or end, that is the one that only continues. Others stay.
+    That is the widest one that allows a proper subset of its tokens, such as only to continue.
     """
     return tuple(_narrowed(constraints, index) for index in range(len(constraints)))
 

@@ -50,8 +50,8 @@ PendingImage = PreprocessedImage | concurrent.futures.Future[PreprocessedImage]
 class LoadedImage:
     """The bytes of an image, their content key and, for a file, the checked header.
 
-    The service has checked the header too, but the engine does not rely on that, because the
-    limit on pixels bounds its own allocations.
+    The service has checked the header too. The engine does not rely on that, because the limit on
+    pixels bounds its own allocations.
     """
 
     source: EncodedImage | RawImage
@@ -79,9 +79,7 @@ class Preprocessor:
         memory: PixelMemory,
         max_inline_pixels: int = 0,
     ) -> None:
-        """Up to `max_inline_pixels`, the calling thread may prepare a JPEG or raw image itself,
-        because that takes only a few milliseconds.
-        """
+        """Up to `max_inline_pixels`, a JPEG or raw image takes only a few milliseconds."""
         self._frontend = frontend
         self._cache = cache
         self._blobs = blobs

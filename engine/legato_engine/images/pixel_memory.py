@@ -1,8 +1,8 @@
 """Reused memory for decoded pixels.
 
-The first access to a page costs a fault and its clearing: for an image of half a million pixels, a
-third to the whole of the decoding time. So pixels go to a slab that the process keeps. From a
-page-locked slab, the device reads images without a copy.
+The first access to new memory costs a third to the whole of the decoding time (page faults; half a
+million pixels), so the process keeps a slab. From a page-locked slab, the device reads images
+without a copy.
 
 Shape legend: H and W pixels, C channels, N bytes.
 """
