@@ -123,7 +123,7 @@ def test_more_prompts_than_could_share_are_refused(count):
 
 
 @pytest.mark.parametrize("count", [0, 5])
-def test_more_images_than_there_is_room_for_are_refused(count):
+def test_more_pictures_than_there_is_room_for_are_refused(count):
     """Each has page-locked memory of its own, so there is a most."""
     with pytest.raises(InvalidField) as caught:
         assemble(msgspec.structs.replace(CONFIG, pictures_per_launch=count))
