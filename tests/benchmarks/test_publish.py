@@ -18,7 +18,7 @@ ROOT = publish.ROOT
 OUTPUTS = publish.outputs(ROOT)
 RECORD = re.compile(r"\]\(([^)\s]*benchmarks/results/[^)\s]+\.(?:md|json))\)")
 
-# Records of before records had to name a commit of this repository, cited with that remark.
+# Records from before the rule that a record names a commit; the page says so beside their links.
 WITHOUT_COMMIT = {
     "h200/adapters": "not recorded",
     "reference_moondream2_full_h200_2026-11-21": "not recorded",
@@ -55,7 +55,7 @@ def test_tables_and_drawings_are_current(path: Path) -> None:
 
 
 def test_every_table_is_shown() -> None:
-    """Each table that can be made stands in a document."""
+    """Each table is in a document."""
     texts = "".join((ROOT / name).read_text() for name in publish.DOCUMENTS)
     assert set(re.findall(r"<!-- table: (\w+) -->", texts)) == set(tables.TABLES)
 
