@@ -8,7 +8,7 @@ MODEL = ("--model", "random-tiny", "--device", "cpu", "--threads", "1", "--repea
 
 
 def test_what_is_found_comes_sooner(tmp_path, monkeypatch, capsys):
-    """Followers find what their leader computed, words or picture, and pages come back whole."""
+    """Followers find what their leader computed, words or image, and pages come back whole."""
     monkeypatch.setenv("LEGATO_RESULTS", str(tmp_path))
     assert kv.main([*MODEL, "--shared", "120", "--positions", "150"]) == 0
     figures = json.loads((tmp_path / "kv.json").read_text())["figures"]
