@@ -138,7 +138,7 @@ def test_sequences_share_luck_evenly():
 def test_another_run_can_be_known():
     """What it knows is exchanged in place; of those before nothing is left."""
     first, second = known_history(0, PROMPT, [5, 6, 7, 8]), known_history(0, PROMPT, [5, 9])
-    proposer = OracleProposer([first], CPU, rates=[1.0], vocab_size=100, room=(2, 8))
+    proposer = OracleProposer([first], CPU, rates=[1.0], vocab_size=100, capacity=(2, 8))
     tokens_RC = torch.tensor([[3, 4, 5, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN]])
     said = []
     for known in ([first], [second], [second, first]):

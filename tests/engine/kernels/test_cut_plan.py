@@ -67,7 +67,10 @@ def test_what_fits_is_within_the_buffers(height, width, tiling):
     """A plan that fits overruns neither the pixels between the passes nor the words."""
     plan = CutPlan(height, width, tiling, GEOMETRY)
     if plan.fits:
-        assert sum(h * w for h, w in (target.between for target in plan.targets)) <= MAX_PIXELS
+        assert (
+            sum(h * w for h, w in (target.intermediate_size for target in plan.targets))
+            <= MAX_PIXELS
+        )
         assert plan.num_words <= MAX_WORDS
         assert height * width <= MAX_PIXELS
 

@@ -110,7 +110,7 @@ def test_patches_are_those_of_the_host(kernels, height, width, tiling, spare):
     )
     staged = stage(pixels_HWC, plan, host)
     assert (staged.pixels.numel(), staged.num_words) == (pixels_HWC.size, plan.num_words)
-    num_between = sum(3 * h * w for h, w in (target.between for target in plan.targets))
+    num_between = sum(3 * h * w for h, w in (target.intermediate_size for target in plan.targets))
     between = torch.empty(num_between, dtype=torch.uint8)
     call(kernels.image_first_pass, host.pixels, host.plan, between)
     wide_NTP = torch.full((plan.num_crops + spare, 16, 592), 7, dtype=torch.bfloat16)
