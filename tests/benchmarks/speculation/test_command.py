@@ -20,7 +20,7 @@ WORKLOADS = (REAL, "0.8", "0.4", "near the end")
 
 
 def test_every_setting(monkeypatch):
-    """Every setting stands beside plain decoding, with the same tokens and its own figures."""
+    """Every setting is compared with plain decoding: the same tokens, its own figures."""
     monkeypatch.setattr(comparison, "sample_images", lambda assembly: [])
     profile = PROFILES["0.4"]
     monkeypatch.setattr(
@@ -58,7 +58,7 @@ def test_every_setting(monkeypatch):
 
 
 def test_settings_under_pressure():
-    """With pages for a part of the requests they give way to each other, and answers stay."""
+    """With too few pages requests preempt each other, and results stay the same."""
     options = ("--streams", "4", "--length", "48", "--settings", "fixed:8,seed")
     rows = figures(*options, "--workloads", "under pressure")["rows"]
     assert all(row["identical"] for row in rows)

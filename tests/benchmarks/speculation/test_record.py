@@ -9,7 +9,7 @@ MODEL = ("--model", "random-tiny", "--device", "cpu", "--threads", "1", "--repea
 
 
 def test_a_record_has_tables_plots_and_series(tmp_path, monkeypatch, capsys):
-    """Figures and plots stand beside each other, and the plots are of what the policies chose."""
+    """The record has tables, plots and series, and the plots show the policies' choices."""
     monkeypatch.setenv("LEGATO_RESULTS", str(tmp_path))
     monkeypatch.setenv(ALLOW_DIRTY, "1")
     options = ("--streams", "2", "--length", "24", "--settings", "fixed:2,seed", "--requests", "1")

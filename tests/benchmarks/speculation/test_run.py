@@ -40,8 +40,9 @@ def assembly():
 
 
 def test_waves_follow_each_other(assembly):
-    """Nobody is submitted before the wave in front has ended, so that all of a wave decode
-    together; and what they decode in that time is counted.
+    """A wave is submitted after the last one has ended, so all of a wave decode together.
+
+    The tokens of that time are counted.
     """
     profile = PROFILES["structured"]
     requests = synthetic_requests(assembly, profile, length=12, fewest=5)

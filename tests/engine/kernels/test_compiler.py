@@ -69,7 +69,7 @@ def test_a_changed_constant_is_compiled(cache):
 
 @pytest.mark.parametrize("file", ["good.cu", "part.cuh"])
 def test_a_changed_source_is_compiled(cache, monkeypatch, file):
-    """A change of the source, or of a file that it may include, leaves the cache behind."""
+    """A change of the source, or of a header that it may include, invalidates the cache."""
     code()
     mark(cache)
     monkeypatch.setattr(compiler, "sources", lambda: TEXTS | {file: TEXTS[file] + "\n// more"})
@@ -77,7 +77,7 @@ def test_a_changed_source_is_compiled(cache, monkeypatch, file):
 
 
 def test_a_broken_source_says_what_is_wrong(cache):
-    """The compiler's own words are in the error, and nothing is cached."""
+    """The error has the compiler's message, and nothing is cached."""
     with pytest.raises(InternalError, match=r"broken\.cu does not compile: (.|\n)*no_such_name"):
         compiler.compile_source("broken.cu", {}, "sm_90")
     assert not cache.exists()
