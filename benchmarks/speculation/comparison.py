@@ -46,7 +46,6 @@ class _Load:
     at_once: int
 
     def run(self, assembly: Assembly, num_waves: int = 0) -> Run:
-        """Run to the end, or only the first `num_waves` waves."""
         requests = self.make()
         few = num_waves * self.at_once or len(requests)
         return Run(assembly, requests[:few], self.at_once)
@@ -95,7 +94,6 @@ def measure(assembly: Assembly, plan: Plan) -> list[Figures]:
 
 
 def _real(off: Assembly, plan: Plan) -> list[Figures]:
-    """Real requests with every setting."""
     if REAL not in plan.workloads:
         return []
     make = partial(real_requests, off, sample_images(off))
@@ -136,7 +134,7 @@ def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
 
 
 def _oracle(assembly: Assembly, capacity: tuple[int, int]) -> tuple[OracleProposer, Proposer]:
-    """A oracle that knows nobody yet, and what proposes by it here."""
+    """An oracle without known sequences, and its proposer for this device."""
     on = assembly.device.torch_device
     vocab_size = assembly.model.vocab_size
     oracle = OracleProposer([[UNKNOWN]], on, rates=[1.0], vocab_size=vocab_size, capacity=capacity)

@@ -145,7 +145,6 @@ def _load(row: Row) -> tuple[str, int]:
 
 
 def _blocks(rows: Sequence[Row]) -> Iterator[Panel]:
-    """Draft tokens by request, for adaptive policies."""
     return _by_request(rows, "tokens proposed", 1)
 
 
@@ -164,12 +163,10 @@ def _by_request(rows: Sequence[Row], y_name: str, field: int) -> Iterator[Panel]
 
 
 def _pressure(rows: Sequence[Row]) -> Iterator[Panel]:
-    """The share of KV pages held by live requests."""
     return _by_setting(rows, "ms", "share of KV pages", lambda row: row["series"]["kv_use"])
 
 
 def _latency(rows: Sequence[Row]) -> Iterator[Panel]:
-    """Times between two tokens of a request."""
     return _by_setting(
         rows,
         "percentile",

@@ -223,7 +223,6 @@ class Run(SilentSink):
         )
 
     def _decode_rate(self) -> float:
-        """Tokens per second, see `Figures`."""
         tokens, seconds = 0, 0.0
         for wave in self._waves:
             tasks = self._tasks[wave]

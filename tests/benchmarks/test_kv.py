@@ -9,7 +9,7 @@ MODEL = ("--model", "random-tiny", "--device", "cpu", "--threads", "1", "--repea
 
 
 def test_what_is_found_comes_sooner(tmp_path, monkeypatch, capsys):
-    """Later requests find what the first one computed, text or image, and pages are restored."""
+    """Followers find what their leader computed, words or image, and pages come back whole."""
     monkeypatch.setenv("LEGATO_RESULTS", str(tmp_path))
     monkeypatch.setenv(ALLOW_DIRTY, "1")
     assert kv.main([*MODEL, "--shared", "120", "--positions", "150"]) == 0

@@ -20,6 +20,5 @@ def available_memory(proc: Path = _PROC, group: Path = _GROUP) -> int:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Map the first word of each line to the second."""
     words = (line.split() for line in path.read_text().splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) > 1}

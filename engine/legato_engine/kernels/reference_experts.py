@@ -103,7 +103,6 @@ def _change_rows(
     rows: AdapterRows,
     tokens: torch.Tensor,
 ) -> None:
-    """Add one expert's low-rank change to the rows of these tokens."""
     slot_T = rows.slot_T if len(rows.slot_T) == 1 else rows.slot_T[tokens]
     a_SRI, b_SRO = change.a_SXRI[:, expert], change.b_SXRO[:, expert]
     add_low_rank_rows(out_TO, x_TI, a_SRI, b_SRO, slot_T, rows.rank_S)
@@ -115,7 +114,6 @@ def _one_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert: int) -> torch.
 
 
 def _own_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert_T: torch.Tensor) -> torch.Tensor:
-    """Map each row by its own expert."""
     weight_TOI = pages.taken(layer.weight_XOI, expert_T).to(x_TI.dtype)
     out_TO = torch.bmm(weight_TOI, x_TI[:, :, None])[:, :, 0]
     return out_TO if layer.scale_XO is None else _scaled(out_TO, layer.scale_XO[expert_T])

@@ -66,7 +66,6 @@ class GroupedAttention(nn.Module):
         return out
 
     def _norm(self, qkv_TGE: torch.Tensor) -> None:
-        """Norm queries and keys in place."""
         num_heads, num_kv = self._heads.num_heads, self._heads.num_kv_heads
         q_THE, k_THE = qkv_TGE[:, :num_heads], qkv_TGE[:, num_heads : num_heads + num_kv]
         q_THE.copy_(self.q_norm(q_THE))

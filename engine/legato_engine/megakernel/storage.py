@@ -91,7 +91,6 @@ def _next_victim(machine: Machine, request: RequestDescriptor) -> RequestDescrip
 
 
 def _frees_a_page(machine: Machine, request: RequestDescriptor) -> bool:
-    """Whether a request is the only holder of a page."""
     return any(len(machine.pages.holders(page)) == 1 for page in request.page_ids)
 
 

@@ -105,7 +105,6 @@ class TokenBudgetPolicy:
         return best_count
 
     def _step(self, positions: int) -> float:
-        """Memoised `costs.step`."""
         seconds = self._steps.get(positions)
         if seconds is None:
             seconds = self._steps[positions] = self.costs.step(positions)

@@ -76,6 +76,21 @@ def test_a_changed_source_is_compiled(cache, monkeypatch, file):
     assert code() != MARK
 
 
+def test_a_source_of_the_caller_is_compiled_with_the_kernels_headers(cache, tmp_path):
+    """It comes from the cache until its text changes."""
+    source = tmp_path / "own.cu"
+
+    def own():
+        return compiler.compile_source("own.cu", {"N": 2}, "sm_90", folder=tmp_path)
+
+    source.write_text(TEXTS["good.cu"])
+    assert own().startswith(b"\x7fELF")
+    mark(cache)
+    assert own() == MARK
+    source.write_text(TEXTS["good.cu"] + "\n// more")
+    assert own() != MARK
+
+
 def test_a_broken_source_says_what_is_wrong(cache):
     """The error has the compiler's message, and nothing is cached."""
     with pytest.raises(InternalError, match=r"broken\.cu does not compile: (.|\n)*no_such_name"):

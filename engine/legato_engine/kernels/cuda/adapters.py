@@ -126,7 +126,6 @@ class StepAdapters:
 
 
 def _expands(outputs: int, max_rank: int) -> dict[int, Kernel]:
-    """The kernels of B, by tokens of a thread block."""
     sizes = {"RANKS": max_rank, "OUTPUTS": outputs}
     return {
         tokens: Module("low_rank_adapters.cu", {**sizes, "TOKENS": tokens}).kernel("expand")

@@ -94,8 +94,6 @@ def supported(sizes: DecoderSizes, device: torch.device, dtype: torch.dtype) -> 
 
 
 class _Kernels:
-    """The kernels of one form."""
-
     def __init__(self, sizes: DecoderSizes, form: Form, stages: Stages) -> None:
         self.form, tiles = form, form.tiles
         module = Module("layer_maps.cu", decode_defines(sizes, form))

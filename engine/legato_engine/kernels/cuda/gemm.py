@@ -124,7 +124,6 @@ class _Shape:
 
     @property
     def tile(self) -> int | None:
-        """The library's number of the preferred tile, if any."""
         is_tall = self.rows >= _ROWS_OF_TILES
         return _TILES.get((self.inputs, self.outputs)) if is_tall else None
 
@@ -212,7 +211,6 @@ class _Plan:
         return next((each for each in candidates if self._tile(each) == wanted), candidates[0])
 
     def _candidates(self) -> list[_Choice]:
-        """The library's candidates, best first."""
         library, candidates, count = self._library, (_Choice * _NUM_CANDIDATES)(), ctypes.c_int()
         preference = _made(library.cublasLtMatmulPreferenceCreate)
         limit = ctypes.c_uint64(self._shape.workspace)

@@ -58,7 +58,6 @@ class LibraryLauncher:
 
 
 def _nodes(graph: Any) -> tuple[list[Any], list[Any]]:
-    """The kernels, and all other nodes."""
     from cuda.bindings import driver
 
     _, count = _checked(driver.cuGraphGetNodes(graph))

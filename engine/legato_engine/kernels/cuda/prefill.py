@@ -124,8 +124,6 @@ def _is_e4m3(x: torch.Tensor) -> bool:
 
 
 class _Kernels:
-    """The kernels for one shape of the cache, on the current device."""
-
     def __init__(self, num_heads: int, page_size: int, kv_bytes: int) -> None:
         module = Module(SOURCE, defines(num_heads, page_size, kv_bytes))
         self.rotate_and_cache = module.kernel("rotate_and_cache")

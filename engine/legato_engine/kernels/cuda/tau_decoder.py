@@ -77,8 +77,6 @@ _Where = tuple[StepPositions, _Cache, tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Kernels:
-    """The kernels for one number of tiles."""
-
     def __init__(self, sizes: TauSizes, tiles: int, stages: Stages) -> None:
         most = 8 * tiles
         self.in_stages = stages.layer_in[tiles]
