@@ -64,3 +64,16 @@ def test_paths_exist(page: Path) -> None:
 def test_the_architecture_names_files() -> None:
     """The pattern above finds the paths of the page that needs it most."""
     assert len(named(ROOT / "docs" / "architecture.md")) >= 25
+
+
+def test_each_step_of_a_detect_names_a_class_of_its_file() -> None:
+    """At most 25 steps, each with a class as its subject that the named file defines."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    steps = re.findall(r"^\| \d+ \| \*\*(\w+)\*\* .*\| (.*) \|$", page, re.MULTILINE)
+    assert 20 <= len(steps) <= 25
+    for component, files in steps:
+        found = [root / path for path in CODE.findall(files) for root in ROOTS]
+        texts = [path.read_text() for path in found if path.is_file()]
+        assert any(re.search(rf"^class {component}\b", text, re.MULTILINE) for text in texts), (
+            f"{files} define no {component}"
+        )
