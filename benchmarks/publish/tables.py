@@ -7,7 +7,7 @@ table whose figures come from several commits names the record of each row.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from benchmarks.publish.records import Records, Row
 from benchmarks.record import table
@@ -27,7 +27,7 @@ def decode(records: Records) -> str:
     """One decode step by number of streams, beside peers."""
     rows = [
         ["byte floor at 4.68 TB/s", *_kernels(records, "floor"), records.link("h200/kernels")],
-        ["**Legato**, forward", *_kernels(records, "step", "**"), records.link("h200/kernels")],
+        [_forward(records), *_kernels(records, "step", "**"), records.link("h200/kernels")],
         *([peer, *steps, source] for peer, steps, source in peers(records)),
         [
             "Legato, device idle between steps",
@@ -235,9 +235,14 @@ def tiny(records: Records) -> str:
 
 def headline(records: Records) -> str:
     """The one table of README.md."""
-    names = ("h200/kernels", "h200/peers", "h200/e2e")
+    labels = {
+        "h200/kernels": "Legato's decode step and the byte floor",
+        "h200/decode": "its sampling",
+        "h200/e2e": "Legato's request",
+        "h200/peers": "peers",
+    }
     rows = [
-        ["**Legato**", *_kernels(records, "step", "**"), "**" + _lone_call(records) + "**"],
+        [_forward(records), *_kernels(records, "step", "**"), "**" + _lone_call(records) + "**"],
         ["least time to read the bytes", *_kernels(records, "floor"), "-"],
     ]
     for peer, steps, _ in peers(records):
@@ -258,7 +263,7 @@ def headline(records: Records) -> str:
         f"{min(runs.values()):.1f} to {max(runs.values()):.1f} ms, in their warm-up run {warm:.1f} "
         f"({records.link('h200/e2e_pairs', 'record')})."
     )
-    return table(heads, rows) + _sources(records, *names) + further
+    return table(heads, rows) + _sources(records, *labels, labels=labels) + further
 
 
 def _paired_share(bare: Sequence[Row], own: Sequence[Row]) -> float:
@@ -266,6 +271,12 @@ def _paired_share(bare: Sequence[Row], own: Sequence[Row]) -> float:
     pairs = zip(bare, own, strict=True)
     ratios = [float(mine["per_second"] / theirs["per_second"]) for theirs, mine in pairs]
     return statistics.median(ratios)
+
+
+def _forward(records: Records) -> str:
+    """Name Legato's row: its kernels are timed without sampling, which peers include."""
+    sampling = max(row["pipelined"]["sampling"] for row in _query_steps(records))
+    return f"**Legato**, forward; sampling adds {sampling:.2f}"
 
 
 def _kernels(records: Records, field: str, mark: str = "") -> Iterator[str]:
@@ -322,10 +333,12 @@ def _streams(number: int) -> str:
     return f"{number} stream{'s' if number > 1 else ''}"
 
 
-def _sources(records: Records, *names: str) -> str:
-    cited = "; ".join(records.cite(name) for name in names)
+def _sources(records: Records, *names: str, labels: Mapping[str, str] | None = None) -> str:
+    """Cite the records of a table; `labels` say which figures are of which record."""
+    shown = labels or dict.fromkeys(names, "")
+    cited = "; ".join(f"{shown[name]} {records.cite(name)}".strip() for name in names)
     several = len(records.commits(*names)) > 1
-    note = " Rows with different records are of different commits." if several else ""
+    note = " Figures of different records are of different commits." if several else ""
     return f"\n\nRecord{'s' if len(names) > 1 else ''}: {cited}.{note}"
 
 
