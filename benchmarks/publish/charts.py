@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from benchmarks.publish import tables
-from benchmarks.publish.records import Records
+from benchmarks.publish.peers import peers
+from benchmarks.publish.records import STREAMS, Records
 from benchmarks.publish.svg import BLUE, FAINT, GREEN, GREY, ORANGE, RED, VIOLET, Canvas
+from benchmarks.publish.tables import LONE_STAGES
 
 _LEFT, _BAR, _GAP = 270, 18, 6
 _WIDTH, _PLOT = 780, 440
@@ -29,13 +30,13 @@ def decode(records: Records) -> str:
     """One decode step against the byte floor and peers."""
     figures = records.figures("h200/kernels")
     groups: list[Group] = []
-    for index, streams in enumerate(tables.STREAMS):
+    for index, streams in enumerate(STREAMS):
         cell = figures[f"moondream2 {streams}x1"]
         bars = [
             _bar("byte floor", cell["floor"], GREY),
             _bar("Legato", cell["step"], BLUE),
         ]
-        for name, steps, _ in tables.peers(records):
+        for name, steps, _ in peers(records):
             if steps[index] != "-":
                 earlier = "not of this run" in name
                 color = ORANGE if earlier else VIOLET
@@ -51,11 +52,11 @@ def lone(records: Records) -> str:
     for name, words in (("h200/lone", "chart"), ("h200/lone_photos", "photograph")):
         medians = records.figures(name)["median_ms"]
         parts = []
-        for (stage, _), color in zip(tables.LONE_STAGES.items(), colors, strict=True):
+        for (stage, _), color in zip(LONE_STAGES.items(), colors, strict=True):
             wide = medians[stage] > 0.9
             parts.append((medians[stage], color, f"{medians[stage]:.1f}" if wide else ""))
         bars.append((words, parts, f"{medians['whole']:.1f} whole call"))
-    legend = list(zip(tables.LONE_STAGES.values(), colors, strict=True))
+    legend = list(zip(LONE_STAGES.values(), colors, strict=True))
     title = "Query of a new 850x600 image, alone through gRPC: median ms by stage"
     return _bars(title, [("", bars)], legend)
 
@@ -63,7 +64,7 @@ def lone(records: Records) -> str:
 def two_slots(records: Records) -> str:
     """A step of the blocking loop beside one of two launches in flight."""
     groups: list[Group] = []
-    for streams in tables.STREAMS:
+    for streams in STREAMS:
         row = records.row("h200/decode", task="query", streams=streams)
         bars = []
         for name, words in (("blocking", "blocking loop"), ("pipelined", "two launches in flight")):

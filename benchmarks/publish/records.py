@@ -10,6 +10,7 @@ from typing import Any
 
 RESULTS = "benchmarks/results"
 Row = Mapping[str, Any]
+STREAMS = (1, 8, 32)  # that the tables show
 
 
 class Records:
@@ -79,3 +80,12 @@ class Records:
 
     def _document(self, name: str) -> Any:
         return json.loads((self._root / RESULTS / f"{name}.json").read_text())
+
+
+def sources(records: Records, *names: str, labels: Mapping[str, str] | None = None) -> str:
+    """Cite the records of a table; `labels` say which figures are of which record."""
+    shown = labels or dict.fromkeys(names, "")
+    cited = "; ".join(f"{shown[name]} {records.cite(name)}".strip() for name in names)
+    several = len(records.commits(*names)) > 1
+    note = " Figures of different records are of different commits." if several else ""
+    return f"\n\nRecord{'s' if len(names) > 1 else ''}: {cited}.{note}"

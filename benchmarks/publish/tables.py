@@ -6,13 +6,13 @@ table whose figures come from several commits names the record of each row.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
-from benchmarks.publish.records import Records, Row
+from benchmarks.publish.peers import peers, reference_total
+from benchmarks.publish.records import STREAMS, Records, Row, sources
+from benchmarks.publish.service import idle_sessions, service
 from benchmarks.record import table
 
-STREAMS = (1, 8, 32)
 LONE_STAGES = {
     "there": "client to engine",
     "picture": "JPEG decoding",
@@ -36,7 +36,7 @@ def decode(records: Records) -> str:
         ],
     ]
     heads = ("decode step, ms", *(_streams(n) for n in STREAMS), "record")
-    return table(heads, rows) + _sources(records, "h200/kernels", "h200/peers", "h200/decode")
+    return table(heads, rows) + sources(records, "h200/kernels", "h200/peers", "h200/decode")
 
 
 def gain(records: Records) -> str:
@@ -48,7 +48,7 @@ def gain(records: Records) -> str:
         periods = (f"{row[name]['period']:.3f} ms" for row in _query_steps(records))
         rows.append([f"step, {name}", *periods])
     heads = ("two launches in flight", *(_streams(n) for n in STREAMS))
-    return table(heads, rows) + _sources(records, "h200/decode")
+    return table(heads, rows) + sources(records, "h200/decode")
 
 
 def requests(records: Records) -> str:
@@ -75,7 +75,7 @@ def requests(records: Records) -> str:
         "64 callers, 5 questions per 3 images: answers/s",
         "record",
     )
-    return table(heads, rows) + _sources(records, *names)
+    return table(heads, rows) + sources(records, *names)
 
 
 def repeats(records: Records) -> str:
@@ -102,7 +102,7 @@ def lone(records: Records) -> str:
         for stage, words in (LONE_STAGES | {"whole": "whole call"}).items()
     ]
     heads = ("stage, median ms", "chart", "photograph")
-    return table(heads, rows) + _sources(records, *names)
+    return table(heads, rows) + sources(records, *names)
 
 
 def hop(records: Records) -> str:
@@ -116,7 +116,7 @@ def hop(records: Records) -> str:
                 cells = (f"{row[field]:.2f}", f"{bare:.2f}", f"{row[field] - bare:.2f}")
                 rows.append([f"image {image}, {client} client", *cells, records.link(name)])
     heads = ("known photograph, P50 ms", "added", "of it a bare grpc.aio server", "rest", "record")
-    return table(heads, rows) + _sources(records, "h200/hop", "h200/hop_again")
+    return table(heads, rows) + sources(records, "h200/hop", "h200/hop_again")
 
 
 def speculation(records: Records) -> str:
@@ -144,7 +144,7 @@ def speculation(records: Records) -> str:
         "and draft tokens from an oracle that is right at the given rate. An oracle is no "
         "product: it shows what drafts of that quality would bring."
     )
-    return f"{table(heads, rows)}\n\n{note}{_sources(records, 'h200/speculation')}"
+    return f"{table(heads, rows)}\n\n{note}{sources(records, 'h200/speculation')}"
 
 
 def moondream3(records: Records) -> str:
@@ -163,7 +163,7 @@ def moondream3(records: Records) -> str:
         *(_streams(n) for n in STREAMS),
         "4 streams at position 32,767",
     )
-    return table(heads, rows) + _sources(records, "h200/kernels_moondream3")
+    return table(heads, rows) + sources(records, "h200/kernels_moondream3")
 
 
 def adapters(records: Records) -> str:
@@ -178,43 +178,7 @@ def adapters(records: Records) -> str:
         cells = (f"+{steps[rank] - steps[0]:.2f}" for rank in (8, 64, 512))
         rows.append([words, *cells, records.link(f"h200/{name}")])
     heads = ("one adapter, one stream, ms", "rank 8", "rank 64", "rank 512", "record")
-    return table(heads, rows) + _sources(records, "h200/adapters", "h200/adapters_moondream3")
-
-
-def service(records: Records) -> str:
-    """Throughput of the service around an engine without a model, as shares of a bare server."""
-    name = records.newest("serve_2cores_*", "cases", "processes")
-    figures, rows = records.figures(name), []
-    scaled = {(each["case"], each["processes"]): each["share"] for each in figures["processes"]}
-    for case, turns in figures["cases"].items():
-        rates = [turn["per_second"] for turn in turns["bare"]]
-        shares = [_paired_share(turns["bare"], turns[server]) for server in ("inside", "legato")]
-        shares += [scaled[case, processes] for processes in (1, 2)]
-        rows.append([case, f"{statistics.median(rates):,.0f}", *(f"{each:.0%}" for each in shares)])
-    heads = (
-        "two cores, clients included",
-        "bare grpc.aio server, calls or messages/s",
-        "engine inside the service process",
-        "engine process beside it",
-        "eight callers, one service process",
-        "eight callers, two service processes",
-    )
-    return table(heads, rows) + _sources(records, name)
-
-
-def idle_sessions(records: Records) -> str:
-    """What idle sessions cost a Query."""
-    name = records.newest("serve_2cores_*", "idle_sessions")
-    rows = [
-        [
-            f"{each['sessions']:,}",
-            *(f"{each[field]:.2f}" for field in ("p50", "p99", "max")),
-            f"{each['bytes_each'] / 1024:.0f}" if each["sessions"] else "-",
-        ]
-        for each in records.figures(name)["idle_sessions"]
-    ]
-    heads = ("idle sessions", "Query P50 ms", "P99 ms", "max ms", "KiB a session")
-    return table(heads, rows) + _sources(records, name)
+    return table(heads, rows) + sources(records, "h200/adapters", "h200/adapters_moondream3")
 
 
 def tiny(records: Records) -> str:
@@ -230,7 +194,7 @@ def tiny(records: Records) -> str:
         )
     ]
     heads = ("Detect, 7 tokens", "P50 ms", "P95 ms")
-    return table(heads, rows) + _sources(records, name)
+    return table(heads, rows) + sources(records, name)
 
 
 def headline(records: Records) -> str:
@@ -246,7 +210,7 @@ def headline(records: Records) -> str:
         ["least time to read the bytes", *_kernels(records, "floor"), "-"],
     ]
     for peer, steps, _ in peers(records):
-        total = _reference_total(records) if peer.endswith("implementation, compiled") else "-"
+        total = reference_total(records) if peer.endswith("implementation, compiled") else "-"
         rows.append([peer, *steps, total])
     heads = (
         "NVIDIA H200, bfloat16, random weights",
@@ -263,14 +227,7 @@ def headline(records: Records) -> str:
         f"{min(runs.values()):.1f} to {max(runs.values()):.1f} ms, in their warm-up run {warm:.1f} "
         f"({records.link('h200/e2e_pairs', 'record')})."
     )
-    return table(heads, rows) + _sources(records, *labels, labels=labels) + further
-
-
-def _paired_share(bare: Sequence[Row], own: Sequence[Row]) -> float:
-    """Return the median of the ratios of turns that were taken in pairs."""
-    pairs = zip(bare, own, strict=True)
-    ratios = [float(mine["per_second"] / theirs["per_second"]) for theirs, mine in pairs]
-    return statistics.median(ratios)
+    return table(heads, rows) + sources(records, *labels, labels=labels) + further
 
 
 def _forward(records: Records) -> str:
@@ -282,33 +239,6 @@ def _forward(records: Records) -> str:
 def _kernels(records: Records, field: str, mark: str = "") -> Iterator[str]:
     figures = records.figures("h200/kernels")
     return (f"{mark}{figures[f'moondream2 {n}x1'][field]:.2f}{mark}" for n in STREAMS)
-
-
-def peers(records: Records) -> Iterator[tuple[str, list[str], str]]:
-    """Yield name, steps by number of streams, and source of each peer."""
-    for peer in records.figures("h200/peers")["peers"]:
-        rows, name, source = peer["rows"], peer["name"], records.link("h200/peers")
-        if not rows:
-            rows, source = peer["not_of_this_run"], "none"
-        if peer["peer"] == "moondream":
-            rows, name = [row for row in rows if row["compiled"]], f"{name}, compiled"
-        if not rows:
-            continue
-        for package, version in peer["versions"].items():
-            if name.startswith(package):
-                name = f"{package} {version.partition('+')[0]}{name.removeprefix(package)}"
-        if source == "none":
-            version, date = rows[0].get("version", ""), records.date("h200/peers")
-            name = f"{name} {version}".strip() + f", another H200, by {date}, **not of this run**"
-        steps = {row["streams"]: f"{row['step_ms']:.2f}" for row in rows}
-        yield name, [steps.get(n, "-") for n in STREAMS], source
-
-
-def _reference_total(records: Records) -> str:
-    """Return what the reference implementation takes for an image and three tokens."""
-    found = {peer["peer"]: peer for peer in records.figures("h200/peers")["peers"]}
-    totals = [row["total_ms"] for row in found["moondream"]["rows"] if row["compiled"]]
-    return f"{totals[0]:.1f}, without a server" if totals else "-"
 
 
 def _lone_call(records: Records) -> str:
@@ -331,15 +261,6 @@ def _of_floor(cell: Row) -> str:
 
 def _streams(number: int) -> str:
     return f"{number} stream{'s' if number > 1 else ''}"
-
-
-def _sources(records: Records, *names: str, labels: Mapping[str, str] | None = None) -> str:
-    """Cite the records of a table; `labels` say which figures are of which record."""
-    shown = labels or dict.fromkeys(names, "")
-    cited = "; ".join(f"{shown[name]} {records.cite(name)}".strip() for name in names)
-    several = len(records.commits(*names)) > 1
-    note = " Figures of different records are of different commits." if several else ""
-    return f"\n\nRecord{'s' if len(names) > 1 else ''}: {cited}.{note}"
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

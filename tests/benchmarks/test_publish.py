@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import publish
 from benchmarks.publish import tables
+from benchmarks.publish.peers import peers
 from benchmarks.publish.records import Records
 
 ROOT = publish.ROOT
@@ -104,7 +105,7 @@ def test_an_absent_peer_is_marked(tmp_path: Path) -> None:
     path = tmp_path / "benchmarks" / "results" / "h200" / "peers.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(document))
-    ((name, steps, source),) = tables.peers(Records(tmp_path))
+    ((name, steps, source),) = peers(Records(tmp_path))
     assert name == "vLLM 0.24.0, another H200, by 2026-11-21, **not of this run**"
     assert (steps, source) == (["1.65", "-", "-"], "none")
 
