@@ -81,7 +81,7 @@ def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> floa
     device, model, count = assembly.device, assembly.model, prepared.num_crops
     if count == 0:
         return device_ms(device, lambda: model.prefix_embeddings(prepared), repeats)
-    encoder = model.picture_encoder(device.pinned, 1)
+    encoder = model.image_encoder(device.pinned, 1)
     assert encoder is not None, "a picture is left whole only for an encoder"
     encoder.stage(0, prepared)
     device.compute.submit(lambda: encoder.upload(0))

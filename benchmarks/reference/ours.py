@@ -201,7 +201,7 @@ class Engine:
         """BOS and the picture, by the encoder where the device cuts it."""
         if image is None or image.num_crops == 0:
             return self._model.prefix_embeddings(image)
-        encoder = self._model.picture_encoder(self._assembly.device.pinned, 1)
+        encoder = self._model.image_encoder(self._assembly.device.pinned, 1)
         assert encoder is not None, "a picture is left whole only for an encoder"
         encoder.stage(0, image)
         encoder.upload(0)

@@ -144,7 +144,7 @@ class Assembly:
             max_pixels=config.max_image_pixels,
             threads=config.preprocess_threads,
             memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _PIXELS_UNDER_WAY)),
-            quick_pixels=_QUICK_PIXELS if self.runner.encodes_pictures else 0,
+            quick_pixels=_QUICK_PIXELS if self.runner.encodes_images else 0,
         )
         holds = ImageLeases(cache, image_quota(config))
         image_jobs = PendingLeases(preprocessor, holds, send=send, wake=wake)
@@ -165,7 +165,7 @@ class Assembly:
 
     def _pixel_slab(self, num_bytes: int) -> Pixels:
         """Memory for decoded pictures, page-locked where the device reads them as they are."""
-        if not self.runner.encodes_pictures:
+        if not self.runner.encodes_images:
             return host_slab(num_bytes)
         slab: Pixels = self.device.pinned((num_bytes,), torch.uint8).numpy()
         return slab
@@ -258,8 +258,8 @@ def _with_runner(
     runner, costs = warm_runner(
         config, model, device, kv, bank=bank, refiner=refiner, draft=bundle.draft
     )
-    frontend = bundle.frontend.keeping_pictures() if refiner else bundle.frontend
-    if runner.encodes_pictures:
+    frontend = bundle.frontend.keeping_images() if refiner else bundle.frontend
+    if runner.encodes_images:
         frontend = frontend.resizing_on_device()
     assembly = Assembly(
         config,

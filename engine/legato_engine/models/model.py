@@ -115,7 +115,7 @@ class MaskRefiner(Protocol):
     answer: torch.Tensor
 
     def prepare(self, outline: Outline, image: PreparedImage) -> Any:
-        """What is needed of a picture that a frontend made `keeping_pictures`."""
+        """What is needed of a picture that a frontend made `keeping_images`."""
         ...
 
     def tensors(self, prepared: Any) -> tuple[torch.Tensor, ...]:
@@ -219,8 +219,8 @@ class Model(Protocol):
         """`embed`, `decode`, `logits` and `payload` as kernels, where the device can run them."""
         ...
 
-    def picture_encoder(
-        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_places: int
+    def image_encoder(
+        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_images: int
     ) -> ImageEncoder | None:
         """`prefix_embeddings` for pictures left whole; None where only the host can cut them."""
         ...
@@ -246,7 +246,7 @@ class ModelFrontend(Protocol):
         """The same half, with pictures left to a device that encodes them."""
         ...
 
-    def keeping_pictures(self) -> ModelFrontend:
+    def keeping_images(self) -> ModelFrontend:
         """The same half, whose prepared images hold on to their pictures as decoded."""
         ...
 

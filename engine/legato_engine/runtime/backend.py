@@ -17,7 +17,7 @@ class Backend(Protocol):
 
     buckets: tuple[int, ...]  # the batch sizes that exist, rising
     limits: BatchLimits  # of a launch that prompts share
-    encodes_pictures: bool  # those left whole, too; else the frontend has to cut every picture
+    encodes_images: bool  # those left whole, too; else the frontend has to cut every picture
 
     def warm_up(self) -> None:
         """Capture (or once run) every shape, so that no launch pays for it later."""

@@ -38,7 +38,7 @@ STEP_FIELDS = ("row", "source", "position", "fresh", "sample_row", "sample_posit
 
 class DecodeSlot:
     """Buffers for one launch of at most `max_rows` tokens, or of at most `max_prompts` prompts that
-    are `max_prompt` tokens together. With `max_pictures` computed in a launch, each but the first
+    are `max_prompt` tokens together. With `max_images` computed in a launch, each but the first
     is a prompt more.
 
     `outputs` has a token and a payload for each. What `speculates` has more: of a prefill the row's
@@ -54,7 +54,7 @@ class DecodeSlot:
         max_pages: int,
         max_prompt: int,
         max_prompts: int = 1,
-        max_pictures: int = 1,
+        max_images: int = 1,
         width: int,
         vocab_size: int,
         dtype: torch.dtype,
@@ -63,14 +63,14 @@ class DecodeSlot:
         on = device.torch_device
         rows = ((max_rows,), torch.int64)
         pairs = ((max_rows, 2), torch.float32)
-        fields = dict.fromkeys((*STEP_FIELDS, "lane") if speculates else STEP_FIELDS, rows)
-        most = max_prompts + max_pictures - 1
+        fields = dict.fromkeys((*STEP_FIELDS, "draft_index") if speculates else STEP_FIELDS, rows)
+        most = max_prompts + max_images - 1
         one, pages = ((most,), torch.int64), ((most, max_pages), torch.int64)
         number = ((most,), torch.float32)
         drafting = {"history": ((most, max_prompt + 1), torch.int64), "limit": one}
         counts = dict.fromkeys(("count", "proposed"), rows)
         self.speculates = speculates
-        self.max_prompts, self.max_pictures = max_prompts, max_pictures
+        self.max_prompts, self.max_images = max_prompts, max_images
         self.num_drafts = 0  # the most that a row of the staged decode proposes
         self.staged = StagingBuffer(
             device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PASSES

@@ -93,11 +93,11 @@ class DraftState:
         known_RK = (draft_RK >= 0) & (draft_RK < self._vocab_size)
         draft_RK.masked_fill_(known_RK.cumprod(1) == 0, UNKNOWN)
         staged = {name: field[:batch] for name, field in slot.staged.device.items()}
-        row_B, lane_B = staged["row"], staged["lane"]
+        row_B, draft_index_B = staged["row"], staged["draft_index"]
         first_B = self.position_R[row_B]
-        draft_B = draft_RK[row_B, (lane_B - 1).clamp(min=0)]
-        position_B = first_B + lane_B
-        is_newest_B = lane_B == 0
+        draft_B = draft_RK[row_B, (draft_index_B - 1).clamp(min=0)]
+        position_B = first_B + draft_index_B
+        is_newest_B = draft_index_B == 0
         idle_B = (position_B > self.limit_R[row_B]) | ~(is_newest_B | (draft_B != UNKNOWN))
         staged["source"].copy_(row_B.masked_fill(~is_newest_B, -1).masked_fill(idle_B, -1))
         staged["token"].copy_(draft_B.masked_fill(is_newest_B | idle_B, 0))
@@ -117,8 +117,8 @@ class DraftState:
         if self.draft_RK.device.type != "cpu":
             self._proposer.propose(RowHistory(*state), self.draft_RK[:, :block])
             return
-        row_B, lane_B = (slot.staged.device[name][:batch] for name in ("row", "lane"))
-        row_P = row_B[(lane_B == 0) & (row_B != self.scratch_row)]
+        row_B, draft_index_B = (slot.staged.device[name][:batch] for name in ("row", "draft_index"))
+        row_P = row_B[(draft_index_B == 0) & (row_B != self.scratch_row)]
         if not len(row_P):
             return
         draft_PK = self.draft_RK[row_P, :block]
@@ -136,10 +136,10 @@ class DraftState:
             sampled, hidden = slot.tokens_R, slot.hidden_RD
             self._kernels.settle(self, staged, sampled, hidden, token_R, outputs, batch)
             return
-        row_B, lane_B = staged["sample_row"][:batch], staged["lane"][:batch]
+        row_B, draft_index_B = staged["sample_row"][:batch], staged["draft_index"][:batch]
         position_B, token_B = staged["sample_position"][:batch], slot.tokens_R[:batch]
         sampled_RL = self._sampled_RL.fill_(_NO_LANE)
-        sampled_RL[row_B, lane_B] = token_B
+        sampled_RL[row_B, draft_index_B] = token_B
         sampled_RL[self.scratch_row].fill_(_NO_LANE)
         was_fed_RK = sampled_RL[:, 1:] != _NO_LANE
         right_RK = (sampled_RL[:, :-1] == self.draft_RK) & was_fed_RK
@@ -148,9 +148,9 @@ class DraftState:
         count_R = accepted_R + (sampled_RL[:, 0] != _NO_LANE)
         outputs["count"][:batch].copy_(count_R[row_B])
         outputs["proposed"][:batch].copy_(was_fed_RK.sum(1)[row_B])
-        stands_B = row_B.masked_fill(lane_B > accepted_B, self.scratch_row)
+        stands_B = row_B.masked_fill(draft_index_B > accepted_B, self.scratch_row)
         self.tokens_RC[stands_B, position_B] = token_B
-        newest_B = row_B.masked_fill(lane_B != accepted_B, self.scratch_row)
+        newest_B = row_B.masked_fill(draft_index_B != accepted_B, self.scratch_row)
         self.position_R[newest_B] = position_B
         self.hidden_RD[newest_B] = slot.hidden_RD[:batch]
         token_R[newest_B] = token_B.clamp(min=0)

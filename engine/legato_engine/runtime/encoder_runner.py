@@ -25,7 +25,7 @@ _log = structlog.get_logger()
 class EncoderRunner:
     """Fills the pages of pictures that an encoder takes, for the slots of a program.
 
-    A launch has at most `max_pictures`. Each has a place of the encoder's, and stands at the same
+    A launch has at most `max_images`. Each has a place of the encoder's, and stands at the same
     place of its slot's prompts: the first ones.
 
     Several pictures pass the decoder together where that gives each the bits that it has alone,
@@ -42,7 +42,7 @@ class EncoderRunner:
         bank: AdapterBank | None,
         graphs: GraphRunner,
     ) -> None:
-        self.max_pictures = slots[0].max_pictures
+        self.max_images = slots[0].max_images
         self._encoder = encoder
         self._model = model
         self._compute = device.compute
@@ -58,12 +58,12 @@ class EncoderRunner:
         for count, taken in product(range(1, self._encoder.max_crops + 1), (False, True)):
             self._graphs.run(self._crops_work, count, taken)
         ranks = (0, *self._bank.ranks) if self._bank is not None else (0,)
-        places = list(product(range(len(self._slots)), range(self.max_pictures)))
+        places = list(product(range(len(self._slots)), range(self.max_images)))
         for slot, index in places:
             self._graphs.run(self._finish_work, slot, index)
             for rank in ranks:
                 self._graphs.run(self._prefix_work, slot, index, rank)
-        if self.max_pictures > 1:
+        if self.max_images > 1:
             stacks = {(slot, *stack) for slot, last in places for stack in _stacks(last + 1)}
             self._stacks = all(self._keeps_bits(*stack) for stack in sorted(stacks))
             _log.info("pictures of a launch", share_pass=self._stacks)
@@ -100,7 +100,7 @@ class EncoderRunner:
                 self._graphs.run(self._prefix_work, slot, first, ranks[first])
 
     def _place(self, slot: int, index: int) -> int:
-        return slot * self.max_pictures + index
+        return slot * self.max_images + index
 
     def _keeps_bits(self, slot: int, index: int, count: int) -> bool:
         """Whether pictures of noise have the same keys and values together as alone; False where

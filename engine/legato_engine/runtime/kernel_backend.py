@@ -28,8 +28,8 @@ from legato_engine.runtime.encoder_runner import EncoderRunner
 from legato_engine.runtime.graph_runner import GraphRunner, Work
 from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.passes import (
-    FedPrompt,
-    FedToken,
+    ScheduledPrompt,
+    ScheduledToken,
     bucket_for,
     cut_passes,
     num_groups,
@@ -37,7 +37,7 @@ from legato_engine.runtime.passes import (
 )
 from legato_engine.runtime.prefill_step import (
     PrefillStep,
-    fed_tokens,
+    scheduled_tokens,
     stage_prompts,
     stage_samples,
 )
@@ -46,7 +46,7 @@ from legato_engine.runtime.sampler import constraint_table
 from legato_engine.scheduler.launch import BatchLimits, Row
 from legato_engine.sequence import NO_PAYLOAD
 
-_CROWD = 16
+_MIN_QUEUE_LENGTH = 16
 """How many wait while a launch computes several pictures: three of them spare a twentieth of their
 time, and the first answer comes later by what two of them take.
 """
@@ -72,14 +72,14 @@ class KernelBackend:
     ) -> None:
         self.buckets = buckets
         most = min(buckets[-1], MAX_TOKENS)
-        encoder = model.picture_encoder(device.pinned, len(slots) * slots[0].max_pictures)
-        self.encodes_pictures = encoder is not None
+        encoder = model.image_encoder(device.pinned, len(slots) * slots[0].max_images)
+        self.encodes_images = encoder is not None
         self.limits = BatchLimits(
             slots[0].max_prompts,
             tokens=min(SHARED_PASSES * most, model.max_context),
             sampled=most,
-            pictures=slots[0].max_pictures if self.encodes_pictures else 1,
-            crowd=_CROWD,
+            pictures=slots[0].max_images if self.encodes_images else 1,
+            crowd=_MIN_QUEUE_LENGTH,
         )
         self._most_fed = min(MAX_PASSES * most, model.max_context)
         self._model = model
@@ -90,9 +90,11 @@ class KernelBackend:
         self._slots = slots
         self._bank = bank
         self._graphs = GraphRunner(capture, device.compute)
-        self._pictures = None
+        self._encoder_runner = None
         if encoder is not None:
-            self._pictures = EncoderRunner(encoder, model, device, kv, slots, bank, self._graphs)
+            self._encoder_runner = EncoderRunner(
+                encoder, model, device, kv, slots, bank, self._graphs
+            )
         self._sampler = Sampler(model.vocab_size)
         self._constraints_CV = constraint_table(model.constraints, model.vocab_size).to(
             device.torch_device
@@ -117,8 +119,8 @@ class KernelBackend:
                     self.sample(slot, bucket, sampled=False, payload=payload)
             for payload in (False, True):
                 self.logprobs(slot, self.buckets[-1], payload=payload)
-        if self._pictures is not None:
-            self._pictures.warm_up()
+        if self._encoder_runner is not None:
+            self._encoder_runner.warm_up()
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
         """See `program.Program`."""
@@ -147,8 +149,8 @@ class KernelBackend:
         """See `program.Program`; passes are the same at every rank."""
         buffers, compute = self._slots[slot], self._device.compute
         encoded = [row for row in prompts if row.encodes]
-        if self._pictures is not None:  # first, as the host prepares the rest meanwhile
-            self._pictures.embed(slot, encoded)
+        if self._encoder_runner is not None:  # first, as the host prepares the rest meanwhile
+            self._encoder_runner.embed(slot, encoded)
         stage_prompts(buffers, prompts, self._state.scratch_row)
         buffers.prompt.upload(compute)
         steps = [
@@ -158,8 +160,8 @@ class KernelBackend:
         for row, step in zip(prompts, steps, strict=True):
             if row.prefix.write_adapter:
                 compute.submit(step.write_adapter)
-        if self._pictures is not None:
-            self._pictures.cache(slot, encoded)
+        if self._encoder_runner is not None:
+            self._encoder_runner.cache(slot, encoded)
         fed = [self._behind_prefix(row, step) for row, step in zip(prompts, steps, strict=True)]
         self._graphs.run(self._admit_work, slot)
         if sum(len(prompt.tokens) for prompt in fed) + len(decodes) > self._most_fed:
@@ -172,22 +174,22 @@ class KernelBackend:
 
     def encode(self, slot: int, row: Row) -> None:
         """See `program.Program`."""
-        assert self._pictures is not None, "a picture is left whole only for an encoder"
-        self._pictures.encode(slot, 0, row, row.prefix.stop_crop)
+        assert self._encoder_runner is not None, "a picture is left whole only for an encoder"
+        self._encoder_runner.encode(slot, 0, row, row.prefix.stop_crop)
 
-    def _behind_prefix(self, row: Row, step: PrefillStep) -> FedPrompt:
+    def _behind_prefix(self, row: Row, step: PrefillStep) -> ScheduledPrompt:
         """Fill a prefix that is missing and that no encoder fills; what is fed behind it, BOS
         included if that is all.
         """
-        tokens, start = fed_tokens(row), row.position
+        tokens, start = scheduled_tokens(row), row.position
         if row.prefix.compute_pages and row.sequence.pixels is None:
             tokens, start = [(self._model.bos_token, NO_PAYLOAD), *tokens], 0
         elif row.prefix.compute_pages and not row.encodes:
             self._device.compute.submit(step.run_prefix)
-        return FedPrompt(row.sequence.row, start, tokens)
+        return ScheduledPrompt(row.sequence.row, start, tokens)
 
     def _run_passes(
-        self, slot: int, passes: Sequence[Sequence[FedToken]], sampled: Sequence[Row]
+        self, slot: int, passes: Sequence[Sequence[ScheduledToken]], sampled: Sequence[Row]
     ) -> None:
         """One forward after another, each staged apart; the last one is sampled from."""
         buffers, scratch = self._slots[slot], self._state.scratch_row

@@ -23,7 +23,7 @@ from legato_engine.runtime.refine_step import RefineStep
 from legato_engine.runtime.row_state import RowState
 from legato_engine.runtime.sampler import GREEDY_TEMPERATURE
 from legato_engine.runtime.step_costs import StepCosts
-from legato_engine.runtime.step_staging import StepStaging, num_lanes
+from legato_engine.runtime.step_staging import StepStaging, num_sampled
 from legato_engine.runtime.torch_backend import TorchBackend
 from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, Row
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
@@ -70,7 +70,7 @@ class ModelRunner:
         proposer: Proposer | None = None,
         max_block: int = 0,
         max_prompts: int = 0,
-        max_pictures: int = 1,
+        max_images: int = 1,
         refiner: MaskRefiner | None = None,
     ) -> None:
         """`adapters` is where rows find theirs; without it no row has one. Without a `refiner` no
@@ -78,7 +78,7 @@ class ModelRunner:
 
         At most `max_prompts` share a launch. 0: as many as are worth it, which is 1 where they
         share no pass of the weights, and with a proposer. Of pictures that the device cuts
-        `max_pictures` share one, if prompts do.
+        `max_images` share one, if prompts do.
         """
         max_pages = -(-model.max_context // kv.page_size)
         self._device = device
@@ -107,7 +107,7 @@ class ModelRunner:
                 max_pages=max_pages,
                 max_prompt=model.max_context,
                 max_prompts=max_prompts,
-                max_pictures=max_pictures if max_prompts > 1 else 1,
+                max_images=max_images if max_prompts > 1 else 1,
                 width=model.width,
                 vocab_size=model.vocab_size,
                 dtype=model.dtype,
@@ -120,23 +120,23 @@ class ModelRunner:
         ]
         self._adapters = adapters
         capture = device.capture if cuda_graphs else _run_directly
-        self._program = _program(
+        self._backend = _backend(
             model, kernels, device, kv, self._state, self._slots, adapters, tuple(buckets), capture
         )
         self._refine = None
         if refiner is not None:
             self._refine = RefineStep(refiner, device, NUM_SLOTS, capture)
-        self._staging = StepStaging(self._state, self._program.buckets, kv.page_size)
+        self._staging = StepStaging(self._state, self._backend.buckets, kv.page_size)
 
     @property
-    def encodes_pictures(self) -> bool:
+    def encodes_images(self) -> bool:
         """Whether it takes pictures left whole; else every picture has to come as crops."""
-        return self._program.encodes_pictures
+        return self._backend.encodes_images
 
     @property
     def limits(self) -> BatchLimits:
         """What fits a launch that prompts share."""
-        return self._program.limits
+        return self._backend.limits
 
     def warm_up(self) -> None:
         """Capture (or once run) every shape, so that no launch pays for it later."""
@@ -145,7 +145,7 @@ class ModelRunner:
             slot.grown.upload(self._device.compute)
             slot.staged.upload(self._device.compute)
             slot.prompt.upload(self._device.compute)
-        self._program.warm_up()
+        self._backend.warm_up()
         if self._refine is not None:
             self._refine.warm_up()
         self._device.compute.record().wait()
@@ -156,7 +156,7 @@ class ModelRunner:
         slot, state = self._slots[0], self._state
         rows, context = state.scratch_row, self._max_context
         return StepCosts(
-            self._device, self._program, slot, self._drafts, num_rows=rows, max_context=context
+            self._device, self._backend, slot, self._drafts, num_rows=rows, max_context=context
         )
 
     def forward(self, launch: Launch) -> None:
@@ -168,18 +168,18 @@ class ModelRunner:
             flight.forward_start = compute.record(flight.forward_start)
             slot.staged.upload(compute)
             self._grow(launch.slot, rows)
-            self._program.decode(launch.slot, bucket, self._rank(rows), len(rows))
+            self._backend.decode(launch.slot, bucket, self._rank(rows), len(rows))
         else:
             flight.forward_start = compute.record(flight.forward_start)
             if launch.plan.refinement is not None:
                 assert self._refine is not None, "nothing to refine with"
                 self._refine.forward(launch.slot, launch.plan.refinement.given)
             elif launch.plan.kind is LaunchKind.ENCODE:
-                self._program.encode(launch.slot, rows[0])
+                self._backend.encode(launch.slot, rows[0])
             else:
                 prompts, decodes = launch.plan.prefills, launch.plan.decodes
                 self._grow(launch.slot, decodes)
-                self._program.prefill(launch.slot, prompts, decodes, self._rank(decodes))
+                self._backend.prefill(launch.slot, prompts, decodes, self._rank(decodes))
         flight.forward_end = compute.record(flight.forward_end)
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
@@ -196,9 +196,9 @@ class ModelRunner:
         if rows:
             sampled, payload, flight.logprobs = _needs(rows)
             bucket = self._staging.bucket(num_sampled)
-            self._program.sample(launch.slot, bucket, sampled=sampled, payload=payload)
+            self._backend.sample(launch.slot, bucket, sampled=sampled, payload=payload)
             if flight.logprobs:
-                self._program.logprobs(launch.slot, bucket, payload=payload)
+                self._backend.logprobs(launch.slot, bucket, payload=payload)
         flight.sample_end = compute.record(flight.sample_end)
         copy.wait_event(flight.sample_end)
         if rows:
@@ -214,7 +214,7 @@ class ModelRunner:
         if not rows:
             return []
         outputs = self._slots[launch.slot].outputs.host
-        count = len(rows) if self._drafts is None else sum(map(num_lanes, rows))
+        count = len(rows) if self._drafts is None else sum(map(num_sampled, rows))
         fields: list[Iterable[Any]] = [
             outputs["token"][:count].tolist(),
             map(tuple, outputs["payload"][:count].tolist()),
@@ -247,7 +247,7 @@ class ModelRunner:
         slot = self._slots[index]
         if self._staging.grown(slot, decodes):
             slot.grown.upload(self._device.compute)
-            self._program.grow(index)
+            self._backend.grow(index)
 
 
 def _by_row(
@@ -260,7 +260,7 @@ def _by_row(
     outputs, first = [], 0
     for row in rows:
         outputs.append(RowTokens(tokens[first : first + counts[first]], proposed[first]))
-        first += num_lanes(row)
+        first += num_sampled(row)
     return outputs
 
 
@@ -275,7 +275,7 @@ def _needs(rows: Sequence[Row]) -> tuple[bool, bool, bool]:
     return sampled, payload, logprobs
 
 
-def _program(
+def _backend(
     model: Model,
     kernels: StepKernels | None,
     device: Device,

@@ -18,7 +18,7 @@ PROMPT = -1
 """The source of a token that is given; else it is the row whose newest token is fed."""
 
 
-class FedToken(NamedTuple):
+class ScheduledToken(NamedTuple):
     """One token of a pass: of which row of the page table, where it stands, and what it is."""
 
     row: int
@@ -27,7 +27,7 @@ class FedToken(NamedTuple):
     token: TokenKey = (0, NO_PAYLOAD)
 
 
-class FedPrompt(NamedTuple):
+class ScheduledPrompt(NamedTuple):
     """What one row of a launch feeds, from a position on."""
 
     row: int
@@ -41,15 +41,15 @@ def bucket_for(buckets: Many[int], num_tokens: int) -> int:
 
 
 def cut_passes(
-    decodes: Many[Row], prompts: Many[FedPrompt], most: int
-) -> tuple[list[FedToken], ...]:
+    decodes: Many[Row], prompts: Many[ScheduledPrompt], most: int
+) -> tuple[list[ScheduledToken], ...]:
     """Passes of at most `most` tokens, as few as there can be.
 
     The last one begins with those that are sampled from: the decodes, then each prompt's last
     token. Earlier tokens of a prompt run in the same pass or before: a pass writes all of its keys
     and values before it reads any. Those that are sampled from have to fit one pass.
     """
-    sampled = [FedToken(r.sequence.row, r.position, r.sequence.row) for r in decodes]
+    sampled = [ScheduledToken(r.sequence.row, r.position, r.sequence.row) for r in decodes]
     sampled += [_fed(prompt, len(prompt.tokens) - 1) for prompt in prompts]
     assert len(sampled) <= most, f"{len(sampled)} rows are sampled in a pass of {most} tokens"
     earlier = [_fed(prompt, at) for prompt in prompts for at in range(len(prompt.tokens) - 1)]
@@ -74,7 +74,9 @@ def stage_step(slot: DecodeSlot, rows: Many[Row], bucket: int, pad: int) -> None
     staged["fresh"][len(rows) : bucket] = 1  # behind their position
 
 
-def stage_pass(slot: DecodeSlot, copy: int, tokens: Many[FedToken], bucket: int, pad: int) -> None:
+def stage_pass(
+    slot: DecodeSlot, copy: int, tokens: Many[ScheduledToken], bucket: int, pad: int
+) -> None:
     """Write a pass of `bucket` tokens to a host side of the slot; those missing are row `pad`'s."""
     staged, count = slot.staged.hosts[copy], len(tokens)
     first: dict[int, int] = {}
@@ -92,11 +94,11 @@ def stage_pass(slot: DecodeSlot, copy: int, tokens: Many[FedToken], bucket: int,
     staged["fresh"][count:bucket] = 1  # behind their position
 
 
-def num_groups(tokens: Many[FedToken], most: int) -> int:
+def num_groups(tokens: Many[ScheduledToken], most: int) -> int:
     """Groups of a pass: runs of tokens of one row, cut into at most `most`."""
     runs = itertools.groupby(token.row for token in tokens)
     return sum(-(-len(list(run)) // most) for _, run in runs)
 
 
-def _fed(prompt: FedPrompt, at: int) -> FedToken:
-    return FedToken(prompt.row, prompt.start + at, token=prompt.tokens[at])
+def _fed(prompt: ScheduledPrompt, at: int) -> ScheduledToken:
+    return ScheduledToken(prompt.row, prompt.start + at, token=prompt.tokens[at])

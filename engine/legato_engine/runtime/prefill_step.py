@@ -14,7 +14,7 @@ from legato_engine.sequence import Sequence, TokenKey
 from legato_engine.speculative.proposer import UNKNOWN
 
 
-def fed_tokens(row: Row) -> list[TokenKey]:
+def scheduled_tokens(row: Row) -> list[TokenKey]:
     """What a prefill feeds behind the prefix: of the prompt, and of an answer that is resumed."""
     first = row.position - row.sequence.prefix_length
     return row.sequence.tokens[first : first + row.num_tokens]
@@ -31,7 +31,7 @@ def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
     staged["adapter_slot"].fill(0)  # and it has no adapter
     staged["copied"].fill(0)
     for place, row in enumerate(rows):
-        sequence, tokens = row.sequence, fed_tokens(row)
+        sequence, tokens = row.sequence, scheduled_tokens(row)
         end = first + len(tokens)
         staged["token"][first:end] = [token_id for token_id, _ in tokens]
         staged["payload"][first:end] = [payload for _, payload in tokens]
@@ -64,7 +64,7 @@ def stage_samples(slot: DecodeSlot, rows: Many[Row], scratch_row: int, *, copy: 
     if slot.speculates:
         staged["row"].fill(scratch_row)
         staged["row"][:count] = staged["sample_row"][:count]
-        staged["lane"].fill(0)
+        staged["draft_index"].fill(0)
 
 
 def _stage_history(slot: DecodeSlot, place: int, sequence: Sequence) -> None:

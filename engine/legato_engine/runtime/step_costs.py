@@ -36,7 +36,7 @@ class StepCosts:
     ) -> None:
         """`slot` is the program's first; `num_rows` can be live at once."""
         self._device = device
-        self._program = program
+        self._backend = program
         self._slot = slot
         self._drafts = drafts
         self._num_rows = num_rows
@@ -57,13 +57,13 @@ class StepCosts:
         The tokens are those of all rows, as many of each, or of fewer rows if there are less. More
         tokens never take less, whatever the clock said.
         """
-        buckets = self._program.buckets
+        buckets = self._backend.buckets
         seconds = accumulate((self._seconds(bucket) for bucket in buckets), max)
         return tuple(zip(buckets, seconds, strict=True))
 
     def propose(self) -> float:
         """Seconds of one more token of the longest block."""
-        block, least = self._drafts.max_block, self._program.buckets[0]
+        block, least = self._drafts.max_block, self._backend.buckets[0]
         return max(0.0, self._seconds(least, block) - self._seconds(least)) / block
 
     def _seconds(self, bucket: int, block: int = 0) -> float:
@@ -71,9 +71,9 @@ class StepCosts:
         lanes = self._lanes(bucket)
         staged = self._slot.staged.host
         staged["row"].fill(self._drafts.scratch_row)
-        staged["lane"].fill(0)
+        staged["draft_index"].fill(0)
         staged["row"][: len(lanes)] = [row for row, _ in lanes]
-        staged["lane"][: len(lanes)] = [lane for _, lane in lanes]
+        staged["draft_index"][: len(lanes)] = [lane for _, lane in lanes]
         self._slot.num_drafts = block
         times = sorted(self._second_of_two(bucket, lanes[-1][0] + 1) for _ in range(_TIMES))
         self._device.compute.submit(self._drafts.clear)
@@ -100,5 +100,5 @@ class StepCosts:
 
     def _step(self, bucket: int, num_rows: int) -> None:
         self._slot.staged.upload(self._device.compute)
-        self._program.decode(_SLOT, bucket, 0, num_rows)
-        self._program.sample(_SLOT, bucket, sampled=False, payload=False)
+        self._backend.decode(_SLOT, bucket, 0, num_rows)
+        self._backend.sample(_SLOT, bucket, sampled=False, payload=False)

@@ -65,7 +65,7 @@ class StepStaging:
             constraints = [
                 constraint
                 for row, constraint in zip(rows, constraints, strict=True)
-                for _ in range(num_lanes(row))
+                for _ in range(num_sampled(row))
             ]
         slot.constraint.host["constraint"][: len(constraints)] = constraints
         return len(constraints)
@@ -73,18 +73,20 @@ class StepStaging:
     def _lanes(self, slot: DecodeSlot, rows: Sequence[Row]) -> int:
         """Which lanes there are; the device knows where they stand."""
         staged = slot.staged.host
-        row_B = [row.sequence.row for row in rows for _ in range(num_lanes(row))]
-        lane_B = [lane for row in rows for lane in range(num_lanes(row))]
+        row_B = [row.sequence.row for row in rows for _ in range(num_sampled(row))]
+        draft_index_B = [lane for row in rows for lane in range(num_sampled(row))]
         assert self._drafts is not None
-        assert max(lane_B) <= self._drafts.max_block, "a row proposes more than there is room for"
-        bucket, slot.num_drafts = self.bucket(len(row_B)), max(lane_B)
+        assert max(draft_index_B) <= self._drafts.max_block, (
+            "a row proposes more than there is room for"
+        )
+        bucket, slot.num_drafts = self.bucket(len(row_B)), max(draft_index_B)
         staged["row"][:bucket] = self._scratch_row
         staged["row"][: len(row_B)] = row_B
-        staged["lane"][:bucket] = 0
-        staged["lane"][: len(row_B)] = lane_B
+        staged["draft_index"][:bucket] = 0
+        staged["draft_index"][: len(row_B)] = draft_index_B
         return bucket
 
 
-def num_lanes(row: Row) -> int:
+def num_sampled(row: Row) -> int:
     """Tokens of a row that are sampled from; of a prefill's only the last is."""
     return 1 + row.num_drafts

@@ -39,7 +39,7 @@ class TorchBackend:
         self.limits = BatchLimits(
             slots[0].max_prompts, tokens=model.max_context, sampled=buckets[-1]
         )
-        self.encodes_pictures = False
+        self.encodes_images = False
         self._model = model
         self._device = device
         self._kv = kv

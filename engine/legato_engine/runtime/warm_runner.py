@@ -49,7 +49,7 @@ def warm_runner(
         proposer=proposer if block else None,
         max_block=block,
         max_prompts=config.max_prefill_rows,
-        max_pictures=config.pictures_per_launch,
+        max_images=config.pictures_per_launch,
         refiner=refiner,
     )
     runner.warm_up()

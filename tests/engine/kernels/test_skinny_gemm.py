@@ -13,7 +13,7 @@ from legato_engine.kernels.cuda.decoder import DEFAULT_STAGES, MAX_TOKENS
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes
 from legato_engine.kernels.cuda.tau_decoder_stages import TauSizes
 from legato_engine.kernels.cuda.value_heads import BINS_STAGES, INNER_STAGES, RegionSizes
-from legato_engine.models.moondream.fused_sizes import gained_sizes, region_sizes
+from legato_engine.models.moondream.fused_sizes import region_sizes, tau_sizes
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
     moondream2_config,
@@ -54,7 +54,7 @@ def expert_sizes(dtype: torch.dtype) -> TauSizes:
     """Moondream 3's sizes, in its whole context."""
     decode, _ = sizes_of("moondream2")  # the same but for the context
     decode = dataclasses.replace(decode, max_pages=attention.MAX_CONTEXT // PAGE)
-    return gained_sizes(moondream3_config(), decode, dtype)
+    return tau_sizes(moondream3_config(), decode, dtype)
 
 
 def expert_shared(dtype: torch.dtype, batch: int) -> dict[str, int]:

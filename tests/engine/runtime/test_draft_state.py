@@ -72,14 +72,14 @@ class Rows:
         prompt["limit"].fill_(limit)
         self.drafts.admit(self.slot)
         pads = [ROWS] * 7
-        self.stage(sample_row=[row, *pads], lane=[0] * 8)
+        self.stage(sample_row=[row, *pads], draft_index=[0] * 8)
         self.stage(sample_position=[START + len(PROMPT), *[0] * 7])
         self.settle([token, *[0] * 7])
 
     def place(self, lanes):
         """Place lanes, given as (row, lane); what they are to feed."""
         padded = [*lanes, *[(ROWS, 0)] * (8 - len(lanes))]
-        self.stage(row=[row for row, _ in padded], lane=[lane for _, lane in padded])
+        self.stage(row=[row for row, _ in padded], draft_index=[index for _, index in padded])
         self.drafts.place(self.slot, 8, torch.zeros(ROWS + 1, 2, dtype=torch.int64), BLOCK)
         names = ("row", "source", "token", "position", "sample_position")
         fields = [self.slot.staged.device[name][: len(lanes)].tolist() for name in names]

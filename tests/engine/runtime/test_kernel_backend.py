@@ -76,14 +76,14 @@ class TorchEncoder:
 
     max_crops = 4
 
-    def __init__(self, assembly, max_pictures, flaw=0.0):
+    def __init__(self, assembly, max_images, flaw=0.0):
         self.vision = tiny_random_config().vision
         self.model, self.flaw = assembly.model, flaw
-        num_places = NUM_SLOTS * max_pictures
+        num_images = NUM_SLOTS * max_images
         length = assembly.frontend.prefix_length(has_image=True)
-        self.embeddings_CPD = torch.zeros(num_places, length, assembly.model.width)
+        self.embeddings_CPD = torch.zeros(num_images, length, assembly.model.width)
         self.embeddings_CPD[:, 0] = assembly.model.prefix_embeddings(None)
-        self.staged = [None] * num_places
+        self.staged = [None] * num_images
         self.uploaded = None
         self.counts = []
 
@@ -145,7 +145,7 @@ def assembly(tmp_path):
     made.device.close()
 
 
-def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_pictures=1, encoder=None):
+def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_images=1, encoder=None):
     """The same model behind the program for kernels, and these; pictures whole for an `encoder`."""
     made = []
 
@@ -158,7 +158,7 @@ def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_pictures=1, encod
             made.append(TorchKernels(assembly.model, kv, adapters))
             return made[0]
 
-        def picture_encoder(self, pinned, num_places):
+        def image_encoder(self, pinned, num_images):
             """The one given."""
             return encoder
 
@@ -172,11 +172,11 @@ def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_pictures=1, encod
         buckets=buckets,
         adapters=assembly.bank,
         max_prompts=max_prompts,
-        max_pictures=max_pictures,
+        max_images=max_images,
     )
     runner.warm_up()
     frontend = assembly.frontend
-    if runner.encodes_pictures:
+    if runner.encodes_images:
         frontend = frontend.resizing_on_device()
     return dataclasses.replace(assembly, runner=runner, frontend=frontend), made[0]
 
@@ -234,7 +234,7 @@ def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
     shared_tokens = fused.runner.limits.tokens
     given = []
     for most in (MAX_PASSES, 1):
-        monkeypatch.setattr(fused.runner._program, "_most_fed", 8 * most)
+        monkeypatch.setattr(fused.runner._backend, "_most_fed", 8 * most)
         before, run = kernels.num_steps, Run(fused, max_tokens=1)
         run.submit("long", QueryTask(question="x" * (2 * shared_tokens)))
         run.finish()
@@ -250,7 +250,7 @@ def test_pictures_share_a_launch_and_change_no_answer(assembly, monkeypatch):
     another, each into its own pages; whoever asks about one of them stands behind all.
     """
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)
-    monkeypatch.setattr(kernel_backend, "_CROWD", 0)
+    monkeypatch.setattr(kernel_backend, "_MIN_QUEUE_LENGTH", 0)
     whole = msgspec.structs.replace(assembly.config, crops_per_launch=0)
     assembly = dataclasses.replace(assembly, config=whole)
     folder = Path(assembly.config.adapters)
@@ -259,7 +259,7 @@ def test_pictures_share_a_launch_and_change_no_answer(assembly, monkeypatch):
     for most, flaw, together in ((1, 0.0, 0), (3, 0.0, 2), (3, 0.01, 0)):
         encoder = TorchEncoder(assembly, most, flaw)
         fused, _ = with_kernels(
-            assembly, buckets=(8, 16), max_prompts=4, max_pictures=most, encoder=encoder
+            assembly, buckets=(8, 16), max_prompts=4, max_images=most, encoder=encoder
         )
         assert bool(encoder.counts) == (most > 1), "measured in advance"
         del encoder.counts[:]

@@ -11,8 +11,8 @@ from legato_engine.device.cpu import CpuDevice
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.passes import (
     PROMPT,
-    FedPrompt,
-    FedToken,
+    ScheduledPrompt,
+    ScheduledToken,
     cut_passes,
     num_groups,
     stage_pass,
@@ -31,7 +31,7 @@ def decode(row, position):
 
 def prompt(row, start, count):
     """Tokens that tell where they belong."""
-    return FedPrompt(row, start, [(1000 * row + start + n, NO_VALUE) for n in range(count)])
+    return ScheduledPrompt(row, start, [(1000 * row + start + n, NO_VALUE) for n in range(count)])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -76,7 +76,7 @@ def test_every_token_is_fed_once_behind_those_before_it(seed):
 )
 def test_neighbours_of_one_row_are_groups(rows, groups):
     """Runs of up to eight; a row that stands in two places has two."""
-    assert num_groups([FedToken(ord(row), 0) for row in rows], 8) == groups
+    assert num_groups([ScheduledToken(ord(row), 0) for row in rows], 8) == groups
 
 
 @pytest.fixture

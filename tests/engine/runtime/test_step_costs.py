@@ -21,13 +21,13 @@ class Watching:
     """A program that notes what its steps feed."""
 
     def __init__(self, program, slot, scratch, stream):
-        self._program, self._slot, self._scratch, self._stream = program, slot, scratch, stream
+        self._backend, self._slot, self._scratch, self._stream = program, slot, scratch, stream
         self.buckets = program.buckets
         self.fed = {}  # by bucket: row and position of each token, and how many rows were told
 
     def decode(self, slot, bucket, rank, num_rows):
         """Run it; the places are those that the device has found."""
-        self._program.decode(slot, bucket, rank, num_rows)
+        self._backend.decode(slot, bucket, rank, num_rows)
         self._stream.record().wait()
         staged = self._slot.staged.device
         rows, positions = (staged[name][:bucket].tolist() for name in ("row", "position"))
@@ -36,7 +36,7 @@ class Watching:
 
     def sample(self, slot, bucket, **options):
         """Run it."""
-        self._program.sample(slot, bucket, **options)
+        self._backend.sample(slot, bucket, **options)
 
 
 def test_every_token_of_a_step_is_fed(assembly):
@@ -44,8 +44,8 @@ def test_every_token_of_a_step_is_fed(assembly):
     costs = assembly.runner.costs()
     drafts = assembly.runner._drafts
     stream = assembly.device.compute
-    watching = Watching(costs._program, costs._slot, drafts.scratch_row, stream)
-    costs._program = watching
+    watching = Watching(costs._backend, costs._slot, drafts.scratch_row, stream)
+    costs._backend = watching
     steps = costs.steps()
     assert tuple(bucket for bucket, _ in steps) == watching.buckets == tuple(watching.fed)
     seconds = [each for _, each in steps]

@@ -74,7 +74,7 @@ class TextFrontend:
         """The same: there is nothing to resize."""
         return self
 
-    def keeping_pictures(self) -> TextFrontend:
+    def keeping_images(self) -> TextFrontend:
         """The same: there is nothing to keep."""
         return self
 

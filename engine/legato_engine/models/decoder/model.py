@@ -95,8 +95,8 @@ class DecoderModel:
         """None: torch's own operations run on every device."""
         return None
 
-    def picture_encoder(
-        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_places: int
+    def image_encoder(
+        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_images: int
     ) -> ImageEncoder | None:
         """None: there are no pictures."""
         return None

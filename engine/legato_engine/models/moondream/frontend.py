@@ -23,7 +23,7 @@ from legato_engine.models.model import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
 from legato_engine.models.moondream.preprocess import (
-    Crops,
+    CroppedImage,
     Pixels,
     WholeImage,
     crop_image,
@@ -79,7 +79,7 @@ class MoondreamFrontend:
             keep_pictures=self._keep_pictures,
         )
 
-    def keeping_pictures(self) -> MoondreamFrontend:
+    def keeping_images(self) -> MoondreamFrontend:
         """The same frontend, for a refiner of outlines."""
         return MoondreamFrontend(
             self._config,
@@ -132,7 +132,7 @@ class MoondreamFrontend:
                 setup = self._setup(request, prompt, SamplingDefaults())
                 return SegmentSkill(setup, clean(request.task.object, "object"), self._tokenizer)
 
-    def _layout(self, image_rgb: Image.Image | Pixels) -> Crops | WholeImage:
+    def _layout(self, image_rgb: Image.Image | Pixels) -> CroppedImage | WholeImage:
         if self._resize_on_device:
             whole = whole_picture(np.asarray(image_rgb), self._config.vision)
             if whole is not None:

@@ -28,13 +28,13 @@ from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.fused_adapters import FusedAdapters
 from legato_engine.models.moondream.fused_sizes import (
     decoder_sizes,
-    gained_sizes,
     region_sizes,
+    tau_sizes,
 )
 from legato_engine.models.moondream.fused_weights import (
-    gained_layer,
     normed_map,
     plain_layer,
+    tau_layer,
     value_bins,
     weight_and_bias,
 )
@@ -185,7 +185,7 @@ def _layers(
         plain = [plain_layer(block, sizes, rotated=True) for block in blocks]
         return decoder, lambda x_BD, *rest: decoder.layers(x_BD, plain, *rest)
     expert_dtype = torch.float8_e4m3fn if text.has_fp8_experts else text.wte.dtype
-    routed_sizes = gained_sizes(config, sizes, expert_dtype)
+    routed_sizes = tau_sizes(config, sizes, expert_dtype)
     routed = TauDecoder(routed_sizes, len(blocks), device, stages, kv.scale_L2)
-    layers = [gained_layer(block, sizes) for block in blocks]
+    layers = [tau_layer(block, sizes) for block in blocks]
     return routed, lambda x_BD, *rest: routed.layers(x_BD, layers, *rest)

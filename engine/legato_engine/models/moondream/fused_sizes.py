@@ -62,7 +62,7 @@ def region_sizes(config: MoondreamConfig) -> RegionSizes:
     )
 
 
-def gained_sizes(
+def tau_sizes(
     config: MoondreamConfig, decoder: DecoderSizes, expert_dtype: torch.dtype
 ) -> TauSizes:
     """The sizes of a text part with gains and experts."""

@@ -48,7 +48,7 @@ def plain_layer(block: TextBlock, sizes: DecoderSizes, *, rotated: bool) -> Laye
     )
 
 
-def gained_layer(block: TextBlock, sizes: DecoderSizes) -> TauLayer:
+def tau_layer(block: TextBlock, sizes: DecoderSizes) -> TauLayer:
     """A layer with gains, and its experts if it has some."""
     attention, mlp = block.attn, block.mlp
     assert attention.tau is not None, "only where there are gains"

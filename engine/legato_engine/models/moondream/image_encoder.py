@@ -40,7 +40,7 @@ class MoondreamImageEncoder:
         vision: Vision,
         text: Text,
         pinned: Pinned,
-        num_places: int,
+        num_images: int,
     ) -> None:
         sizes, device, dtype = config.vision, text.wte.device, text.wte.dtype
         self.max_crops = most_crops(sizes)
@@ -51,9 +51,9 @@ class MoondreamImageEncoder:
         self._stitch = StitchPool(geometry)
         self._hosts = [
             HostImage(pinned((NUM_PIXEL_BYTES,), torch.uint8), pinned((MAX_WORDS,), torch.int32))
-            for _ in range(num_places)
+            for _ in range(num_images)
         ]
-        self._staged: list[StagedImage | None] = [None] * num_places
+        self._staged: list[StagedImage | None] = [None] * num_images
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -67,7 +67,7 @@ class MoondreamImageEncoder:
         self._features_NTD = zeros(self.max_crops, sizes.num_tokens, sizes.dim)
         self._given_NTD = torch.zeros_like(self._features_NTD)
         self._joined_TD = zeros(sizes.num_tokens, 2 * sizes.dim)
-        self.embeddings_CPD = zeros(num_places, config.prefix_length, config.text.dim)
+        self.embeddings_CPD = zeros(num_images, config.prefix_length, config.text.dim)
         self.embeddings_CPD[:, 0] = text.wte[config.tokens.bos]
 
     def stage(self, place: int, image: PreparedImage) -> None:

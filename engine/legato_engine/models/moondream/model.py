@@ -19,7 +19,7 @@ from legato_engine.models.moondream.constraints import constraint_table
 from legato_engine.models.moondream.draft import read_draft
 from legato_engine.models.moondream.fused import FusedMoondream
 from legato_engine.models.moondream.fused_sizes import can_fuse
-from legato_engine.models.moondream.preprocess import Crops
+from legato_engine.models.moondream.preprocess import CroppedImage
 from legato_engine.models.moondream.region import Region
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision
@@ -66,7 +66,7 @@ class MoondreamModel:
         bos_1D = self._network.text.wte[bos : bos + 1]
         if image is None:
             return bos_1D
-        crops: Crops = image.pixels
+        crops: CroppedImage = image.pixels
         image_TD = self._network.vision(self._upload(crops), crops.tiling)
         return torch.cat([bos_1D, image_TD])
 
@@ -146,8 +146,8 @@ class MoondreamModel:
         text, region = self._network.text, self._network.region
         return FusedMoondream(self._config, text, region, kv, adapters)
 
-    def picture_encoder(
-        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_places: int
+    def image_encoder(
+        self, pinned: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], num_images: int
     ) -> ImageEncoder | None:
         """The vision tower in steps; None where pictures are cut on the host."""
         if self._device.type != "cuda" or self.dtype is not torch.bfloat16:
@@ -155,9 +155,9 @@ class MoondreamModel:
         from legato_engine.models.moondream.image_encoder import MoondreamImageEncoder
 
         vision, text = self._network.vision, self._network.text
-        return MoondreamImageEncoder(self._config, vision, text, pinned, num_places)
+        return MoondreamImageEncoder(self._config, vision, text, pinned, num_images)
 
-    def _upload(self, crops: Crops) -> torch.Tensor:
+    def _upload(self, crops: CroppedImage) -> torch.Tensor:
         """The pixels on the device; page-locked first, so that the copy does not stop the host."""
         pixels = torch.from_numpy(crops.pixels_NHWC)
         if self._device.type == "cpu":

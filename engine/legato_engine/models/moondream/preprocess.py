@@ -19,7 +19,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Crops:
+class CroppedImage:
     """A picture as the vision tower takes it.
 
     `pixels_NHWC` uint8 RGB: the whole picture first, then `tiling` (rows, columns) tiles row by
@@ -47,12 +47,12 @@ class WholeImage:
 
     @property
     def picture(self) -> Pixels:
-        """As in `Crops`: always kept."""
+        """As in `CroppedImage`: always kept."""
         return self.pixels_HWC
 
     @property
     def tiling(self) -> tuple[int, int]:
-        """Rows and columns of tiles, as in `Crops`."""
+        """Rows and columns of tiles, as in `CroppedImage`."""
         return self.plan.tiling
 
     @property
@@ -94,7 +94,7 @@ def crop_geometry(config: VisionConfig) -> CropGeometry:
 
 
 def most_crops(config: VisionConfig) -> int:
-    """Crops of one picture that the device has room for; a few very thin ones have more."""
+    """Crops of one image that the device has room for; a few very thin ones have more."""
     return 1 + config.max_crops if config.max_crops > 1 else 1
 
 
@@ -107,7 +107,7 @@ def whole_picture(pixels_HWC: Pixels, config: VisionConfig) -> WholeImage | None
     return WholeImage(pixels_HWC, plan)
 
 
-def crop_image(image: Image.Image, config: VisionConfig) -> Crops:
+def crop_image(image: Image.Image, config: VisionConfig) -> CroppedImage:
     """Cut an RGB picture; every tile shares `overlap_margin` patches with its neighbours."""
     size, window = config.crop_size, config.window
     margins = 2 * config.overlap_margin * config.patch_size
@@ -120,7 +120,7 @@ def crop_image(image: Image.Image, config: VisionConfig) -> Crops:
             for top in range(0, rows * window, window)
             for left in range(0, columns * window, window)
         ]
-    return Crops(np.stack(crops), (rows, columns))
+    return CroppedImage(np.stack(crops), (rows, columns))
 
 
 def _resized(image: Image.Image, height: int, width: int) -> Pixels:

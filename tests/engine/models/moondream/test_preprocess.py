@@ -11,7 +11,7 @@ from legato_engine.kernels.cut_plan import CutPlan
 from legato_engine.kernels.lanczos import resize
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.preprocess import (
-    Crops,
+    CroppedImage,
     WholeImage,
     crop_geometry,
     crop_image,
@@ -131,7 +131,7 @@ def test_a_picture_without_room_on_the_device_is_cut_on_the_host():
     """A picture beyond the device's buffers becomes crops, as without a device."""
     frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer(), resize_on_device=True)
     image = frontend.prepare_image(np.zeros((20, 900_000, 3), np.uint8), "key", INFO)
-    assert isinstance(image.pixels, Crops)
+    assert isinstance(image.pixels, CroppedImage)
     assert image.num_bytes == 378 * 378 * 3
 
 
@@ -139,7 +139,7 @@ def test_a_picture_of_too_many_crops_is_cut_on_the_host():
     """Thin pictures may have more tiles than the device has room for; the rest stays whole."""
     frontend = MoondreamFrontend(moondream2_config(), StandInTokenizer(), resize_on_device=True)
     thin = frontend.prepare_image(np.zeros((430, 20_000, 3), np.uint8), "key", INFO)
-    assert isinstance(thin.pixels, Crops)
+    assert isinstance(thin.pixels, CroppedImage)
     assert len(thin.pixels.pixels_NHWC) > 1 + VISION.max_crops
     assert thin.num_crops == 0
     plain = frontend.prepare_image(np.zeros((600, 850, 3), np.uint8), "key", INFO)

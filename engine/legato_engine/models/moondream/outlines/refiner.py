@@ -16,7 +16,7 @@ from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.outlines import crop
 from legato_engine.models.moondream.outlines.crop import Crop, Values
 from legato_engine.models.moondream.outlines.weights import load_head
-from legato_engine.models.moondream.preprocess import Crops, WholeImage
+from legato_engine.models.moondream.preprocess import CroppedImage, WholeImage
 from legato_engine.models.moondream.vision import Vision, normalised, patches
 
 
@@ -40,7 +40,7 @@ class MoondreamRefiner:
 
     def prepare(self, outline: Outline, image: PreparedImage) -> Crop:
         """What is seen of the outline; on any thread."""
-        picture: Crops | WholeImage = image.pixels
+        picture: CroppedImage | WholeImage = image.pixels
         assert picture.picture is not None, "the frontend keeps pictures where there is refining"
         return crop.cut(outline, picture.picture, self._side)
 

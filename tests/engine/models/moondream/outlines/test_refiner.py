@@ -40,7 +40,7 @@ def learnt(network, tmp_path_factory):
 
 def prepared(pixels_HWC):
     """The picture as a frontend prepares it for a refiner."""
-    frontend = MoondreamFrontend(CONFIG, StandInTokenizer()).keeping_pictures()
+    frontend = MoondreamFrontend(CONFIG, StandInTokenizer()).keeping_images()
     return frontend.prepare_image(Image.fromarray(pixels_HWC), "k", INFO)
 
 
@@ -114,8 +114,8 @@ def test_a_picture_left_whole_is_there_already():
     frontend = MoondreamFrontend(CONFIG, StandInTokenizer())
     pixels, _ = scene(10, 10, 5, 5)
     for made in (
-        frontend.resizing_on_device().keeping_pictures(),
-        frontend.keeping_pictures().resizing_on_device(),
+        frontend.resizing_on_device().keeping_images(),
+        frontend.keeping_images().resizing_on_device(),
     ):
         image = made.prepare_image(Image.fromarray(pixels), "k", INFO)
         assert np.array_equal(image.pixels.picture, pixels)
