@@ -8,6 +8,7 @@ from legato_engine.core import QueryTask, SamplingParams
 from legato_engine.engine.assembly import assemble
 from legato_engine.models.moondream.outlines import paths
 from legato_engine.models.moondream.outlines.crop import Crop
+from legato_engine.runtime.graph_runner import GraphRunner
 from legato_engine.runtime.refine_step import RefineStep
 
 from tests.engine.engine.core.world import World
@@ -73,8 +74,8 @@ def test_a_captured_refinement_is_an_eager_one(assembly):
     mask = random.integers(0, 2, (side, side), np.uint8)
     given = Crop((side, side), 0, 0, (side, side), pixels, mask)
     answers = []
-    for capture in (device.capture, lambda work: work):
-        step = RefineStep(refiner, device, 2, capture)
+    for captures in (True, False):
+        step = RefineStep(refiner, device, 2, GraphRunner(device, captures=captures))
         step.warm_up()
         for slot in (0, 1, 0):
             step.forward(slot, given)

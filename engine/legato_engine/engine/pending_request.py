@@ -7,7 +7,7 @@ import dataclasses
 
 from legato_engine.core import Request
 from legato_engine.engine.preprocessor import Picture
-from legato_engine.models.model import Adapter
+from legato_engine.models.capabilities import Adapter
 from legato_engine.tasks import Task
 
 Preparation = concurrent.futures.Future[Picture] | concurrent.futures.Future[Adapter]

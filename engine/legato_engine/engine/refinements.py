@@ -17,7 +17,8 @@ import structlog
 
 from legato_engine.core import FinishReason, Outline, Request, SegmentResult, SegmentTask
 from legato_engine.ipc.messages import Done, EngineOutput, Failed
-from legato_engine.models.model import MaskRefiner, PreparedImage
+from legato_engine.models.capabilities import MaskRefiner
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.launch import Refinement
 
 _log = structlog.get_logger()

@@ -6,12 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from legato_engine.models.model import Model, ModelFrontend
+from legato_engine.models.frontend import ModelFrontend
 
 if TYPE_CHECKING:
     import torch  # only `load` needs it, and only when called
 
     from legato_engine.models.checkpoint import Progress
+    from legato_engine.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,14 +6,11 @@ Shape legend: T tokens of one sequence, B rows of one token each, M pages of one
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+
+import torch
 
 from legato_engine.kernels.layer_cache import LayerCache
-
-if TYPE_CHECKING:
-    import torch  # frontends come here by `model`, and never load torch
-
-    from legato_engine.layers.lora import AdaptedRows
+from legato_engine.layers.lora import AdaptedRows
 
 
 @dataclasses.dataclass(slots=True)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig, largest_block
 from legato_engine.device.base import Device
+from legato_engine.errors import InvalidField
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.megakernel.costs import CostTable
 from legato_engine.models import registry
-from legato_engine.models.model import MaskRefiner, Model
+from legato_engine.models.capabilities import MaskRefiner
+from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.draft_model import DraftModel
 from legato_engine.runtime.kv_pool import decode_buckets
@@ -71,7 +73,10 @@ def _proposer(
     path = Path(config.draft) if config.draft else draft
     if path is None or config.draft == LOOKUP_DRAFT:
         return _lookup(device)
-    return model.draft_proposer(path, kv)
+    drafts = model.capabilities.drafts
+    if drafts is None:
+        raise InvalidField("the model takes no draft", field="draft")
+    return drafts.draft_proposer(path, kv)
 
 
 def _lookup(device: Device) -> Proposer:

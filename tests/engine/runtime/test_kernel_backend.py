@@ -146,12 +146,18 @@ def assembly(tmp_path):
 
 
 def with_kernels(assembly, *, buckets=(8,), max_prompts=1, max_images=1, encoder=None):
-    """The same model behind the program for kernels, and these; pictures whole for an `encoder`."""
+    """The same model on a `KernelBackend`, and its kernels; images uncropped for an `encoder`."""
     made = []
 
     class WithKernels:
         def __getattr__(self, name):
             return getattr(assembly.model, name)
+
+        @property
+        def capabilities(self):
+            """The model's own, with kernels and the encoder, if any."""
+            images = self if encoder is not None else None
+            return dataclasses.replace(assembly.model.capabilities, step=self, images=images)
 
         def step_kernels(self, kv, adapters):
             """The stand-in."""
@@ -234,7 +240,7 @@ def test_a_long_prompt_alone_runs_as_steps(assembly, monkeypatch):
     shared_tokens = fused.runner.limits.tokens
     given = []
     for most in (MAX_PASSES, 1):
-        monkeypatch.setattr(fused.runner._backend, "_most_fed", 8 * most)
+        monkeypatch.setattr(fused.runner._backend, "_max_scheduled", 8 * most)
         before, run = kernels.num_steps, Run(fused, max_tokens=1)
         run.submit("long", QueryTask(question="x" * (2 * shared_tokens)))
         run.finish()

@@ -18,7 +18,7 @@ from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models import budget
 from legato_engine.models.decoder.task import TextTask
 from legato_engine.models.detokenizer import Pieces
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.text_output import Answer
 from legato_engine.models.token_log import TokenLog
 from legato_engine.tasks import Constraint
@@ -56,7 +56,7 @@ class TextSetup:
 
 
 class TextFrontend:
-    """A `models.model.ModelFrontend` without pictures; safe to use from many threads."""
+    """A `models.frontend.ModelFrontend` without pictures; safe to use from many threads."""
 
     takes_images = False
     tasks: tuple[str, ...] = ("query",)

@@ -19,7 +19,7 @@ from legato_engine.core import (
 from legato_engine.errors import InvalidField
 from legato_engine.models import budget
 from legato_engine.models.budget import SamplingDefaults
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
 from legato_engine.models.moondream.preprocess import (
@@ -45,7 +45,7 @@ _SKILLS = ("query", "caption", "detect", "point", "segment")
 
 
 class MoondreamFrontend:
-    """A `models.model.ModelFrontend`; safe to use from many threads.
+    """A `models.frontend.ModelFrontend`; safe to use from many threads.
 
     `resize_on_device`: pictures stay as they are decoded, for the model to resize and cut; those
     that the device has no room for are cut here all the same. `keep_pictures`: the pictures that

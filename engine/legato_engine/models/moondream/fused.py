@@ -59,7 +59,7 @@ Layers = Callable[
 
 
 class FusedMoondream:
-    """A `models.model.StepKernels` over a network's text and region parts.
+    """A `models.step_kernels.StepKernels` over a network's text and region parts.
 
     `parts` are the kernels of its layers. `expert_LBK`: see `TauDecoder`; None without experts.
     """

@@ -6,8 +6,6 @@ vision width, X text width, C places of pictures, M pages of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from legato_engine.kernels.cuda.image_pipeline import (
@@ -19,20 +17,20 @@ from legato_engine.kernels.cuda.image_pipeline import (
     stage,
 )
 from legato_engine.kernels.cut_plan import MAX_WORDS
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.capabilities import Pinned
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.preprocess import WholeImage, crop_geometry, most_crops
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision, normalised
 from legato_engine.models.paged_cache import KVCache
 
-Pinned = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 _LEVELS = 256
 _VALUES_PER_LOAD = 8  # rows of patches that begin elsewhere would be copied first
 
 
 class MoondreamImageEncoder:
-    """A `models.model.PictureEncoder` over a network's vision and text; bfloat16 on CUDA."""
+    """A `models.capabilities.ImageEncoder` over a network's vision and text; bfloat16 on CUDA."""
 
     def __init__(
         self,

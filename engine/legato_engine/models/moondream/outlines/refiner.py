@@ -11,7 +11,7 @@ import torch
 
 from legato_engine.core import Outline
 from legato_engine.errors import InvalidField
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.outlines import crop
 from legato_engine.models.moondream.outlines.crop import Crop, Values
@@ -21,7 +21,7 @@ from legato_engine.models.moondream.vision import Vision, normalised, patches
 
 
 class MoondreamRefiner:
-    """A `models.model.MaskRefiner` over a network's vision part and a head of its own."""
+    """A `models.capabilities.MaskRefiner` over a network's vision part and a head of its own."""
 
     def __init__(self, config: MoondreamConfig, vision: Vision, path: Path) -> None:
         """Raises `InvalidField` saying why the file or the model cannot refine."""
