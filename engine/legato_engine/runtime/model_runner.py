@@ -74,20 +74,10 @@ class ModelRunner:
     ) -> None:
         """Allocate all buffers.
 
-        Args:
-            model: runs on `device` and writes to `kv`.
-            device: runs all launches.
-            kv: the pool of pages.
-            max_running: sequences that run at the same time.
-            buckets: decode batch sizes in tokens, ascending.
-            cuda_graphs: capture work where the device can.
-            adapters: where rows find their adapters; None: no row has one.
-            proposer: proposes up to `max_block` draft tokens for a row; None: no speculation.
-            max_block: draft tokens that a row may feed after its own.
-            max_prompts: prompts that share a launch. 0: `SHARED_PROMPTS` with kernels, 1 without.
-                Speculation always has 1.
-            max_images: images that a launch computes, if prompts share it.
-            refiner: refines outlines; None: no launch refines.
+        Without `adapters` no row has an adapter, and without a `refiner` no launch refines. A
+        `proposer` proposes up to `max_block` draft tokens for a row. Up to `max_prompts` share a
+        launch; 0 selects `SHARED_PROMPTS` with kernels, and 1 without them. It is always 1 with a
+        `proposer`. A launch that prompts share computes up to `max_images` images.
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, max_running, max_block)

@@ -1,4 +1,4 @@
-"""A model's runner as a configuration asks for it: who proposes, and what its steps cost."""
+"""Construction of a model's runner, its proposer and its step costs from a configuration."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ def warm_runner(
     draft: Path | None,
     proposer: Proposer | None = None,
 ) -> tuple[ModelRunner, CostTable | None]:
-    """A warm runner, and its steps' costs where proposals are weighed against them.
+    """Build and warm a runner; measure its step costs if the speculation policy needs them.
 
-    It proposes if the configuration has tokens proposed: by `proposer`, or by whom the
-    configuration names; `draft` is what the model brings. Raises `InvalidField` for a setting of
-    speculation that is unknown, and a draft that cannot be used.
+    With speculation, draft tokens come from `proposer`, else from the draft that the configuration
+    names, else from `draft`, the file that came with the model.
+
+    Raises:
+        InvalidField: the speculation setting is unknown, or the draft cannot be used.
     """
     if proposer is None:
         proposer = _proposer(config, draft, model, device, kv)
@@ -62,7 +64,6 @@ def warm_runner(
 def _proposer(
     config: EngineConfig, draft: Path | None, model: Model, device: Device, kv: KVCache
 ) -> Proposer | None:
-    """Who the configuration says; `draft` is what the model brings."""
     if not largest_block(config.speculation):
         return None
     name, colon, folder = config.draft.partition(":")
