@@ -89,7 +89,7 @@ def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> floa
     device.compute.submit(encoder.cut)
 
     def embed() -> None:
-        encoder.encode(count, taken=False)
+        encoder.encode(count, gathered=False)
         encoder.finish(0)
 
     return device_ms(device, embed, repeats)

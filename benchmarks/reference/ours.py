@@ -209,7 +209,7 @@ class Engine:
         encoder.stage(0, image)
         encoder.upload(0)
         encoder.cut()
-        encoder.encode(image.num_crops, taken=False)
+        encoder.encode(image.num_crops, gathered=False)
         return encoder.finish(0)
 
 

@@ -76,7 +76,7 @@ class ImageEncoder(Protocol):
 
     Takes images with 1 to `max_crops` crops. Calls for one image come in this order: `stage` (on
     the host), `upload`, `cut`, `encode` of its first crops; then for each further range of crops,
-    in ascending order, `take`, `encode` and `give`; then `finish`. `cut`, `encode`, `finish` and
+    ascending, `gather`, `encode` and `scatter`; then `finish`. `cut`, `encode`, `finish` and
     `cache` can be captured.
 
     `index` selects one of the encoder's image buffers. It holds the pixels and embeddings of one
@@ -99,16 +99,16 @@ class ImageEncoder(Protocol):
         """Enqueue cutting the image uploaded last into crops."""
         ...
 
-    def take(self, first: int, stop: int) -> None:
-        """Enqueue copying crops `[first, stop)` to where `encode` reads `taken` crops."""
+    def gather(self, first: int, stop: int) -> None:
+        """Enqueue copying crops `[first, stop)` to where `encode` reads `gathered` crops."""
         ...
 
-    def encode(self, count: int, *, taken: bool) -> None:
-        """Enqueue the vision encoder over the first `count` crops, or over the taken ones."""
+    def encode(self, count: int, *, gathered: bool) -> None:
+        """Enqueue the vision encoder over the first `count` crops, or over the gathered ones."""
         ...
 
-    def give(self, first: int, stop: int) -> None:
-        """Enqueue copying the features of the taken crops to crops `[first, stop)`."""
+    def scatter(self, first: int, stop: int) -> None:
+        """Enqueue copying the features of the gathered crops to crops `[first, stop)`."""
         ...
 
     def finish(self, index: int) -> torch.Tensor:

@@ -43,8 +43,8 @@ class EncoderRunner:
     def warm_up(self) -> None:
         """Run every number of crops, image buffer and rank; measure if images may be stacked."""
         self._graphs.run(self._cut_work)
-        for count, taken in product(range(1, self._encoder.max_crops + 1), (False, True)):
-            self._graphs.run(self._crops_work, count, taken)
+        for count, gathered in product(range(1, self._encoder.max_crops + 1), (False, True)):
+            self._graphs.run(self._crops_work, count, gathered)
         buffers = list(product(range(len(self._slots)), range(self.max_images)))
         for slot, index in buffers:
             self._graphs.run(self._finish_work, slot, index)
@@ -65,9 +65,9 @@ class EncoderRunner:
             self._graphs.run(self._cut_work)
             self._graphs.run(self._crops_work, stop, False)
         elif first < stop:
-            self._compute.submit(lambda: encoder.take(first, stop))
+            self._compute.submit(lambda: encoder.gather(first, stop))
             self._graphs.run(self._crops_work, stop - first, True)
-            self._compute.submit(lambda: encoder.give(first, stop))
+            self._compute.submit(lambda: encoder.scatter(first, stop))
 
     def embed(self, slot: int, rows: Sequence[Row]) -> None:
         """Compute the embeddings of the rows' images."""
@@ -128,8 +128,8 @@ class EncoderRunner:
     def _cut_work(self) -> Work:
         return self._encoder.cut
 
-    def _crops_work(self, count: int, taken: bool) -> Work:
-        return lambda: self._encoder.encode(count, taken=taken)
+    def _crops_work(self, count: int, gathered: bool) -> Work:
+        return lambda: self._encoder.encode(count, gathered=gathered)
 
     def _finish_work(self, slot: int, index: int) -> Work:
         buffer = self._buffer(slot, index)

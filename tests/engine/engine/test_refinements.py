@@ -122,7 +122,7 @@ class Gate:
     def __call__(self, outline, image):
         """Raises if nobody opens it."""
         if not self.entered.is_set():
-            self.picture = weakref.ref(image.pixels.picture)
+            self.picture = weakref.ref(image.pixels.original)
         self.entered.set()
         assert self._open.wait(60)
         return self._then(outline, image)

@@ -98,10 +98,10 @@ class TorchEncoder:
     def cut(self):
         """Nothing, as in all that encodes: the tower runs at once, in the end."""
 
-    def take(self, *crops, **source):
+    def gather(self, *crops, **source):
         """See `cut`."""
 
-    encode = give = take
+    encode = scatter = gather
 
     def finish(self, place):
         """Of the picture uploaded last, if there was any: graphs are warmed up before."""

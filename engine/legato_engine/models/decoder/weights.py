@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints to networks, and random weights for them.
+"""Hugging Face checkpoints for decoder networks, and random weights.
 
-Layers that run as one (`PackedLinear`) are apart in a checkpoint. A head that is the embeddings may
-be there a second time, with the same values.
+The layers of a `PackedLinear` are separate in a checkpoint. A tied head may be stored a second
+time, with the values of the embeddings.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from legato_engine.models.checkpoint_files import Header, headers, opened
 from legato_engine.models.checkpoint_plan import Place
 from legato_engine.models.decoder.network import DecoderNetwork
 
-_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # old checkpoints hold what rope computes
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # in old checkpoints; `Rope` computes it
 _HEAD = "lm_head.weight"
 _GAINS = re.compile(r"norm\.weight$")
 
 
 class _Part(NamedTuple):
-    """Where a stored tensor belongs, and the rows that it fills there."""
+    """A stored tensor's place, and the rows that it fills there."""
 
     place: Place
     num_rows: int
@@ -41,7 +41,11 @@ def load_weights(
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> DecoderNetwork:
-    """Fill a network made on the meta device; raises `InvalidField` as `checkpoint.load` does."""
+    """Fill a network made on the meta device.
+
+    Raises:
+        InvalidField: as `checkpoint.load`, or a stored head differs from tied embeddings.
+    """
     parts = _parts(network)
     stored = headers(folder)
     _check_rows(stored, parts)
@@ -65,7 +69,7 @@ def random_weights(
     memory: int | None = None,
     progress: checkpoint.Progress = lambda fraction: None,
 ) -> DecoderNetwork:
-    """Fill a network made on the meta device with seeded weights of sensible scale."""
+    """Fill a network made on the meta device with seeded noise."""
     checkpoint.randomise(network, seed, device, _scale, _GAINS, memory=memory, progress=progress)
     return network.eval()
 
@@ -75,7 +79,7 @@ def _scale(_name: str, shape: torch.Size) -> float:
 
 
 def _parts(network: DecoderNetwork) -> dict[str, _Part]:
-    """By the stored name, for all that the network has."""
+    """Map stored names to places for all of the network's tensors."""
     packed = {name: m for name, m in network.named_modules() if isinstance(m, PackedLinear)}
     parts: dict[str, _Part] = {}
     for name, tensor in network.state_dict().items():
@@ -92,7 +96,7 @@ def _parts(network: DecoderNetwork) -> dict[str, _Part]:
 
 
 def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
-    """A part with rows to spare would run into its neighbour's."""
+    """Check sizes, because a part with too many rows would overwrite the next one."""
     for header in stored:
         part = parts.get(header.name)
         if part is None or part.place.first_row is None:
@@ -103,7 +107,7 @@ def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
 
 
 def _check_tied(stored: Sequence[Header], embeddings: str) -> None:
-    """A head of its own that the configuration says nothing of would be lost."""
+    """Check that a stored head equals the tied embeddings, because it is not loaded."""
     by_name = {header.name: header for header in stored}
     if _HEAD not in by_name or embeddings not in by_name:
         return

@@ -1,4 +1,4 @@
-"""Moondream's decode step as kernels: the network's weights, handed to them by name.
+"""Moondream's decode step as kernels over the network's weights.
 
 Shape legend: B tokens, D text width, V vocabulary, R rows of the token state.
 """
@@ -55,13 +55,13 @@ Layers = Callable[
     ],
     None,
 ]
-"""`Decoder.layers` of a network: its weights are known."""
+"""`Decoder.layers` with the network's weights bound."""
 
 
 class FusedMoondream:
-    """A `models.step_kernels.StepKernels` over a network's text and region parts.
+    """`StepKernels` over a network's text and region parts.
 
-    `parts` are the kernels of its layers. `expert_LBK`: see `TauDecoder`; None without experts.
+    `parts` are the kernels of a layer. `expert_LBK`: see `TauDecoder`; None without experts.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class FusedMoondream:
     def forward(
         self, inputs: StepInputs, hidden_BD: torch.Tensor, logits_BV: torch.Tensor | None
     ) -> None:
-        """Run B tokens; fills `hidden_BD` and the float32 `logits_BV`, if they are wanted."""
+        """Run B tokens; fill `hidden_BD` and the float32 `logits_BV`, if given."""
         for part in _passes(hidden_BD.shape[0]):
             some = inputs.part(part)
             self.embed(some, hidden_BD[part])
@@ -109,7 +109,7 @@ class FusedMoondream:
                 self.head(hidden_BD[part], logits_BV[part])
 
     def embed(self, inputs: StepInputs, hidden_BD: torch.Tensor) -> None:
-        """Fill the residual stream with the tokens' words and values."""
+        """Fill the residual stream with the embeddings of tokens and values."""
         tokens = TokenInputs(
             inputs.source_B,
             inputs.token_R,
@@ -125,7 +125,7 @@ class FusedMoondream:
         hidden_BD: torch.Tensor,
         parts: Collection[Part] = tuple(Part),
     ) -> None:
-        """Run all layers on the residual stream; fewer `parts` are for measuring."""
+        """Run all layers on the residual stream; select `parts` to measure them."""
         places = Places(
             inputs.row_B,
             inputs.position_B,
@@ -144,7 +144,7 @@ class FusedMoondream:
     def bins(
         self, token_B: torch.Tensor, hidden_BD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 logits of coord and size bins; only those that a token needs are up to date."""
+        """Compute float32 logits of coord and size bins; of each token only those that it needs."""
         self._bins.fill(token_B, hidden_BD)
         batch = token_B.shape[0]
         return self._bins.coord_bins_BN[:batch], self._bins.size_bins_BN[:batch]
@@ -157,7 +157,7 @@ class FusedMoondream:
         row_B: torch.Tensor,
         payload_B2: torch.Tensor,
     ) -> None:
-        """Write the values of coord and size tokens, here and in their rows; zero for others."""
+        """Write the values of coord and size tokens to `payload_B2` and their rows' state."""
         for part in _passes(hidden_BD.shape[0]):
             coord_BN, size_BS = self.bins(token_B[part], hidden_BD[part])
             self._payloads.read(state, coord_BN, size_BS, row_B[part], payload_B2[part])
@@ -170,14 +170,14 @@ class FusedMoondream:
 
 
 def _passes(batch: int) -> list[slice]:
-    """Slices of a batch, as large as one pass of the weights can serve."""
+    """Split a batch into slices that fit one pass over the weights."""
     return [slice(i, min(i + MAX_TOKENS, batch)) for i in range(0, batch, MAX_TOKENS)]
 
 
 def _layers(
     config: MoondreamConfig, text: Text, kv: KVCache, stages: Stages
 ) -> tuple[Decoder | TauDecoder, Layers]:
-    """The kernels, and how they run this network's layers."""
+    """Build the kernels, and the function that runs this network's layers by them."""
     device, sizes = text.wte.device, decoder_sizes(config, kv)
     blocks = [cast(TextBlock, block) for block in text.blocks]
     if config.text.tau is None:

@@ -1,4 +1,4 @@
-"""A network's adapters as its kernels take them."""
+"""A bank's adapters in the form of the step kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from legato_engine.models.moondream.text import Text, TextBlock
 
 
 class FusedAdapters:
-    """The kernels over a bank's slots."""
+    """The adapter kernels over a bank's slots."""
 
     def __init__(self, config: MoondreamConfig, text: Text, bank: AdapterBank) -> None:
         sizes, device, experts = config.text, text.wte.device, bank.weights.experts
@@ -36,7 +36,7 @@ class FusedAdapters:
             self._experts = expert_slots(bank, bank.num_mlps)
 
     def step(self, slot_R: torch.Tensor) -> StepAdapters:
-        """Of a step whose rows read these slots."""
+        """Return the adapters of a step whose rows have these adapter slots."""
         own = self._low_rank, self._mlps, Slots(slot_R, self._bank.rank_S)
         if self._expert_low_rank is None:
             return StepAdapters(*own)

@@ -1,4 +1,4 @@
-"""What Moondream's kernels are compiled for, and whether they can be."""
+"""Sizes that Moondream's kernels are compiled for, and whether they support a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from legato_engine.models.paged_cache import KVCache
 
 
 def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
-    """The text part's sizes over this KV cache."""
+    """Return the decoder's sizes over this KV cache."""
     text = config.text
     return DecoderSizes(
         dim=text.dim,
@@ -29,9 +29,9 @@ def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
 
 
 def can_fuse(config: MoondreamConfig, kv: KVCache, dtype: torch.dtype) -> bool:
-    """Whether the kernels run this model of that dtype on the device of its KV cache.
+    """Whether the kernels support this model on the device of its KV cache.
 
-    They know gains and experts together or neither, and keys of e4m3 only beside them.
+    They support tau and experts only together, and e4m3 keys only with both.
     """
     text, region = config.text, config.region
     if (text.tau is None) != (text.moe is None):
@@ -48,7 +48,7 @@ def can_fuse(config: MoondreamConfig, kv: KVCache, dtype: torch.dtype) -> bool:
 
 
 def region_sizes(config: MoondreamConfig) -> RegionSizes:
-    """The sizes of the region part."""
+    """Return the sizes of the region part."""
     region = config.region
     return RegionSizes(
         dim=config.text.dim,
@@ -65,14 +65,14 @@ def region_sizes(config: MoondreamConfig) -> RegionSizes:
 def tau_sizes(
     config: MoondreamConfig, decoder: DecoderSizes, expert_dtype: torch.dtype
 ) -> TauSizes:
-    """The sizes of a text part with gains and experts."""
-    assert config.text.tau is not None, "only where there are gains"
+    """Return the sizes of a decoder with tau and experts."""
+    assert config.text.tau is not None, "the model has no tau"
     exact = config.text.tau.gelu is Gelu.EXACT
     return TauSizes(decoder, expert_sizes(config, expert_dtype), exact)
 
 
 def expert_sizes(config: MoondreamConfig, dtype: torch.dtype) -> ExpertSizes:
-    """The sizes of its experts; those of e4m3 have half the bytes."""
+    """Return the sizes of the experts, e4m3 or not by `dtype`."""
     moe = config.text.moe
-    assert moe is not None, "only where there are experts"
+    assert moe is not None, "the model has no experts"
     return ExpertSizes(moe.num_experts, moe.num_active, moe.inner_dim, dtype.itemsize)

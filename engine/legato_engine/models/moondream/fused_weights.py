@@ -1,4 +1,4 @@
-"""A network's weights as its kernels hold them: packed, folded, or where they are."""
+"""A network's weights in the layouts of its kernels: packed, folded, or as they are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from legato_engine.models.moondream.text import TextBlock
 
 
 def plain_layer(block: TextBlock, sizes: DecoderSizes, *, rotated: bool) -> LayerWeights:
-    """`rotated`: the first map's kernel turns queries and keys, pairs of dimensions at a time."""
+    """Pack a layer; `rotated`: the first product also rotates queries and keys, by pairs."""
     attention, mlp = block.attn, block.mlp
     assert isinstance(mlp, MLP), "layers with experts are another kind"
     weights, folded = fold_norm(*_together([attention.qkv, mlp.fc1]), weight_and_bias(block.ln))
@@ -49,9 +49,9 @@ def plain_layer(block: TextBlock, sizes: DecoderSizes, *, rotated: bool) -> Laye
 
 
 def tau_layer(block: TextBlock, sizes: DecoderSizes) -> TauLayer:
-    """A layer with gains, and its experts if it has some."""
+    """Pack a layer with tau, and with experts if it has them."""
     attention, mlp = block.attn, block.mlp
-    assert attention.tau is not None, "only where there are gains"
+    assert attention.tau is not None, "the layer has no tau"
     gains = Gains(attention.tau.wqwv, attention.tau.gain_PH)
     if not isinstance(mlp, MoE):
         return TauLayer(gains, plain_layer(block, sizes, rotated=False))
@@ -69,19 +69,19 @@ def tau_layer(block: TextBlock, sizes: DecoderSizes) -> TauLayer:
 
 
 def weight_and_bias(layer: nn.LayerNorm | Linear) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a norm its scale and shift."""
+    """Return weight and bias; of a norm, scale and shift."""
     return layer.weight, layer.bias
 
 
 def mlp_slots(block: TextBlock, bank: AdapterBank, layer: int) -> LayerAdapters:
-    """A bank's slots for a layer with an MLP."""
+    """Return a bank's slots for a layer with an MLP."""
     fc1_a, fc1_b, fc2_a, fc2_b = (tensor[layer] for tensor in bank.weights.mlps.tensors)
     return LayerAdapters(weight_and_bias(block.ln), Map(fc1_a, fc1_b), Map(fc2_a, fc2_b))
 
 
 def expert_slots(bank: AdapterBank, first_layer: int) -> dict[int, ExpertSlots]:
-    """A bank's slots for all layers with experts, the first of them that layer of the decoder."""
-    assert bank.weights.experts is not None, "only where there are experts"
+    """Return a bank's slots by layer with experts, from `first_layer` on."""
+    assert bank.weights.experts is not None, "the bank has no experts"
     layers = zip(*bank.weights.experts.tensors, strict=True)
     return {
         layer: ExpertSlots(ExpertMap(up_a, up_b), ExpertMap(down_a, down_b))
@@ -90,18 +90,18 @@ def expert_slots(bank: AdapterBank, first_layer: int) -> dict[int, ExpertSlots]:
 
 
 def _together(maps: Sequence[Linear]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Several maps of the same inputs as one."""
+    """Concatenate layers of the same input."""
     return torch.cat([map_.weight for map_ in maps]), torch.cat([map_.bias for map_ in maps])
 
 
 def normed_map(maps: Sequence[Linear], norm: nn.LayerNorm) -> HeadWeights:
-    """Maps of the same normed inputs as one of the raw ones."""
+    """Fold a norm into the layers that read it, and pack them as one."""
     weights, folded = fold_norm(*_together(maps), weight_and_bias(norm))
     return HeadWeights(pack(weights), folded)
 
 
 def value_bins(sizes: RegionSizes, region: Region, device: torch.device) -> Bins:
-    """What reads coordinates and sizes off a residual stream, of either form."""
+    """Pack the decoders of coordinates and sizes, MLPs or single layers."""
     coord, size = region.coord_decoder, region.size_decoder
     if isinstance(coord, MLP) and isinstance(size, MLP):
         parts = sizes.parts

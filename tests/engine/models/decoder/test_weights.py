@@ -128,7 +128,7 @@ def test_files_that_are_missing_are_named(folder, tmp_path):
         ),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.45}},
-            "7 dimensions of a head turn, which is odd",
+            "7 rotary dimensions of a head; the number must be even",
         ),
         ({"hidden_size": "wide"}, "hidden_size"),
     ],
@@ -160,7 +160,7 @@ def test_random_weights_need_no_checkpoint(folder):
 
 def test_there_is_no_vision_tower(folder):
     """A dtype for one is refused."""
-    with pytest.raises(InvalidField, match="phi has no vision tower"):
+    with pytest.raises(InvalidField, match="phi has no vision encoder"):
         resolve("phi", weights=str(folder)).load(same.CPU, torch.float32, vision_fp8=True)
 
 

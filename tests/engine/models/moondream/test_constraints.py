@@ -42,13 +42,13 @@ def test_moondream2_suppresses(table):
     """An answer holds no second opener and no values, thoughts hold no end and no size."""
     made = table()
     assert set(made[Allow.TEXT].suppressed) == {ANSWER, COORD, SIZE}
-    assert set(made[Allow.THOUGHT].suppressed) == {EOS, SIZE}
+    assert set(made[Allow.REASONING].suppressed) == {EOS, SIZE}
 
 
 def test_a_model_may_suppress_nothing(table):
     """A config that names no ids leaves text and thoughts free."""
     made = table(Suppression())
-    assert made[Allow.TEXT] == made[Allow.THOUGHT] == Constraint()
+    assert made[Allow.TEXT] == made[Allow.REASONING] == Constraint()
 
 
 @pytest.mark.parametrize(

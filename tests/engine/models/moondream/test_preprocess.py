@@ -16,7 +16,7 @@ from legato_engine.models.moondream.preprocess import (
     crop_geometry,
     crop_image,
     select_tiling,
-    whole_picture,
+    whole_image,
 )
 from legato_engine.models.moondream.presets import legato_tiny_config, moondream2_config
 from legato_engine.models.moondream.tokenizer import StandInTokenizer
@@ -103,7 +103,7 @@ def test_the_device_is_told_to_make_the_same_crops(picture, size):
     """Canvas and whole picture of the plan, cut by tiles, are the crops that Pillow makes."""
     image = picture(*size)
     crops = crop_image(image, VISION)
-    whole = whole_picture(np.asarray(image), VISION)
+    whole = whole_image(np.asarray(image), VISION)
     assert whole is not None
     assert whole.tiling == crops.tiling
     plan = CutPlan(image.height, image.width, whole.tiling, crop_geometry(VISION))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from legato_engine.models.moondream.outlines.head import Head, Looking
+from legato_engine.models.moondream.outlines.head import Attention, Head
 from legato_engine.models.moondream.presets import moondream3_config, tiny_random3_config
 from torch import nn
 
@@ -52,7 +52,7 @@ def test_looking_is_torchs_attention():
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(32, 4, batch_first=True)
     nn.init.normal_(theirs.in_proj_bias)
-    ours = Looking(32, 4)
+    ours = Attention(32, 4)
     ours.load_state_dict(theirs.state_dict())
     query, key, value = torch.randn(2, 5, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
     assert torch.allclose(ours(query, key, value), theirs(query, key, value)[0], atol=1e-6)

@@ -104,8 +104,8 @@ def test_pictures_are_kept_for_a_refiner_only():
     plain = MoondreamFrontend(CONFIG, StandInTokenizer()).prepare_image(
         Image.fromarray(pixels), "k", INFO
     )
-    assert np.array_equal(image.pixels.picture, pixels)
-    assert plain.pixels.picture is None
+    assert np.array_equal(image.pixels.original, pixels)
+    assert plain.pixels.original is None
     assert image.num_bytes == plain.num_bytes + pixels.nbytes
 
 
@@ -118,7 +118,7 @@ def test_a_picture_left_whole_is_there_already():
         frontend.keeping_images().resizing_on_device(),
     ):
         image = made.prepare_image(Image.fromarray(pixels), "k", INFO)
-        assert np.array_equal(image.pixels.picture, pixels)
+        assert np.array_equal(image.pixels.original, pixels)
 
 
 def test_a_model_without_settings_for_it_takes_no_refiner(network, tmp_path):

@@ -241,7 +241,7 @@ def test_logprobs_are_told_to_those_who_ask(make):
 def test_reasoning_comes_before_the_answer(make):
     """Thoughts until the answer token, one more of it forced, then the answer."""
     task = make(QueryTask(question="?", reasoning=True))
-    assert task.constraint() == Allow.THOUGHT
+    assert task.constraint() == Allow.REASONING
     events, _ = run(task, text("so"))
     assert events == [ReasoningDelta(text="s"), ReasoningDelta(text="o")]
     run(task, plain(ANSWER))
