@@ -18,7 +18,7 @@ import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.paged_cache import DecodeBatch
 from legato_engine.models.step_kernels import StepInputs
 
@@ -55,7 +55,7 @@ def measure(
     """Milliseconds of steps at one rank, 0 for none."""
     bank = bank_of(bench, rank) if rank else None
     network = bench.network
-    kernels = FusedMoondream(bench.config, network.text, network.region, bench.kv, bank)
+    kernels = MoondreamStep(bench.config, network.text, network.region, bench.kv, bank)
     rows = []
     for batch in streams:
         cached = context_bytes(bench.config, batch, bench.position)

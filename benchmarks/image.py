@@ -44,7 +44,7 @@ def host_stages(jpeg: bytes, config: VisionConfig, repeats: int) -> Stages:
     fresh: list[Pixels] = []
 
     def decode() -> Pixels:
-        return decode_encoded(jpeg, max_pixels=MAX_PIXELS, take=memory.take)
+        return decode_encoded(jpeg, max_pixels=MAX_PIXELS, allocate=memory.allocate)
 
     def decode_new() -> None:
         fresh.append(decode_encoded(jpeg, max_pixels=MAX_PIXELS))
@@ -105,21 +105,21 @@ def _cut_stages(
     plan = CutPlan(height, width, tiling, crop_geometry(config))
     if device.torch_device.type != "cuda" or not plan.fits:
         return {"stage": None, "upload": None, "resize and cut": None}
-    from legato_engine.kernels.cuda import image_pipeline
+    from legato_engine.kernels import accelerated, image_staging
     from legato_engine.kernels.cut_plan import MAX_WORDS
 
-    host = image_pipeline.HostPicture(
-        device.pinned((image_pipeline.NUM_PIXEL_BYTES,), torch.uint8),
+    host = image_staging.HostImage(
+        device.pinned((image_staging.NUM_PIXEL_BYTES,), torch.uint8),
         device.pinned((MAX_WORDS,), torch.int32),
     )
     levels_V = torch.linspace(-1, 1, 256, device=device.torch_device).bfloat16()
-    pipeline = image_pipeline.PicturePipeline(crop_geometry(config), levels_V)
-    staged = image_pipeline.stage(pixels_HWC, plan, host)
+    pipeline = accelerated.ImagePipeline(crop_geometry(config), levels_V)
+    staged = image_staging.stage(pixels_HWC, plan, host)
     side = config.crop_size // config.patch_size
     shape = (plan.num_crops, side * side, 3 * config.patch_size**2)
     patches_NTP = torch.empty(shape, dtype=levels_V.dtype, device=device.torch_device)
     return {
-        "stage": host_ms(lambda: image_pipeline.stage(pixels_HWC, plan, host), repeats),
+        "stage": host_ms(lambda: image_staging.stage(pixels_HWC, plan, host), repeats),
         "upload": device_ms(device, lambda: pipeline.upload(host, staged), repeats),
         "resize and cut": device_ms(device, lambda: pipeline.cut(patches_NTP), repeats),
     }

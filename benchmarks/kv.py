@@ -58,7 +58,7 @@ class Asker(SilentSink):
         begin = time.perf_counter()
         self._scheduler.submit(sequence)
         self._scheduler.drain()
-        return (time.perf_counter() - begin) * _MS, sequence.cached_tokens
+        return (time.perf_counter() - begin) * _MS, sequence.pages.cached_tokens
 
     def _sequence(self, start: Sequence[int], picture: PreparedImage | None) -> EngineSequence:
         index = next(self._ids)

@@ -14,14 +14,14 @@ from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import Stages
 from legato_engine.layers.moe import ExpertLinear
 from legato_engine.models.moondream.config import MoondreamConfig
-from legato_engine.models.moondream.fused import FusedMoondream
-from legato_engine.models.moondream.fused_sizes import can_fuse
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
     moondream2_config,
     moondream3_config,
 )
+from legato_engine.models.moondream.step_sizes import has_kernels
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.models.step_kernels import StepInputs
@@ -50,7 +50,7 @@ class Bench:
     config: MoondreamConfig
     network: Network
     model: MoondreamModel
-    kernels: FusedMoondream
+    kernels: MoondreamStep
     kv: KVCache
     table_RM: torch.Tensor
     position: int  # the last of the first row
@@ -82,8 +82,8 @@ class Bench:
             random = torch.randn(layer.shape, dtype=torch.bfloat16, device=DEVICE)
             layer.copy_(pages.quantise(random, None if scales is None else scales[0, 0]))
         kv = KVCache(keys, values, model.kv_scale_L2)
-        assert can_fuse(config, kv, torch.bfloat16), "this GPU or model has no kernels"
-        kernels = FusedMoondream(config, network.text, network.region, kv)
+        assert has_kernels(config, kv, torch.bfloat16), "this GPU or model has no kernels"
+        kernels = MoondreamStep(config, network.text, network.region, kv)
         most_pages = -(-text.max_context // PAGE)
         table_RM = torch.zeros(ROWS, most_pages, dtype=torch.int64, device=DEVICE)
         dealt = torch.randperm(rows * num_pages, device=DEVICE) + 1
@@ -98,7 +98,7 @@ class Bench:
         """The same with rings of other depths."""
         network = self.network
         text, region = network.text, network.region
-        kernels = FusedMoondream(self.config, text, region, self.kv, stages=stages)
+        kernels = MoondreamStep(self.config, text, region, self.kv, stages=stages)
         return dataclasses.replace(self, kernels=kernels)
 
     @property

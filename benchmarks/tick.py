@@ -18,7 +18,9 @@ from legato_engine.core import (
     SamplingParams,
     TextDelta,
 )
-from legato_engine.engine.output_sink import OutputSink, Ticket
+from legato_engine.engine.output_sink import OutputSink
+from legato_engine.engine.request_stages import ScheduledRequest
+from legato_engine.engine.request_table import RequestTable
 from legato_engine.ipc.messages import Report, encode
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.moondream.config import SpecialTokens
@@ -123,7 +125,8 @@ TASKS: dict[str, Callable[[int], Task]] = {
 def ticks(make_task: Callable[[int], Task], streams: int, count: int) -> list[int]:
     """Nanoseconds of `count` ticks, each of which launches and commits one decode of `streams`."""
     length = WARM_UP + count + 2 * streams + 4
-    sink = OutputSink("tick", _encoded)
+    requests = RequestTable(wake=lambda: None)
+    sink = OutputSink("tick", requests, send=_encoded, finish=lambda request, done: _encoded(done))
     runner = NullRunner(streams)
     pages = streams * (-(-(length + len(PROMPT) + 1) // PAGE_SIZE))
     scheduler = Scheduler(
@@ -137,7 +140,7 @@ def ticks(make_task: Callable[[int], Task], streams: int, count: int) -> list[in
     for index in range(streams):
         task = make_task(length)
         request = Request(request_id=f"request-{index}", task=QueryTask(question="?"))
-        sink.expect(request.request_id, Ticket())
+        requests.add(ScheduledRequest(request_id=request.request_id, tenant="", request=request))
         scheduler.submit(EngineSequence(index, request, task, None, 1, task.prompt))
     for _ in range(2 * streams + WARM_UP):
         scheduler.step()

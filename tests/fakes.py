@@ -23,8 +23,9 @@ from legato_engine.core import (
     TextDelta,
 )
 from legato_engine.errors import LegatoError
-from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, Row
+from legato_engine.scheduler.launch import Launch, LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
+from legato_engine.sequence import HostInputs, SequenceAdapter, Timing
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken, Task
 
@@ -140,11 +141,17 @@ def make_sequence(
     if prefix_key is not None and adapter:
         prefix_key = f"{prefix_key} {adapter}"
     sequence = EngineSequence(
-        seq_id, request, task, prefix_key, prefix_length, task.prompt, object(), num_crops
+        seq_id,
+        request,
+        task,
+        prefix_key,
+        prefix_length,
+        task.prompt,
+        num_crops,
+        HostInputs(object(), object() if adapter else None),
+        SequenceAdapter(adapter, 8 if adapter else 0),
+        Timing(arrival),
     )
-    if adapter:
-        sequence.adapter, sequence.adapter_key, sequence.adapter_rank = object(), adapter, 8
-    sequence.arrival = arrival
     if isinstance(task, FakeTask):
         task.is_over = lambda: sequence.finalized
     return sequence
@@ -210,7 +217,7 @@ class FakeRunner:
         num_decodes = len(plan.decodes)
         rows = plan.prefills
         computed = [
-            bool(row.prefix.compute_pages and row.sequence.image_prefix_length) for row in rows
+            bool(row.work.compute_pages and row.sequence.image_prefix_length) for row in rows
         ]
         assert computed == sorted(computed, reverse=True), "pictures that are computed come first"
         together = rows[: sum(computed)] if sum(computed) > 1 else ()
@@ -276,84 +283,84 @@ class FakeRunner:
         for row, (batch_row, pages) in zip(launch.plan.rows, use.resources, strict=True):
             sequence = row.sequence
             assert sequence.row == batch_row, "released in flight"
-            assert sequence.page_ids[: len(pages)] == pages, "lost a page in flight"
+            assert sequence.pages.ids[: len(pages)] == pages, "lost a page in flight"
         return use.outputs
 
     def times(self, launch: Launch) -> LaunchTimes:
         """No time passes on this device."""
         return LaunchTimes(0, 0, 0, 0, 0)
 
-    def _hold(self, use: _SlotUse, row: Row, fed: _Fed, *, decodes: bool) -> None:
+    def _hold(self, use: _SlotUse, row: ScheduledSequence, fed: _Fed, *, decodes: bool) -> None:
         sequence = row.sequence
         assert sequence.row >= 0, "runs without a row"
-        assert 0 not in sequence.page_ids, "writes to the scratch page"
-        assert len(set(sequence.page_ids)) == len(sequence.page_ids), "a page is listed twice"
+        assert 0 not in sequence.pages.ids, "writes to the scratch page"
+        assert len(set(sequence.pages.ids)) == len(sequence.pages.ids), "a page is listed twice"
         claims: dict[tuple[str, int], object] = {("row", sequence.row): sequence.seq_id}
-        if sequence.adapter_slot:
-            claims["adapter slot", sequence.adapter_slot] = sequence.adapter_key
+        if sequence.adapter.slot:
+            claims["adapter slot", sequence.adapter.slot] = sequence.adapter.key
         written = range(fed.first, fed.first + fed.num_lanes)
-        pages = {sequence.page_ids[position // self._page_size] for position in written}
-        pages.update(row.prefix.compute_pages)
+        pages = {sequence.pages.ids[position // self._page_size] for position in written}
+        pages.update(row.work.compute_pages)
         claims.update({("page", page): sequence.seq_id for page in pages})
         for other in (use, *self._slots.values()):
             for what, owner in claims.items():
                 assert other.held.get(what, owner) == owner, f"{what} has two owners in flight"
         assert ("row", sequence.row) not in use.held, "a sequence is twice in one batch"
         use.held.update(claims)
-        num_pages = len(sequence.page_ids)
+        num_pages = len(sequence.pages.ids)
         if decodes:  # none behind is lost with a rejected draft
             num_pages = -(-written.stop // self._page_size)
-        use.resources.append((sequence.row, sequence.page_ids[:num_pages]))
+        use.resources.append((sequence.row, sequence.pages.ids[:num_pages]))
 
-    def _encode(self, row: Row) -> None:
-        sequence, work = row.sequence, row.prefix
-        assert sequence.last_position < 0, "encoded behind its prefill"
+    def _encode(self, row: ScheduledSequence) -> None:
+        sequence, work = row.sequence, row.work
+        assert sequence.progress.last_position < 0, "encoded behind its prefill"
         assert work.compute_pages, "encodes a picture whose prefix is there"
         assert work.first_crop < work.stop_crop <= sequence.num_crops, "no such crops"
         self._continue_features(row)
         self._features = (sequence, work.stop_crop)
 
-    def _continue_features(self, row: Row) -> None:
+    def _continue_features(self, row: ScheduledSequence) -> None:
         """The feature buffer is free, or holds the first crops of this very row's picture."""
-        sequence, first = row.sequence, row.prefix.first_crop
+        sequence, first = row.sequence, row.work.first_crop
         owner, encoded = self._features or (sequence, 0)
         if owner.finalized:
             owner, encoded = sequence, 0
         assert owner is sequence, "another picture's features wait for their prefill"
         assert encoded == first, "crops are encoded in order, each once"
-        assert sequence.pixels is not None, "its picture is gone"
+        assert sequence.inputs.image is not None, "its picture is gone"
 
-    def _prefill(self, row: Row) -> None:
+    def _prefill(self, row: ScheduledSequence) -> None:
         sequence = row.sequence
-        if row.prefix.write_adapter:
-            assert sequence.adapter is not None, "its adapter is gone"
-            self._adapters[sequence.adapter_slot] = sequence.adapter_key
+        if row.work.write_adapter:
+            assert sequence.inputs.adapter is not None, "its adapter is gone"
+            self._adapters[sequence.adapter.slot] = sequence.adapter.key
         self._continue_features(row)
         self._features = None
-        assert row.prefix.stop_crop == 0, "a prefill encodes all that are left"
+        assert row.work.stop_crop == 0, "a prefill encodes all that are left"
         assert row.position >= sequence.prefix_length, "what is fed starts behind the prefix"
         assert row.num_tokens > 0, "feeds nothing to sample from"
         assert row.position + row.num_tokens == sequence.length, "all that is known is there"
         expected = _contents(sequence)
         self._expected[sequence.row] = expected
-        for position in range(sequence.prefix_length if row.prefix.compute_pages else 0):
-            page = row.prefix.compute_pages[position // self._page_size]
+        for position in range(sequence.prefix_length if row.work.compute_pages else 0):
+            page = row.work.compute_pages[position // self._page_size]
             self._slots_of(page)[position % self._page_size] = expected[position]
-        if row.prefix.copy_tail is not None:
-            source, destination = row.prefix.copy_tail
+        if row.work.copy_tail is not None:
+            source, destination = row.work.copy_tail
             self._kv[destination] = list(self._slots_of(source))
         for position in range(row.position, row.position + row.num_tokens):
             self._write(sequence, position)
         self._check_kv(sequence, row.position + row.num_tokens)
 
-    def _decide(self, row: Row) -> _Fed:
+    def _decide(self, row: ScheduledSequence) -> _Fed:
         """Where the row stands, how much it proposes, and how much of that luck accepts."""
         sequence = row.sequence
         seq_id, first, _ = self._last_token[sequence.row]
         assert seq_id == sequence.seq_id, "decodes another sequence's token"
         assert 0 <= first - row.position <= row.slack, "decodes a token that is not its last"
         assert sequence.may_draft or (row.num_drafts, row.slack) == (0, 0), "must not draft"
-        assert row.end <= len(sequence.page_ids) * self._page_size, "no pages for its lanes"
+        assert row.end <= len(sequence.pages.ids) * self._page_size, "no pages for its lanes"
         end = min(first + 1 + self._random.randint(0, row.num_drafts), sequence.max_length)
         assert end <= row.end, "writes behind what was foreseen"
         num_lanes = max(0, end - first)
@@ -364,7 +371,7 @@ class FakeRunner:
                 break
         return _Fed(first, num_lanes, num_right)
 
-    def _decode(self, row: Row, fed: _Fed) -> None:
+    def _decode(self, row: ScheduledSequence, fed: _Fed) -> None:
         """Feed the newest token, right proposals and then wrong ones."""
         sequence = row.sequence
         expected = self._expected[sequence.row]
@@ -376,7 +383,7 @@ class FakeRunner:
             expected.append(hash((expected[-1], token)))
             self._write(sequence, position)
         for position in range(fed.first + fed.num_right, fed.first + fed.num_lanes):
-            page = sequence.page_ids[position // self._page_size]
+            page = sequence.pages.ids[position // self._page_size]
             self._slots_of(page)[position % self._page_size] = hash(("rejected", position))
         self._check_kv(sequence, fed.first + fed.num_right)
 
@@ -384,21 +391,21 @@ class FakeRunner:
         return self._kv.setdefault(page, [0] * self._page_size)
 
     def _write(self, sequence: EngineSequence, position: int) -> None:
-        page = sequence.page_ids[position // self._page_size]
+        page = sequence.pages.ids[position // self._page_size]
         written = self._expected[sequence.row][position]
         self._slots_of(page)[position % self._page_size] = written
 
     def _check_kv(self, sequence: EngineSequence, length: int) -> None:
-        adapter = self._adapters.get(sequence.adapter_slot)
-        assert adapter == sequence.adapter_key, f"reads the adapter {adapter}"
-        read = [slot for page in sequence.page_ids for slot in self._slots_of(page)]
+        adapter = self._adapters.get(sequence.adapter.slot)
+        assert adapter == sequence.adapter.key, f"reads the adapter {adapter}"
+        read = [slot for page in sequence.pages.ids for slot in self._slots_of(page)]
         assert read[:length] == self._expected[sequence.row][:length], "reads what is not its own"
 
 
 def _contents(sequence: EngineSequence) -> list[int]:
     """By position: a hash of all up to there, and of the sequence's id if it shares nothing."""
     shares = sequence.prefix_key is not None
-    owner = (sequence.adapter_key, sequence.prefix_key) if shares else sequence.seq_id
+    owner = (sequence.adapter.key, sequence.prefix_key) if shares else sequence.seq_id
     contents = [zlib.crc32(f"{owner} {n}".encode()) for n in range(sequence.prefix_length)]
     for token_id, _ in sequence.tokens:
         contents.append(hash((contents[-1], token_id)))

@@ -21,7 +21,7 @@ def load(path: Path = CASES, run: str = "$RUN") -> list[Case]:
 
 
 def fill(template: Json, pictures: Path, done: list[Step]) -> Json:
-    """A message to send: the template with pictures and earlier answers put in."""
+    """A message to send: the template with images and earlier answers put in."""
     if isinstance(template, list):
         return [fill(each, pictures, done) for each in template]
     if not isinstance(template, dict):

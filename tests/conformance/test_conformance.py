@@ -119,7 +119,7 @@ def no_details(steps: list[Step]) -> None:
 
 
 def box_outside(steps: list[Step]) -> None:
-    """A box leaves the picture."""
+    """A box leaves the image."""
     steps[0]["messages"][0]["objects"][0]["box"]["xMax"] = 1.5
 
 

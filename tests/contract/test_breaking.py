@@ -97,7 +97,7 @@ def test_a_tag_that_is_no_release_is_passed_over(repository: Repository) -> None
 
 
 def test_an_addition_passes(released: Repository) -> None:
-    """A new optional field and a new comment break nobody."""
+    """A new optional field and a new comment break no client."""
     field = "  optional float confidence = 3;\n  // Names"
     addition = "  optional float confidence = 3;\n  // How sure.\n  float area = 9;\n  // Names"
     released.change("geometry", field, addition)

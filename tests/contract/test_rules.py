@@ -134,7 +134,7 @@ def test_a_skill_is_the_same_alone_and_as_a_task(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL_REQUESTS)
 def test_requests_share_their_frame(name: str) -> None:
-    """Every request about a picture has image, options and stamp under these names and types."""
+    """Every request about an image has image, options and stamp under these names and types."""
     types = {f.name: f.type_name for f in schema.messages()[f"{name}Request"].field}
     assert types["image"] == ".legato.v1.Image"
     assert types["options"] == ".legato.v1.RequestOptions"

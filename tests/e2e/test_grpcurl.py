@@ -89,7 +89,7 @@ def test_describe(shell):
 
 
 def test_detect(shell):
-    """README's request is answered; asked for what is in the picture, it boxes it."""
+    """README's request is answered; asked for what is in the image, it boxes it."""
     detect = command("InferenceService/Detect")
     (empty,) = messages(shell(detect))
     assert empty["info"]["finishReason"] == "FINISH_REASON_STOP"

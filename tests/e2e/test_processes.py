@@ -20,7 +20,7 @@ PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A server of two processes; whoever uses it leaves it idle."""
+    """A server of two processes; every test leaves it idle."""
     with Server(tmp_path_factory.mktemp("pair"), "--processes", "2") as running:
         yield running
         running.settle()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.layers.lora import AdapterBank, AdapterWeights, MlpWeights
-from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.paged_cache import DecodeBatch, KVCache
 from legato_engine.models.step_kernels import StepInputs
@@ -90,7 +90,7 @@ def filled(world: World, model: MoondreamModel) -> AdapterBank:
 def adapted(world: World) -> Adapted:
     """Neighbours share slots, or have none, or one each."""
     bank = filled(world, world.model)
-    kernels = FusedMoondream(world.config, world.network.text, world.network.region, world.kv, bank)
+    kernels = MoondreamStep(world.config, world.network.text, world.network.region, world.kv, bank)
     generator = torch.Generator(DEVICE).manual_seed(6)
     slot_R = torch.randint(0, len(RANKS) + 1, (ROWS,), device=DEVICE, generator=generator)
     rows = world.inputs().row_B

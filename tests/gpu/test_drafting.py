@@ -10,13 +10,14 @@ import random
 import pytest
 import torch
 from legato_engine.device.cuda import CudaDevice
-from legato_engine.kernels.cuda.drafting import LookupKernel, ReplayKernel
+from legato_engine.kernels.cuda.drafting import LookupKernel
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.draft_state import DraftState
 from legato_engine.speculative.lookup import LookupProposer
 from legato_engine.speculative.proposer import UNKNOWN
-from legato_engine.speculative.replay import ReplayProposer
 
+from benchmarks.speculation.oracle import OracleProposer
+from benchmarks.speculation.oracle_kernel import OracleKernel
 from tests.engine.speculative.histories import row_history
 
 ROWS, BLOCK, CONTEXT, VOCABULARY, WIDTH = 20, 8, 40, 32, 64
@@ -126,7 +127,7 @@ def test_lookup_is_what_torch_does(lengths):
 
 
 @pytest.mark.parametrize("context", [120, 700, 900])
-def test_replay_is_what_torch_does(context):
+def test_the_oracle_is_what_torch_does(context):
     """Rows that go on as one of many, that part from it at any place, or that nobody is like; where
     the tables are shorter than a row, and where they are longer.
     """
@@ -136,7 +137,7 @@ def test_replay_is_what_torch_does(context):
     known[:, :3] = UNKNOWN
     lengths = torch.randint(100, 700, (50,), generator=draw).tolist()
     histories = [row[:length] for row, length in zip(known.tolist(), lengths, strict=True)]
-    proposer = ReplayProposer(histories, torch.device("cuda"), rates=[0.6], vocab_size=40)
+    proposer = OracleProposer(histories, torch.device("cuda"), rates=[0.6], vocab_size=40)
     which_R = torch.randint(0, 50, (80,), generator=draw)
     newest_R = torch.randint(0, min(context, 690), (80,), generator=draw)
     tokens_RC = torch.full((80, context), UNKNOWN)
@@ -148,7 +149,7 @@ def test_replay_is_what_torch_does(context):
     tokens_RC[parts_R, at_R] = 41
     history = row_history(tokens_RC.cuda(), newest_R.cuda())
     said = []
-    for one in (proposer, ReplayKernel(*proposer.tables)):
+    for one in (proposer, OracleKernel(*proposer.tables)):
         draft_RK = torch.full((80, 8), 7).cuda()
         one.propose(history, draft_RK[:, :6])
         said.append(draft_RK.tolist())

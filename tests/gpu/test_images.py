@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 import torch
 from legato_engine.images.pixel_memory import PixelMemory
-from legato_engine.kernels.cuda.image_pipeline import (
-    NUM_PIXEL_BYTES,
-    HostImage,
-    ImagePipeline,
-    StitchPool,
-    stage,
-)
+from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
 from legato_engine.kernels.cut_plan import MAX_WORDS, CropGeometry, CutPlan
+from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, stage
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
 from legato_engine.models.moondream.presets import moondream2_config
 from legato_engine.models.moondream.vision import Vision, patches
@@ -101,7 +96,7 @@ def test_pinned_pixels_are_not_copied_first(pipeline: ImagePipeline, host: HostI
     slab = torch.empty(1 << 22, dtype=torch.uint8, pin_memory=True)
     memory = PixelMemory(slab.numpy())
     for size in [(640, 480), (200, 100)]:
-        pixels_HWC = memory.take((*size, 3))
+        pixels_HWC = memory.allocate((*size, 3))
         pixels_HWC[:] = noise(*size)
         plan = CutPlan(*size, select_tiling(*size, VISION), GEOMETRY)
         staged = stage(pixels_HWC, plan, host)

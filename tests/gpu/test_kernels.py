@@ -28,7 +28,7 @@ from legato_engine.models.moondream.config import (
     MoondreamConfig,
     TauConfig,
 )
-from legato_engine.models.moondream.fused import FusedMoondream
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
@@ -118,7 +118,7 @@ class World:
     network: Network
     model: MoondreamModel
     exact: MoondreamModel
-    kernels: FusedMoondream
+    kernels: MoondreamStep
     kv: KVCache
     table_RM: torch.Tensor
 
@@ -190,7 +190,7 @@ def make_world(name: str) -> World:
         kv = narrowed(kv, torch.rand(text.num_layers, 2, **on) * 0.01 + 0.01)
     table_RM = (torch.randperm(ROWS * pages, **on) + 1).view(ROWS, pages)
     model, exact = (MoondreamModel(config, n) for n in (network, copy.deepcopy(network).float()))
-    kernels = FusedMoondream(config, network.text, network.region, kv)
+    kernels = MoondreamStep(config, network.text, network.region, kv)
     return World(config, network, model, exact, kernels, kv, table_RM)
 
 

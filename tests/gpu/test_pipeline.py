@@ -31,7 +31,7 @@ from legato_engine.engine.assembly import Assembly, assemble
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.runtime.model_runner import ModelRunner
-from legato_engine.scheduler.decode import DecodePlanner
+from legato_engine.scheduler.decode_planner import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.scheduler.step_record import StepRecord
@@ -39,7 +39,7 @@ from legato_engine.sequence import Sequence
 from legato_engine.tasks import tokens_of
 from PIL import Image
 
-from tests.engine.scheduler.world import num_pictures
+from tests.engine.scheduler.world import num_images
 
 pytestmark = [
     pytest.mark.gpu,
@@ -186,7 +186,7 @@ def kept_pictures(assembly: Assembly, watch: Watch) -> dict[str, torch.Tensor]:
         sequence = row.sequence
         if row.encodes:
             assert sequence.prefix_key is not None, "pictures are found by their content"
-            pages = list(row.prefix.compute_pages)
+            pages = list(row.work.compute_pages)
             both = torch.stack([kv.k_LNHSE[:, pages], kv.v_LNHSE[:, pages]])
             flat = both.transpose(2, 3).flatten(3, 4)
             kept[sequence.prefix_key] = flat[:, :, :, : sequence.prefix_length]
@@ -203,15 +203,15 @@ def test_pictures_of_one_launch_change_no_bit(
     expected = run(large, 1, first=first, count=12, crops=0, shares=False, logprobs=True)
     pictures = kept_pictures(large, expected)
     assert len(pictures) == 3
-    limits = dataclasses.replace(large.runner.limits, crowd=0)
+    limits = dataclasses.replace(large.runner.limits, min_queue_length=0)
     monkeypatch.setattr(ModelRunner, "limits", limits)
     monkeypatch.setattr(DecodePlanner, "streams", False)
     for depth in (1, 2):
         watch = run(large, depth, first=first, count=12, steps=0, crops=0, logprobs=True)
         assert watch.tokens == expected.tokens
         assert watch.results == expected.results
-        assert max(map(num_pictures, watch.plans)) == together < limits.pictures
-        assert sum(map(num_pictures, watch.plans)) == 3
+        assert max(map(num_images, watch.plans)) == together < limits.images
+        assert sum(map(num_images, watch.plans)) == 3
         kept = kept_pictures(large, watch)
         assert kept.keys() == pictures.keys()
         assert all(torch.equal(kept[key], pictures[key]) for key in kept)

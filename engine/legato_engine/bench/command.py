@@ -4,8 +4,6 @@ The same requests run through the same loaded model at pipeline depth 1 (blockin
 the two interleaved. Each step's parts are steady-state medians over full decode batches; what the
 cost model predicts from them stands beside the gain observed in the decode phase, from which
 prefills are left out (`legato_engine.bench.decode_phase` says how).
-
-`--speculation` compares settings of speculation instead (`legato_engine.bench.speculation`).
 """
 
 from __future__ import annotations
@@ -21,17 +19,13 @@ import structlog
 from rich.console import Console
 
 from legato_engine.bench.decode_phase import MIN_LENGTH, Comparison, compare, measure
-from legato_engine.bench.speculation import SETTINGS, WORKLOADS, Plan
-from legato_engine.bench.speculation import measure as measure_speculation
-from legato_engine.bench.speculation_loads import FEWEST
-from legato_engine.bench.tables import full_tables, photon_tables, speculation_table, task_table
+from legato_engine.bench.tables import full_tables, photon_tables, task_table
 from legato_engine.bench.workload import KINDS, Workload
 from legato_engine.config import EngineConfig
 from legato_engine.engine.assembly import Assembly, assemble
 
 _TABLES = {"full": full_tables, "photon": photon_tables}
 _TABLE_WIDTH = 120
-_WIDE_TABLE = 220
 _COMPARED = ("query", "detect")
 
 
@@ -44,8 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, max_running=most, max_waiting=config.max_waiting + most, crops_per_launch=0
     )
     assembly = assemble(config)
-    if arguments.speculation:
-        return compare_speculation(assembly, arguments)
     if arguments.compare_tasks:
         context = arguments.context or common_context(assembly)
         rows = [
@@ -69,33 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(*_TABLES[arguments.table](rows, title))
         if compared:
             console.print(task_table(compared, title))
-    assembly.device.close()
-    return 0
-
-
-def compare_speculation(assembly: Assembly, arguments: argparse.Namespace) -> int:
-    """Print what each setting of speculation comes to."""
-    plan = Plan(
-        streams=arguments.streams,
-        length=arguments.length,
-        repeats=arguments.repeats,
-        settings=arguments.settings,
-        workloads=arguments.workloads,
-        context=arguments.context,
-        fewest=arguments.requests,
-    )
-    rows = measure_speculation(assembly, plan)
-    console = Console()
-    console.width = max(console.width, _WIDE_TABLE)
-    if arguments.json:
-        figures = {
-            "model": msgspec.to_builtins(assembly.info),
-            "rows": [dataclasses.asdict(row) for row in rows],
-        }
-        console.print_json(json.dumps(figures))
-    else:
-        title = f"{assembly.info.name}, {assembly.info.dtype}, {assembly.info.device}"
-        console.print(speculation_table(rows, title))
     assembly.device.close()
     return 0
 
@@ -160,20 +125,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="query and detect at the same context, whatever --task says",
     )
-    parser.add_argument(
-        "--speculation",
-        action="store_true",
-        help="fixed blocks and policies beside plain decoding, on real and synthetic requests",
-    )
-    parser.add_argument(
-        "--settings", default=SETTINGS, type=_names, help="of speculation: fixed:4,seed,..."
-    )
-    parser.add_argument(
-        "--workloads", default=WORKLOADS, type=_names, help=f"of {', '.join(WORKLOADS)}"
-    )
-    parser.add_argument(
-        "--requests", default=FEWEST, type=int, help="of speculation: of each profile, at least"
-    )
     parser.add_argument("--table", default="full", choices=sorted(_TABLES))
     parser.add_argument("--json", action="store_true", help="figures instead of tables")
     arguments = parser.parse_args(argv)
@@ -211,10 +162,6 @@ def model_config(arguments: argparse.Namespace) -> EngineConfig:
         threads=arguments.threads,
         cuda_graphs=not arguments.no_cuda_graphs,
     )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
 
 
 def _numbers(text: str) -> list[int]:

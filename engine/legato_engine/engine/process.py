@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import logging
 import math
@@ -11,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -43,22 +44,23 @@ from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline
 
 if TYPE_CHECKING:
     from legato_engine.engine.engine_core import (
-        EngineCore,  # whose parts load torch, which not every engine needs
+        EngineCore,  # imports torch, which the null engine does without
     )
     from legato_engine.null.engine import NullEngine
 
     Core = EngineCore | NullEngine
 
 _GC_THRESHOLD = 50_000  # containers made and not freed
-_LINGER_MS = 500  # what was reported before the end still leaves
-_MOMENT_MS = 5  # without a command, after which the loop is taken to sleep
+_LINGER_MS = 500  # to send outputs that are left at the end
+_MOMENT_MS = 5  # without a command before the loop publishes its state and sleeps
 _log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, serve until told to stop; the exit code is 0 only for an ordered stop.
+    """Load the model and serve; return the exit code.
 
-    `EXIT_UNSERVABLE` says that the configuration is at fault, which one line in the log explains.
+    It is 0 after `Shutdown`, `EXIT_UNSERVABLE` if the configuration is at fault, which one line in
+    the log explains, and 1 otherwise.
     """
     arguments = _parse(argv)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
@@ -80,11 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         serve(config, blobs, links, wake_fd, vitals)
-    except Unservable as error:
-        _log.error("cannot serve", reason=str(error), **error.why.metadata)
+    except UnservableConfig as error:
+        _log.error("configuration_rejected", reason=str(error), **error.cause.metadata)
         return EXIT_UNSERVABLE
     except Exception:  # noqa: BLE001 - any fault may have left the device in an unknown state
-        _log.exception("engine fails")
+        _log.exception("engine_failed")
         return 1
     finally:
         heartbeat.stop()
@@ -92,12 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class Unservable(Exception):
-    """`why` the configuration cannot be served."""
+class UnservableConfig(Exception):
+    """The engine cannot serve with this configuration, because of `cause`."""
 
-    def __init__(self, why: LegatoError) -> None:
-        super().__init__(str(why))
-        self.why = why
+    def __init__(self, cause: LegatoError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 def serve(
@@ -105,84 +107,99 @@ def serve(
 ) -> None:
     """Load the model and run requests until `Shutdown`.
 
-    Raises `Unservable`, and what the device or a tick raises.
+    Raises:
+        UnservableConfig: the configuration names a model or settings that cannot be served.
+        Exception: the device or a step failed.
     """
     stats = StepStats()
     try:
         core, model = _open(config, blobs, links, wake_fd, stats)
     except (InvalidField, ModelNotFound) as error:
-        raise Unservable(error) from None
-    _publish(core, stats, vitals)
+        raise UnservableConfig(error) from None
+    loop = EngineLoop(core, stats, links, vitals)
+    loop.publish()
     links.broadcast(Ready(model=model, pid=os.getpid()))
-    _log.info("engine ready", model=model.name, device=model.device)
+    _log.info("engine_ready", model=model.name, device=model.device)
     _freeze()
-    _loop(Serving(core, stats, links, vitals))
+    loop.run()
     if (kv := core.load().kv) is not None:
-        _log.info("kv cache", **msgspec.structs.asdict(kv))
+        _log.info("kv_cache_stats", **msgspec.structs.asdict(kv))
 
 
 def _open(
     config: EngineConfig, blobs: BlobReader, links: Links, wake_fd: int, stats: StepStats
 ) -> tuple[Core, ModelInfo]:
-    """The engine that the configuration names, ready to run, and what it serves."""
+    """Return the configured engine, ready to run, and a description of what it serves."""
     if config.model == engine.NAME:
         core = engine.NullEngine(config, blobs=blobs, send=links.post)
         return core, engine.info(config)
-    from legato_engine.engine.assembly import assemble  # loads torch, in seconds
+    from legato_engine.engine.assembly import assemble  # imports torch, which takes seconds
 
     assembly = assemble(
         config, lambda stage, fraction: links.broadcast(Loading(stage=stage, fraction=fraction))
     )
     return assembly.core(
         blobs=blobs,
-        send=lambda report: _report(links, report),
+        send=lambda output: _send(links, output),
         wake=lambda: os.eventfd_write(wake_fd, 1),
         observer=StepFeed(assembly.runner.times, (stats, *_timelines(config))),
     ), assembly.info
 
 
 def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
-    """The last launches, written to a file on SIGUSR1; empty when none are to be remembered."""
+    """Return a timeline that SIGUSR1 writes to a file, if the configuration asks for one."""
     if not config.trace_steps:
         return ()
     timeline = Timeline(config.trace_steps)
-    signal.signal(signal.SIGUSR1, lambda *_: _log.info("timeline", path=str(timeline.dump())))
+    signal.signal(
+        signal.SIGUSR1, lambda *_: _log.info("timeline_written", path=str(timeline.dump()))
+    )
     return (timeline,)
 
 
-class Serving(NamedTuple):
-    """What the main loop serves with."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineLoop:
+    """The main loop: reads commands, steps the core, sends outputs."""
 
     core: Core
     stats: StepStats
     links: Links
     vitals: Vitals
 
+    def run(self) -> None:
+        """Serve until `Shutdown`. Commands are read between steps, and progress leaves after each.
 
-def _loop(serving: Serving) -> None:
-    """Commands are read between ticks, and what a tick left to report leaves together behind it.
+        Without work the loop sleeps until woken. It publishes only before a sleep of more than
+        `_MOMENT_MS`, so what is published stays true for as long as it sleeps. Before each of many
+        short sleeps, that would cost more than the requests between them.
+        """
+        core, links = self.core, self.links
+        while True:
+            links.flush()
+            if self.vitals.due:
+                self.publish()
+            if not core.busy:
+                deadline = core.next_deadline()
+                if deadline < time.monotonic() + _MOMENT_MS / 1000:
+                    links.wait(_timeout_ms(deadline))
+                elif not links.wait(_MOMENT_MS):
+                    self.publish()
+                    links.wait(_timeout_ms(deadline))
+            for command in links.receive():
+                if isinstance(command, Shutdown):
+                    return
+                _apply(core, command)
+            core.step()
 
-    With nothing to run the loop sleeps until woken. What is published before it sleeps longer than
-    a moment is therefore true for as long as it sleeps; among many short sleeps it would cost more
-    than the requests between them.
-    """
-    core, links, vitals = serving.core, serving.links, serving.vitals
-    while True:
-        links.flush()
-        if vitals.due:
-            _publish(core, serving.stats, vitals)
-        if not core.busy:
-            deadline = core.next_deadline()
-            if deadline < time.monotonic() + _MOMENT_MS / 1000:
-                links.wait(_timeout_ms(deadline))
-            elif not links.wait(_MOMENT_MS):
-                _publish(core, serving.stats, vitals)
-                links.wait(_timeout_ms(deadline))
-        for command in links.receive():
-            if isinstance(command, Shutdown):
-                return
-            _apply(core, command)
-        core.step()
+    def publish(self) -> None:
+        """Renew the heartbeat."""
+        self.vitals.due = False
+        steps = self.stats.latest(time.monotonic(), fresh=not self.core.busy)
+        self.vitals.beat = Heartbeat(
+            step=self.core.steps_committed,
+            load=msgspec.structs.replace(self.core.load(), decode_steps=steps),
+            estimated_wait=self.core.estimated_wait(),
+        )
 
 
 def _freeze() -> None:
@@ -196,12 +213,12 @@ def _freeze() -> None:
     gc.set_threshold(_GC_THRESHOLD)
 
 
-def _report(links: Links, report: EngineOutput) -> None:
-    """An end leaves at once, ahead of the rest of its tick; what is only progress can wait."""
-    if isinstance(report, LAST):
-        links.send(report)
+def _send(links: Links, output: EngineOutput) -> None:
+    """Send a final output at once; progress may wait for the end of the step."""
+    if isinstance(output, LAST):
+        links.send(output)
     else:
-        links.post(report)
+        links.post(output)
 
 
 def _apply(core: Core, command: Command) -> None:
@@ -216,16 +233,6 @@ def _apply(core: Core, command: Command) -> None:
             core.hold(command)
         case DropImage():
             core.drop(command)
-
-
-def _publish(core: Core, stats: StepStats, vitals: Vitals) -> None:
-    vitals.due = False
-    steps = stats.report(time.monotonic(), fresh=not core.busy)
-    vitals.beat = Heartbeat(
-        step=core.steps_committed,
-        load=msgspec.structs.replace(core.load(), decode_steps=steps),
-        estimated_wait=core.estimated_wait(),
-    )
 
 
 def _timeout_ms(deadline: float) -> int | None:

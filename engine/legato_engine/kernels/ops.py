@@ -28,7 +28,7 @@ _ALIGNMENT = 16  # bytes; where rows of matrices begin elsewhere, libraries are 
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class AttentionMetadata:
     """Where T tokens stand: cosines and sines of their angles, and int64 (page, slot) of each."""
 
     cos_T1R: torch.Tensor
@@ -50,18 +50,23 @@ class Span:
     cos_PR: torch.Tensor
     sin_PR: torch.Tensor
 
-    def places(self, count: int, page_size: int) -> Places:
+    def metadata(self, count: int, page_size: int) -> AttentionMetadata:
         """The first of them one by one, `count` of all sequences together."""
         num_sequences = len(self.pages_CM)
         stop = self.start + count // num_sequences
         positions_P = torch.arange(self.start, stop, device=self.pages_CM.device)
         positions_T = positions_P.repeat(num_sequences)
-        return Places(
+        return AttentionMetadata(
             self.cos_PR[positions_T][:, None],
             self.sin_PR[positions_T][:, None],
             self.pages_CM[:, positions_P // page_size].flatten(),
             positions_T % page_size,
         )
+
+
+def tile_counters(count: int, device: torch.device) -> torch.Tensor:
+    """Cleared memory for `count` products: a row each, to be cleared before its next product."""
+    return gemm.counters(count, device)
 
 
 def linear_counted(
@@ -140,7 +145,7 @@ def add3(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 
 def rotate_and_cache(
     qkv_TGE: torch.Tensor,
-    where: Places | Span,
+    where: AttentionMetadata | Span,
     k_NHSE: torch.Tensor,
     v_NHSE: torch.Tensor,
     scale_2: torch.Tensor | None = None,
@@ -157,10 +162,10 @@ def rotate_and_cache(
     if isinstance(where, Span):
         if num_heads == num_kv and prefill.can_rotate(qkv_TGE, where.cos_PR, k_NHSE):
             qkv_CP3HE = qkv_TGE.view(len(where.pages_CM), -1, 3, num_kv, qkv_TGE.shape[-1])
-            places = where.cos_PR, where.sin_PR, where.start, where.pages_CM
-            prefill.rotate_and_cache(qkv_CP3HE, *places, k_NHSE, v_NHSE, scale_2)
+            rotation = where.cos_PR, where.sin_PR, where.start, where.pages_CM
+            prefill.rotate_and_cache(qkv_CP3HE, *rotation, k_NHSE, v_NHSE, scale_2)
             return q_THE, k_THE, v_THE
-        where = where.places(qkv_TGE.shape[0], k_NHSE.shape[2])
+        where = where.metadata(qkv_TGE.shape[0], k_NHSE.shape[2])
     q_THE = reference.rotate(q_THE, where.cos_T1R, where.sin_T1R)
     k_THE = reference.rotate(k_THE, where.cos_T1R, where.sin_T1R)
     k_scale, v_scale = pages.units(scale_2)
@@ -170,7 +175,10 @@ def rotate_and_cache(
 
 
 def _write_and_read(
-    cache_NHSE: torch.Tensor, new_THE: torch.Tensor, where: Places, scale: torch.Tensor | None
+    cache_NHSE: torch.Tensor,
+    new_THE: torch.Tensor,
+    where: AttentionMetadata,
+    scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """What is read back of T keys or values that are written."""
     stored_THE = pages.quantise(new_THE, scale)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from legato_engine.kernels.cuda import norm
+from legato_engine.kernels import row_ops
 from legato_engine.layers.linear import Linear, Sum
 from legato_engine.layers.tau import Tau
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
         """The sum x + y, whose storage may be x's, and what `split` makes of its norm."""
-        x, normed = norm.add_norm(x, y, ln)
+        x, normed = row_ops.add_norm(x, y, ln)
         return x, self.split(normed)
 
     def split(self, x: torch.Tensor) -> Heads:

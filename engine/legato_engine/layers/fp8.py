@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from legato_engine.errors import InvalidField
-from legato_engine.kernels import ops
-from legato_engine.kernels.cuda import norm, quantise
-from legato_engine.kernels.cuda.quantise import Quantised
+from legato_engine.kernels import ops, reference_rows, row_ops
+from legato_engine.kernels.quantised import Quantised
 from legato_engine.layers.attention import Attention, Heads, split_heads
 from legato_engine.layers.linear import Sum
 from legato_engine.layers.mlp import MLP
@@ -35,14 +34,14 @@ class Fp8Linear(nn.Module):
         super().__init__()
         if problem := _problem(linear):
             raise InvalidField(f"fp8: {problem}", field="vision_dtype")
-        rows = quantise.reference(linear.weight)
+        rows = reference_rows.quantise(linear.weight)
         self.weight = _constant(rows.values)
         self.scale = _constant(rows.scale.t().contiguous())
         self.bias = _constant(linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., O] of [..., K]."""
-        return self.multiply(quantise.plain(x))
+        return self.multiply(row_ops.quantise(x))
 
     def multiply(self, x: Quantised) -> torch.Tensor:
         """[..., O] in the bias's dtype, on a GPU bfloat16."""
@@ -99,12 +98,12 @@ class Fp8Attention(nn.Module):
         self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm
     ) -> tuple[torch.Tensor, Heads]:
         """See `Attention`."""
-        x, normed = norm.add_norm_quantised(x, y, ln)
+        x, normed = row_ops.add_norm_quantised(x, y, ln)
         return x, split_heads(self.qkv.multiply(normed), self._num_heads)
 
     def join(self, heads: torch.Tensor) -> torch.Tensor:
         """[..., D] of [..., H, E]."""
-        return self.proj.multiply(quantise.plain(heads.flatten(-2)))
+        return self.proj.multiply(row_ops.quantise(heads.flatten(-2)))
 
     def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
         """See `Attention`."""
@@ -121,20 +120,20 @@ class Fp8MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., O] of [..., K]."""
-        return self._multiply(quantise.plain(x))
+        return self._multiply(row_ops.quantise(x))
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
         """See `MLP`."""
-        x, normed = norm.add_norm_quantised(x, y, ln)
+        x, normed = row_ops.add_norm_quantised(x, y, ln)
         return x, self._multiply(normed)
 
     def _multiply(self, x: Quantised) -> torch.Tensor:
-        return self.fc2.multiply(quantise.gelu(self.fc1.multiply(x)))
+        return self.fc2.multiply(row_ops.quantise_gelu(self.fc1.multiply(x)))
 
 
 def _problem(linear: nn.Linear) -> str | None:
     device, dtype = linear.weight.device, linear.weight.dtype
-    if not quantise.can_multiply(device):
+    if not row_ops.can_multiply_e4m3(device):
         return "this GPU has no arithmetic for it"
     if device.type != "cpu" and dtype != torch.bfloat16:
         return f"its results are bfloat16, and the rest of the tower is {dtype}"

@@ -53,7 +53,7 @@ class GroupedAttention(nn.Module):
     def forward(
         self,
         x_TD: torch.Tensor,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from legato_engine.kernels import ops
-from legato_engine.kernels.cuda import gemm
 
 Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two of one shape that are to be added
 
@@ -63,14 +62,11 @@ class Linear(nn.Linear):
 
 
 class TileCounters:
-    """What products of some layers deal out their tiles by, cleared for all of them at once.
-
-    See `kernels.cuda.products`.
-    """
+    """What products of some layers deal out their tiles by, cleared for all of them at once."""
 
     def __init__(self, layers: Sequence[Linear], device: torch.device) -> None:
         self._layers = layers
-        self._counters = gemm.counters(len(layers), device)
+        self._counters = ops.tile_counters(len(layers), device)
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:

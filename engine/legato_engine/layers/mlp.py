@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from legato_engine.kernels.cuda import norm
+from legato_engine.kernels import row_ops
 from legato_engine.layers.linear import Linear, Sum
 from legato_engine.layers.lora import MlpAdapters
 
@@ -29,5 +29,5 @@ class MLP(nn.Module):
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
         """The sum x + y, whose storage may be x's, plus what this makes of its norm."""
-        x, normed = norm.add_norm(x, y, ln)
+        x, normed = row_ops.add_norm(x, y, ln)
         return self.fc2.onto(x, self.fc1.gelu(normed))

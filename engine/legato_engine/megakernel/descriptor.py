@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from legato_engine.megakernel.float32 import f32
+from legato_engine.speculative.block_policy import INITIAL_RATE
 
 NO_GRAFT = -1
 """`graft_source_id` of a request that borrows nothing."""
-
-OPTIMISTIC = f32(0.8)
-"""The acceptance rate that a request is believed to have before its first verify."""
 
 
 class State(enum.IntEnum):
@@ -60,7 +57,7 @@ class RequestDescriptor:
     sampled: tuple[int, ...] = ()
     accepted_prefix_len: int = 0
 
-    ema_acceptance_rate: float = OPTIMISTIC  # float32, as on the device
+    ema_acceptance_rate: float = INITIAL_RATE  # float32, as on the device
     accepted_weight: float = 0.0  # tokens accepted and tried, older ones counting less
     tried_weight: float = 0.0
     current_block_size: int = 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from legato_engine.megakernel.acceptance import AcceptancePolicy
-from legato_engine.megakernel.block_policy import BlockPolicy
 from legato_engine.megakernel.descriptor import RequestDescriptor, State
 from legato_engine.megakernel.models import Proposer
 from legato_engine.megakernel.pages import PageTable
+from legato_engine.speculative.acceptance import AcceptancePolicy
+from legato_engine.speculative.block_policy import BlockPolicy
 
 
 @dataclasses.dataclass(slots=True, eq=False)

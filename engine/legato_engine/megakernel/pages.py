@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-PRESSURE_RATIO = 0.85
-"""Share of the pool in live pages above which it is under pressure."""
+from legato_engine.speculative.block_policy import PRESSURE_RATIO
 
 
 class PageState(enum.IntEnum):

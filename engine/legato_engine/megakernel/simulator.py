@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from legato_engine.megakernel.costs import H200_MOONDREAM2, CostTable
 from legato_engine.megakernel.descriptor import State
 from legato_engine.megakernel.machine import Machine
 from legato_engine.megakernel.pages import ResidencyReport
 from legato_engine.megakernel.stages import STAGES, stage_kv, stage_scheduler
+from legato_engine.speculative.costs import H200_MOONDREAM2, CostTable
 
 MAX_IDLE = 8
 """Iterations without a token, beyond one for each request, before the machine is declared stuck."""

@@ -49,12 +49,12 @@ def stacked_attention(num_sequences: int) -> Attend:
     return attend
 
 
-def step_metadata(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.Places:
+def step_metadata(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.AttentionMetadata:
     """Locate the tokens of a decode step."""
     index_B1 = (batch.positions_B // kv.page_size)[:, None]
     pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
     angles = rope.at(batch.positions_B)
-    return ops.Places(*angles, pages_B, batch.positions_B % kv.page_size)
+    return ops.AttentionMetadata(*angles, pages_B, batch.positions_B % kv.page_size)
 
 
 def step_attention(batch: DecodeBatch) -> Attend:

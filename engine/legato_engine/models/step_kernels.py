@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from legato_engine.kernels.cuda.sampling import RowTensors
+    from legato_engine.kernels.accelerated import RowTensors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Protocol
 
-from legato_engine.scheduler.launch import BatchLimits, Row
+from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 
 
 class Backend(Protocol):
@@ -45,7 +45,13 @@ class Backend(Protocol):
         """Compute the log-probabilities of what `sample` chose, after it and with its `payload`."""
         ...
 
-    def prefill(self, slot: int, prompts: Many[Row], decodes: Many[Row], rank: int) -> None:
+    def prefill(
+        self,
+        slot: int,
+        prompts: Many[ScheduledSequence],
+        decodes: Many[ScheduledSequence],
+        rank: int,
+    ) -> None:
         """Enqueue prompts, and decodes that share the launch, with adapters up to `rank`.
 
         The slot's first rows become the outputs of the decodes, followed by those of each prompt's
@@ -53,6 +59,6 @@ class Backend(Protocol):
         """
         ...
 
-    def encode(self, slot: int, row: Row) -> None:
+    def encode(self, slot: int, row: ScheduledSequence) -> None:
         """Encode the crops of the row's image that its prefill work names."""
         ...

@@ -9,15 +9,11 @@ Shape legend: R rows of the state, B tokens of a launch, K draft tokens, C posit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from legato_engine.kernels.accelerated import draft_kernels
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.speculative.proposer import UNKNOWN, Proposer, RowHistory
-
-if TYPE_CHECKING:
-    from legato_engine.kernels.cuda.drafting import DraftKernels
 
 _NOT_FED = -2  # in place of a sampled token; -1 is a sampled token that was not finite
 
@@ -56,7 +52,7 @@ class DraftState:
         self._row_R = torch.arange(rows, device=device)
         self._proposer = proposer
         self._vocab_size = vocab_size
-        self._kernels = _kernels(max_block, vocab_size, device)
+        self._kernels = draft_kernels(max_block, vocab_size, device)
 
     def admit(self, slot: DecodeSlot) -> None:
         """Take sequences' known tokens and limits from their staged prefill."""
@@ -157,12 +153,3 @@ class DraftState:
 def _powers(limit: int) -> list[int]:
     """Powers of two below `limit`."""
     return [1 << bit for bit in range(limit.bit_length()) if 1 << bit < limit]
-
-
-def _kernels(max_block: int, vocab_size: int, device: torch.device) -> DraftKernels | None:
-    """On a GPU, two kernels in place of thirty torch operations."""
-    if device.type != "cuda":
-        return None
-    from legato_engine.kernels.cuda.drafting import DraftKernels
-
-    return DraftKernels(max_block, vocab_size)

@@ -15,7 +15,7 @@ from legato_engine.models.capabilities import ImageEncoder
 from legato_engine.models.paged_cache import KVCache, PrefillSpan
 from legato_engine.runtime.graph_runner import Work
 from legato_engine.runtime.resources import Resources
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 
 _log = structlog.get_logger()
 
@@ -55,9 +55,9 @@ class EncoderRunner:
             self._stacks = all(self._keeps_bits(*stack) for stack in sorted(stacks))
             _log.info("image_stacking_measured", share_pass=self._stacks)
 
-    def encode(self, slot: int, index: int, row: Row, stop: int) -> None:
+    def encode(self, slot: int, index: int, row: ScheduledSequence, stop: int) -> None:
         """Encode the remaining crops of one image, up to crop `stop`."""
-        encoder, image, first = self._encoder, row.sequence.pixels, row.prefix.first_crop
+        encoder, image, first = self._encoder, row.sequence.inputs.image, row.work.first_crop
         if first == 0:
             buffer = self._buffer(slot, index)
             encoder.stage(buffer, image)
@@ -69,15 +69,15 @@ class EncoderRunner:
             self._graphs.run(self._crops_work, stop - first, True)
             self._compute.submit(lambda: encoder.scatter(first, stop))
 
-    def embed(self, slot: int, rows: Sequence[Row]) -> None:
+    def embed(self, slot: int, rows: Sequence[ScheduledSequence]) -> None:
         """Compute the embeddings of the rows' images."""
         for index, row in enumerate(rows):
             self.encode(slot, index, row, row.sequence.num_crops)
             self._graphs.run(self._finish_work, slot, index)
 
-    def cache(self, slot: int, rows: Sequence[Row]) -> None:
+    def cache(self, slot: int, rows: Sequence[ScheduledSequence]) -> None:
         """Write keys and values of the images, after prompts are uploaded and adapters written."""
-        ranks = [self._resources.rank(row.sequence.adapter_rank) for row in rows]
+        ranks = [self._resources.rank(row.sequence.adapter.rank) for row in rows]
         single = [(index, 1) for index in range(len(rows))]
         for first, count in _stacks(len(rows)) if self._stacks and not any(ranks) else single:
             if count > 1:

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from itertools import product
 
 from legato_engine.kernels import ops
-from legato_engine.kernels.cuda.attention import GROUP
-from legato_engine.kernels.cuda.decoder import MAX_TOKENS
-from legato_engine.kernels.cuda.sampling import Sampler
+from legato_engine.kernels.accelerated import Sampler
+from legato_engine.kernels.step import GROUP, MAX_TOKENS
 from legato_engine.models.step_kernels import StepInputs, StepKernels
 from legato_engine.runtime.decode_slot import MAX_PASSES, SHARED_PASSES
 from legato_engine.runtime.encoder_runner import EncoderRunner
@@ -37,7 +36,7 @@ from legato_engine.runtime.prefill_step import (
     stage_samples,
 )
 from legato_engine.runtime.resources import Resources
-from legato_engine.scheduler.launch import BatchLimits, Row
+from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD
 
 _MIN_QUEUE_LENGTH = 16
@@ -67,8 +66,8 @@ class KernelBackend:
             slots[0].max_prompts,
             tokens=min(SHARED_PASSES * max_tokens, model.max_context),
             sampled=max_tokens,
-            pictures=slots[0].max_images if self.encodes_images else 1,
-            crowd=_MIN_QUEUE_LENGTH,
+            images=slots[0].max_images if self.encodes_images else 1,
+            min_queue_length=_MIN_QUEUE_LENGTH,
         )
         self._max_scheduled = min(MAX_PASSES * max_tokens, model.max_context)
         self._sampler = Sampler(model.vocab_size)
@@ -116,7 +115,13 @@ class KernelBackend:
         """
         self._graphs.run(self._logprobs_work, slot, payload)
 
-    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row], rank: int) -> None:
+    def prefill(
+        self,
+        slot: int,
+        prompts: Sequence[ScheduledSequence],
+        decodes: Sequence[ScheduledSequence],
+        rank: int,
+    ) -> None:
         """Enqueue images, then prompts and decodes in shared steps, the same ones at every rank."""
         buffers, compute = self._slots[slot], self._resources.compute
         encoded = [row for row in prompts if row.encodes]
@@ -129,7 +134,7 @@ class KernelBackend:
             for index, row in enumerate(prompts)
         ]
         for row, step in zip(prompts, steps, strict=True):
-            if row.prefix.write_adapter:
+            if row.work.write_adapter:
                 compute.submit(step.write_adapter)
         if self._encoder_runner is not None:
             self._encoder_runner.cache(slot, encoded)
@@ -147,29 +152,32 @@ class KernelBackend:
         passes = cut_passes(decodes, scheduled, self.limits.sampled)
         self._run_passes(slot, passes, (*decodes, *prompts))
 
-    def encode(self, slot: int, row: Row) -> None:
+    def encode(self, slot: int, row: ScheduledSequence) -> None:
         """See `Backend.encode`."""
         assert self._encoder_runner is not None, "an encode without an image encoder"
-        self._encoder_runner.encode(slot, 0, row, row.prefix.stop_crop)
+        self._encoder_runner.encode(slot, 0, row, row.work.stop_crop)
 
-    def _after_prefix(self, row: Row, step: PrefillStep) -> ScheduledPrompt:
+    def _after_prefix(self, row: ScheduledSequence, step: PrefillStep) -> ScheduledPrompt:
         """Return what a prompt's steps compute, after a missing prefix that no encoder fills.
 
         A missing prefix that is BOS alone is computed by the steps too.
         """
         tokens, start = scheduled_tokens(row), row.position
-        if row.prefix.compute_pages and row.sequence.pixels is None:
+        if row.work.compute_pages and row.sequence.inputs.image is None:
             tokens, start = [(self._resources.model.bos_token, NO_PAYLOAD), *tokens], 0
-        elif row.prefix.compute_pages and not row.encodes:
+        elif row.work.compute_pages and not row.encodes:
             self._resources.compute.submit(step.run_prefix)
         return ScheduledPrompt(row.sequence.row, start, tokens)
 
     def _run_passes(
-        self, slot: int, passes: Sequence[Sequence[ScheduledToken]], sampled: Sequence[Row]
+        self,
+        slot: int,
+        passes: Sequence[Sequence[ScheduledToken]],
+        sampled: Sequence[ScheduledSequence],
     ) -> None:
         """Enqueue one forward per pass, each with its own staging; sample from the last one."""
         buffers, scratch = self._slots[slot], self._state.scratch_row
-        adapted = any(row.sequence.adapter_key for row in sampled)
+        adapted = any(row.sequence.adapter.key for row in sampled)
         for copy, tokens in enumerate(passes):
             bucket, is_last = bucket_for(self.buckets, len(tokens)), copy == len(passes) - 1
             if is_last:

@@ -28,7 +28,7 @@ from legato_engine.runtime.sampler import GREEDY_TEMPERATURE, constraint_table
 from legato_engine.runtime.step_costs import StepCosts
 from legato_engine.runtime.step_staging import StepStaging, num_sampled
 from legato_engine.runtime.torch_backend import TorchBackend
-from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, Row
+from legato_engine.scheduler.launch import BatchLimits, Launch, LaunchKind, ScheduledSequence
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
 from legato_engine.speculative.proposer import Proposer
 from legato_engine.tasks import SampledToken
@@ -225,10 +225,10 @@ class ModelRunner:
             copy_end=events.copy_end.time_ns(),
         )
 
-    def _rank(self, rows: Sequence[Row]) -> int:
-        return self._resources.rank(max((row.sequence.adapter_rank for row in rows), default=0))
+    def _rank(self, rows: Sequence[ScheduledSequence]) -> int:
+        return self._resources.rank(max((row.sequence.adapter.rank for row in rows), default=0))
 
-    def _grow(self, index: int, decodes: Sequence[Row]) -> None:
+    def _grow(self, index: int, decodes: Sequence[ScheduledSequence]) -> None:
         """Add the pages to the page table that these decodes are the first to use."""
         slot = self._slots[index]
         if self._staging.grown(slot, decodes):
@@ -237,7 +237,7 @@ class ModelRunner:
 
 
 def _by_row(
-    rows: Sequence[Row],
+    rows: Sequence[ScheduledSequence],
     tokens: tuple[SampledToken, ...],
     counts: Sequence[int],
     proposed: Sequence[int],
@@ -250,7 +250,7 @@ def _by_row(
     return outputs
 
 
-def _needs(rows: Sequence[Row]) -> tuple[bool, bool, bool]:
+def _needs(rows: Sequence[ScheduledSequence]) -> tuple[bool, bool, bool]:
     """Whether any row is not greedy, has a payload, wants log-probabilities."""
     sampled = payload = logprobs = False
     for row in rows:

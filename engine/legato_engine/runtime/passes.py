@@ -11,7 +11,7 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from legato_engine.runtime.decode_slot import DecodeSlot
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD, TokenKey
 
 PROMPT = -1
@@ -41,7 +41,7 @@ def bucket_for(buckets: Many[int], num_tokens: int) -> int:
 
 
 def cut_passes(
-    decodes: Many[Row], prompts: Many[ScheduledPrompt], max_tokens: int
+    decodes: Many[ScheduledSequence], prompts: Many[ScheduledPrompt], max_tokens: int
 ) -> tuple[list[ScheduledToken], ...]:
     """Cut tokens into the fewest passes of up to `max_tokens`.
 
@@ -59,7 +59,7 @@ def cut_passes(
     return (*passes, sampled + others[count:])
 
 
-def stage_step(slot: DecodeSlot, rows: Many[Row], bucket: int, pad: int) -> None:
+def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad: int) -> None:
     """Stage a decode step of `bucket` tokens, padded with row `pad`."""
     staged, padding = slot.staged.host, bucket - len(rows)
     row_B = [row.sequence.row for row in rows]

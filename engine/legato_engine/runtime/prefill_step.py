@@ -9,18 +9,18 @@ from legato_engine.models.capabilities import Adapter
 from legato_engine.models.paged_cache import PrefillSpan
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.resources import Resources
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.sequence import Sequence, TokenKey
 from legato_engine.speculative.proposer import UNKNOWN
 
 
-def scheduled_tokens(row: Row) -> list[TokenKey]:
+def scheduled_tokens(row: ScheduledSequence) -> list[TokenKey]:
     """The tokens after the prefix that a prefill computes, those of a resumed answer included."""
     first = row.position - row.sequence.prefix_length
     return row.sequence.tokens[first : first + row.num_tokens]
 
 
-def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
+def stage_prompts(slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: int) -> None:
     """Fill the slot's prompt buffer: tokens, adjacent; and for each row pages and sampling."""
     staged, first = slot.prompt.host, 0
     staged["row"].fill(scratch_row)
@@ -33,12 +33,12 @@ def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
         staged["token"][first:end] = [token_id for token_id, _ in tokens]
         staged["payload"][first:end] = [payload for _, payload in tokens]
         first = end
-        pages = row.prefix.compute_pages
+        pages = row.work.compute_pages
         staged["prefix_pages"][index, : len(pages)] = pages
-        staged["pages"][index, : len(sequence.page_ids)] = sequence.page_ids
-        if row.prefix.copy_tail is not None:
-            staged["copied"][index] = row.prefix.copy_tail
-        staged["adapter_slot"][index] = sequence.adapter_slot
+        staged["pages"][index, : len(sequence.pages.ids)] = sequence.pages.ids
+        if row.work.copy_tail is not None:
+            staged["copied"][index] = row.work.copy_tail
+        staged["adapter_slot"][index] = sequence.adapter.slot
         sampling = sequence.task.sampling
         staged["row"][index] = sequence.row
         staged["seed"][index] = (sampling.seed or 0) & ((1 << 63) - 1)
@@ -49,7 +49,9 @@ def stage_prompts(slot: DecodeSlot, rows: Many[Row], scratch_row: int) -> None:
             _stage_history(slot, index, sequence)
 
 
-def stage_samples(slot: DecodeSlot, rows: Many[Row], scratch_row: int, *, copy: int = 0) -> None:
+def stage_samples(
+    slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: int, *, copy: int = 0
+) -> None:
     """Stage where each row's sampled token goes, in the slot's first rows; the rest is padding."""
     staged, count = slot.staged.hosts[copy], len(rows)
     staged["sample_row"].fill(scratch_row)
@@ -82,7 +84,7 @@ class PrefillStep:
         self,
         resources: Resources,
         slot: DecodeSlot,
-        row: Row,
+        row: ScheduledSequence,
         *,
         index: int = 0,
         first_token: int = 0,
@@ -95,14 +97,16 @@ class PrefillStep:
         self._index = index
         self._tokens = slice(first_token, first_token + row.num_tokens)
         self._output = slice(output, output + 1)
-        self._pixels = row.sequence.pixels
-        self._prefix = row.prefix
+        self._pixels = row.sequence.inputs.image
+        self._prefix = row.work
         self._start = row.position
-        self._num_pages = len(row.sequence.page_ids)
-        self._adapter_slot = row.sequence.adapter_slot
-        self._adapter: Adapter | None = row.sequence.adapter if row.prefix.write_adapter else None
+        self._num_pages = len(row.sequence.pages.ids)
+        self._adapter_slot = row.sequence.adapter.slot
+        self._adapter: Adapter | None = (
+            row.sequence.inputs.adapter if row.work.write_adapter else None
+        )
         slot_1 = slot.prompt.device["adapter_slot"][index : index + 1]
-        self._adapters = resources.adapters(slot_1, resources.rank(row.sequence.adapter_rank))
+        self._adapters = resources.adapters(slot_1, resources.rank(row.sequence.adapter.rank))
 
     def __call__(self) -> None:
         """Run all parts, on the compute stream."""

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from itertools import accumulate
 
-from legato_engine.megakernel.costs import CostTable
 from legato_engine.runtime.backend import Backend
 from legato_engine.runtime.resources import Resources
+from legato_engine.speculative.costs import CostTable
 
 _TIMES = 5
 _CONTEXT = 850  # positions that a row reads, if it may: an image and a short answer

@@ -9,7 +9,7 @@ import numpy as np
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.runtime.passes import bucket_for, stage_step
 from legato_engine.runtime.resources import Resources
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 
 
 class StepStaging:
@@ -34,7 +34,7 @@ class StepStaging:
         slot.prompt.host["row"].fill(self._scratch_row)
         slot.grown.host["entry"].fill(self._scratch_row * self._max_pages)
 
-    def rows(self, slot: DecodeSlot, rows: Sequence[Row]) -> int:
+    def rows(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> int:
         """Stage each row's tokens and padding; return the bucket."""
         if self._drafts is not None:
             return self._drafted_rows(slot, rows)
@@ -44,7 +44,7 @@ class StepStaging:
         np.add(staged["position"][:bucket], 1, out=staged["sample_position"][:bucket])
         return bucket
 
-    def grown(self, slot: DecodeSlot, rows: Sequence[Row]) -> bool:
+    def grown(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> bool:
         """Stage the pages that these decodes are the first to use; return whether there are any."""
         size = self._page_size
         if self._drafts is None:
@@ -57,10 +57,12 @@ class StepStaging:
         staged["page"].fill(0)
         for index, (sequence, page) in enumerate(grown):
             staged["entry"][index] = sequence.row * self._max_pages + page
-            staged["page"][index] = sequence.page_ids[page]
+            staged["page"][index] = sequence.pages.ids[page]
         return True
 
-    def constraints(self, slot: DecodeSlot, rows: Sequence[Row], constraints: Sequence[int]) -> int:
+    def constraints(
+        self, slot: DecodeSlot, rows: Sequence[ScheduledSequence], constraints: Sequence[int]
+    ) -> int:
         """Stage a row's constraint for each of its tokens; return the number of tokens."""
         if self._drafts is not None:
             constraints = [
@@ -71,7 +73,7 @@ class StepStaging:
         slot.constraint.host["constraint"][: len(constraints)] = constraints
         return len(constraints)
 
-    def _drafted_rows(self, slot: DecodeSlot, rows: Sequence[Row]) -> int:
+    def _drafted_rows(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> int:
         """Stage rows and draft indices; the device knows the positions."""
         staged = slot.staged.host
         row_B = [row.sequence.row for row in rows for _ in range(num_sampled(row))]
@@ -87,6 +89,6 @@ class StepStaging:
         return bucket
 
 
-def num_sampled(row: Row) -> int:
+def num_sampled(row: ScheduledSequence) -> int:
     """Count a row's tokens that are sampled from; of a prefill only its last token is."""
     return 1 + row.num_drafts

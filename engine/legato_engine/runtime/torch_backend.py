@@ -11,7 +11,7 @@ from legato_engine.runtime.logprobs import LogprobStep
 from legato_engine.runtime.passes import bucket_for, stage_step
 from legato_engine.runtime.prefill_step import PrefillStep, stage_prompts, stage_samples
 from legato_engine.runtime.resources import Resources
-from legato_engine.scheduler.launch import BatchLimits, Row
+from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 
 
 class TorchBackend:
@@ -62,7 +62,13 @@ class TorchBackend:
         """See `Backend.logprobs`."""
         self._graphs.run(self._logprobs_work, slot, bucket, payload)
 
-    def prefill(self, slot: int, prompts: Sequence[Row], decodes: Sequence[Row], rank: int) -> None:
+    def prefill(
+        self,
+        slot: int,
+        prompts: Sequence[ScheduledSequence],
+        decodes: Sequence[ScheduledSequence],
+        rank: int,
+    ) -> None:
         """Enqueue one decode step, then one prompt after another."""
         buffers, compute, state = self._slots[slot], self._resources.compute, self._resources.state
         stage_prompts(buffers, prompts, state.scratch_row)
@@ -85,7 +91,7 @@ class TorchBackend:
             )
             first += row.num_tokens
 
-    def encode(self, slot: int, row: Row) -> None:
+    def encode(self, slot: int, row: ScheduledSequence) -> None:
         """Never planned, because images are cropped on the host for this backend."""
         raise AssertionError("an encode was launched on a backend without an image encoder")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from legato_engine.config import LOOKUP_DRAFT, EngineConfig, largest_block
 from legato_engine.device.base import Device
 from legato_engine.errors import InvalidField
+from legato_engine.kernels.accelerated import lookup_proposer
 from legato_engine.layers.lora import AdapterBank
-from legato_engine.megakernel.costs import CostTable
 from legato_engine.models import registry
 from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.model import Model
@@ -16,7 +16,7 @@ from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.draft_model import DraftModel
 from legato_engine.runtime.kv_pool import decode_buckets
 from legato_engine.runtime.model_runner import ModelRunner
-from legato_engine.speculative.lookup import LookupProposer
+from legato_engine.speculative.costs import CostTable
 from legato_engine.speculative.proposer import Proposer
 
 
@@ -73,16 +73,8 @@ def _proposer(
         return DraftModel(drafting, device, num_rows=rows, vocab_size=vocab_size)
     path = Path(config.draft) if config.draft else draft
     if path is None or config.draft == LOOKUP_DRAFT:
-        return _lookup(device)
+        return lookup_proposer(device.torch_device)
     drafts = model.capabilities.drafts
     if drafts is None:
         raise InvalidField("the model takes no draft", field="draft")
     return drafts.draft_proposer(path, kv)
-
-
-def _lookup(device: Device) -> Proposer:
-    if device.torch_device.type != "cuda":
-        return LookupProposer()
-    from legato_engine.kernels.cuda.drafting import LookupKernel
-
-    return LookupKernel()

@@ -13,7 +13,7 @@ from legato_engine.errors import (
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.clock import Clock
 from legato_engine.scheduler.wait_estimate import WaitEstimate
-from legato_engine.scheduler.waiting import WaitingQueue
+from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 
@@ -65,7 +65,7 @@ class Admission:
 
     def completed(self, sequence: Sequence) -> None:
         """A sequence has just been served."""
-        self._wait.completed(self._clock.now() - sequence.prefill_start)
+        self._wait.completed(self._clock.now() - sequence.timing.prefill_start)
 
     def estimated_wait(self) -> float:
         """Seconds a request arriving now would wait behind all others; 0 while that is unknown."""

@@ -22,6 +22,6 @@ class BlockSizes(Protocol):
         """
         ...
 
-    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
+    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
         """A decode of a sequence that may draft was committed."""
         ...

@@ -11,7 +11,7 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.scheduler.runner import RowTokens
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import StepRecord
@@ -50,32 +50,34 @@ class OutputProcessor:
         """Note what the commit of a prefill makes true of a live sequence, its token unread."""
         sequence.status = SequenceStatus.RUNNING
         if token.token_id == NOT_FINITE:  # what it read may be what is broken
-            self._manager.forget(sequence)
+            self._manager.invalidate(sequence)
         elif sequence.num_committed == 0:
-            sequence.first_token = self._clock.now()
+            sequence.timing.first_token = self._clock.now()
 
-    def read_block(self, record: StepRecord, row: Row, output: RowTokens) -> None:
+    def read_block(self, record: StepRecord, row: ScheduledSequence, output: RowTokens) -> None:
         """Commit a live sequence's tokens, none behind the one that ends it, and their pages."""
         sequence, accepted = row.sequence, len(output.tokens) - 1
         assert accepted >= 0, f"sequence {sequence.seq_id} lives behind its last token"
-        record.proposed += output.num_proposed
+        record.drafted += output.num_drafted
         record.accepted += accepted
-        record.rejected += accepted < output.num_proposed
-        sequence.settle(row.num_drafts, accepted)
+        record.rejected += accepted < output.num_drafted
+        sequence.settle_drafts(row.num_drafts, accepted)
         if self._block_sizes is not None and sequence.may_draft:
-            self._block_sizes.learn(sequence, accepted, output.num_proposed)
+            self._block_sizes.learn(sequence, accepted, output.num_drafted)
         for token in output.tokens:
             self.read(sequence, token)
             if sequence.finalized:
                 break
-        end = sequence.last_position  # the launch behind may write to what it has proposed for
-        self._manager.commit_to(sequence, end, reserved=end + sequence.num_drafted)
+        end = (
+            sequence.progress.last_position
+        )  # the launch behind may write to what it has proposed for
+        self._manager.commit_to(sequence, end, reserved=end + sequence.progress.inflight_drafts)
 
     def read(self, sequence: Sequence, token: SampledToken) -> None:
         """Commit one token of a live sequence, and end it when the token does."""
         task = sequence.task
         if token.token_id == NOT_FINITE:
-            self._manager.forget(sequence, sequence.prompt_length)
+            self._manager.invalidate(sequence, sequence.prompt_length)
             self.fail(sequence, InternalError("non-finite logits", reason="NUMERIC"))
             return
         try:
@@ -84,7 +86,6 @@ class OutputProcessor:
             log.exception("task of request %s failed", sequence.request.request_id)
             self.fail(sequence, InternalError("the task could not read its tokens"))
             return
-        sequence.num_committed += 1
         self.num_tokens += 1
         sequence.tokens.append((token.token_id, token.payload))
         if events:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from legato_engine.scheduler.decode import DecodePlanner
+from legato_engine.scheduler.decode_planner import DecodePlanner
 from legato_engine.scheduler.launch import LaunchKind, Plan, Refinement
-from legato_engine.scheduler.prefill import PrefillPlanner
+from legato_engine.scheduler.prefill_planner import PrefillPlanner
 
 
 class Planner:

@@ -24,12 +24,12 @@ class LaunchTimes:
 class RowTokens(NamedTuple):
     """What one launch gave one row: the accepted tokens, then the model's own next.
 
-    No token at all where an earlier launch has given the row its last one: a zombie. `num_proposed`
+    No token at all where an earlier launch has given the row its last one: a zombie. `num_drafted`
     is at most the row's `num_drafts`: a proposer may have no guess.
     """
 
     tokens: tuple[SampledToken, ...]
-    num_proposed: int = 0
+    num_drafted: int = 0
 
 
 class Runner(Protocol):

@@ -13,18 +13,18 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.admission import Admission
 from legato_engine.scheduler.block_sizes import BlockSizes
 from legato_engine.scheduler.clock import Clock
-from legato_engine.scheduler.decode import DecodePlanner
+from legato_engine.scheduler.decode_planner import DecodePlanner
 from legato_engine.scheduler.launch import ALONE, BatchLimits, Launch, LaunchKind, Refinement
 from legato_engine.scheduler.output_processor import OutputProcessor
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.planner import Planner
-from legato_engine.scheduler.prefill import PrefillPlanner
+from legato_engine.scheduler.prefill_planner import PrefillPlanner
 from legato_engine.scheduler.runner import Runner
-from legato_engine.scheduler.running import Running
+from legato_engine.scheduler.running_sequences import RunningSequences
 from legato_engine.scheduler.sink import Sink
 from legato_engine.scheduler.step_record import Observer, StepRecord
-from legato_engine.scheduler.waiting import WaitingQueue
-from legato_engine.sequence import Sequence, SequenceStatus
+from legato_engine.scheduler.waiting_queue import WaitingQueue
+from legato_engine.sequence import NO_INPUTS, Sequence, SequenceStatus
 
 FREE = 0
 """The constraint that allows every token."""
@@ -70,7 +70,7 @@ class Scheduler:
         self._queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=priority_seconds)
         limits = limits if block_sizes is None else ALONE
         self._prefill = PrefillPlanner(manager, self._queue, limits)
-        self._running = Running(manager, self._queue)
+        self._running = RunningSequences(manager, self._queue)
         self._planner = Planner(
             self._prefill,
             DecodePlanner(manager, self._running, block_sizes),
@@ -84,7 +84,7 @@ class Scheduler:
             max_waiting=max_waiting,
             max_waiting_per_tenant=max_waiting_per_tenant,
         )
-        self._reader = OutputProcessor(
+        self._outputs = OutputProcessor(
             manager, self._admission, clock, sink, block_sizes, finalize=self._finalize
         )
         self._live: dict[str, Sequence] = {}  # by request id: all that are not finalized
@@ -127,9 +127,9 @@ class Scheduler:
             return
         now = self._clock.now()
         if sequence.num_committed == 0:
-            sequence.first_token = now
-        if sequence.status is SequenceStatus.WAITING and not sequence.num_preemptions:
-            sequence.prefill_start = now
+            sequence.timing.first_token = now
+        if sequence.status is SequenceStatus.WAITING and not sequence.pages.num_preemptions:
+            sequence.timing.prefill_start = now
             self._sink.started(sequence)
         if not sequence.finalized:
             self._finalize(sequence)
@@ -177,7 +177,7 @@ class Scheduler:
             prefix_pages=self._manager.prefix_pages,
             pages_total=self._manager.pages_total,
             adapters_used=self._manager.adapters_used,
-            kv=self._manager.report(),
+            kv=self._manager.stats(),
         )
 
     # ------------------------------------------------------------ the tick
@@ -212,7 +212,7 @@ class Scheduler:
             return
         for sequence in list(self._live.values()):
             if deadline_of(sequence.request) <= now and not sequence.finalized:
-                self._reader.fail(sequence, DeadlineExceeded("the deadline passed"))
+                self._outputs.fail(sequence, DeadlineExceeded("the deadline passed"))
         deadlines = (deadline_of(sequence.request) for sequence in self._live.values())
         self._next_deadline = min(deadlines, default=math.inf)
 
@@ -226,10 +226,10 @@ class Scheduler:
         launch = self._pipeline.launch(plan)
         self._runner.forward(launch)
         for sequence, position, num_tokens, _, num_drafts, _ in plan.sampled_rows:
-            sequence.num_launched += 1
-            sequence.last_position = position + num_tokens
-            if num_drafts:
-                sequence.num_drafted += num_drafts
+            progress = sequence.progress
+            progress.num_launched += 1
+            progress.last_position = position + num_tokens
+            progress.inflight_drafts += num_drafts
         if plan.kind is not LaunchKind.DECODE:
             self._advance(launch)
         self._records.append(StepRecord(launch, plan_start, plan_end, self._clock.perf_ns()))
@@ -248,27 +248,27 @@ class Scheduler:
             sequence.status = SequenceStatus.PREFILLING
             self._running.add(sequence)
         for sequence in starting:
-            if not (sequence.finalized or sequence.num_preemptions):
-                sequence.prefill_start = now
+            if not (sequence.finalized or sequence.pages.num_preemptions):
+                sequence.timing.prefill_start = now
                 self._sink.started(sequence)
 
     def _sample(self, launch: Launch) -> None:
         record = self._records[-1]
-        record.finalize_start = self._clock.perf_ns()
+        record.sample_start = self._clock.perf_ns()
         constraints = [
             FREE if row.sequence.finalized else row.sequence.task.constraint()
             for row in launch.plan.sampled_rows
         ]
         self._runner.sample(launch, constraints)
         self._pipeline.mark_sampled(launch)
-        record.finalize_end = self._clock.perf_ns()
+        record.sample_end = self._clock.perf_ns()
 
     def _commit(self, launch: Launch) -> None:
         record = self._records.popleft()
         record.wait_start = self._clock.perf_ns()
         outputs = self._runner.collect(launch)
         record.wait_end = self._clock.perf_ns()
-        before, plan = self._reader.num_tokens, launch.plan
+        before, plan = self._outputs.num_tokens, launch.plan
         drafting = self._speculates and plan.kind is LaunchKind.DECODE
         num_decodes = len(plan.decodes)
         for place, (row, output) in enumerate(zip(plan.sampled_rows, outputs, strict=True)):
@@ -276,13 +276,13 @@ class Scheduler:
             if sequence.finalized:
                 record.zombies += 1
             elif drafting:
-                self._reader.read_block(record, row, output)
+                self._outputs.read_block(record, row, output)
             else:
                 (token,) = output.tokens
                 if place >= num_decodes:
-                    self._reader.prefilled(sequence, token)
-                self._reader.read(sequence, token)
-        record.tokens = self._reader.num_tokens - before
+                    self._outputs.prefilled(sequence, token)
+                self._outputs.read(sequence, token)
+        record.tokens = self._outputs.num_tokens - before
         for sequence in self._pipeline.commit(launch):
             self._running.settle(sequence)
         if plan.refinement is not None:
@@ -299,13 +299,13 @@ class Scheduler:
         assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
         sequence.finalized = True
         del self._live[sequence.request.request_id]
-        if sequence.last_position < 0:
+        if sequence.progress.last_position < 0:
             self._prefill.remove(sequence)
         if sequence.status is not SequenceStatus.WAITING:
             self._running.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         # Observers may keep the launch, and it the sequence.
-        sequence.pixels = sequence.adapter = None
+        sequence.inputs = NO_INPUTS
 
 
 def deadline_of(request: Request) -> float:

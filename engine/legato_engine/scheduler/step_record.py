@@ -14,7 +14,7 @@ class StepRecord:
 
     The scheduler fills it between the launch and its commit; it is complete when the observer gets
     it. `zombies` counts the rows sampled in vain: their sequence had ended before this commit.
-    Of the others, `tokens` were committed; `proposed` and `accepted` count drafts, `accepted` those
+    Of the others, `tokens` were committed; `drafted` and `accepted` count drafts, `accepted` those
     behind a sequence's end too, and `rejected` the wrong ones that ended a block: `accepted` and
     `rejected` together were tried.
     """
@@ -23,14 +23,14 @@ class StepRecord:
     plan_start: int
     plan_end: int
     launch_end: int = 0
-    finalize_start: int = 0
-    finalize_end: int = 0
+    sample_start: int = 0
+    sample_end: int = 0
     wait_start: int = 0
     wait_end: int = 0
     commit_end: int = 0
     zombies: int = 0
     tokens: int = 0
-    proposed: int = 0
+    drafted: int = 0
     accepted: int = 0
     rejected: int = 0
 
@@ -45,9 +45,9 @@ class StepRecord:
         return self.launch_end - self.plan_end
 
     @property
-    def finalize_ns(self) -> int:
+    def sample_ns(self) -> int:
         """Reading the constraints and enqueueing the sampling."""
-        return self.finalize_end - self.finalize_start
+        return self.sample_end - self.sample_start
 
     @property
     def commit_ns(self) -> int:

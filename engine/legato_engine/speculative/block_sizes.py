@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 from legato_engine.config import SPECULATION_OFF, largest_block
-from legato_engine.megakernel.block_policy import (
+from legato_engine.sequence import DraftStats, Sequence
+from legato_engine.speculative.block_policy import (
+    INITIAL_RATE,
+    PRESSURE_RATIO,
     AdaptiveBlockPolicy,
     BlockPolicy,
     FixedBlockPolicy,
 )
-from legato_engine.megakernel.budget_policy import TokenBudgetPolicy
-from legato_engine.megakernel.costs import CostTable
-from legato_engine.megakernel.descriptor import OPTIMISTIC
-from legato_engine.megakernel.pages import PRESSURE_RATIO
-from legato_engine.sequence import DraftStats, Sequence
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.costs import CostTable
 
 
 class PolicyBlockSizes:
@@ -33,20 +33,20 @@ class PolicyBlockSizes:
         self._policy.allot(records)
         return [record.current_block_size for record in records]
 
-    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
+    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
         """See `BlockSizes`."""
-        record = sequence.drafting
+        record = sequence.draft_stats
         assert record is not None, f"sequence {sequence.seq_id} drafted without being planned to"
-        record.block_size_history.append(proposed)
-        self._policy.update(record, accepted, proposed)
+        record.block_size_history.append(num_drafted)
+        self._policy.update(record, num_accepted, num_drafted)
 
     def _record(self, sequence: Sequence, under_pressure: bool) -> DraftStats:
-        record = sequence.drafting
+        record = sequence.draft_stats
         is_first = record is None
         if record is None:
-            record = sequence.drafting = DraftStats(ema_acceptance_rate=OPTIMISTIC)
+            record = sequence.draft_stats = DraftStats(ema_acceptance_rate=INITIAL_RATE)
         record.under_pressure = under_pressure
-        record.num_left = sequence.task.max_tokens - sequence.num_launched
+        record.num_left = sequence.task.max_tokens - sequence.progress.num_launched
         if is_first:
             self._policy.begin(record)
         return record

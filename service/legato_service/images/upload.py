@@ -103,7 +103,7 @@ class Upload:
             try:
                 yield upload
             finally:
-                quota.give_back(owner, upload._taken)
+                quota.release(owner, upload._taken)
 
     async def add(self, message: image_pb2.PutImageRequest) -> None:
         """The next message.
@@ -147,7 +147,7 @@ class Upload:
 
     def _take(self, num_bytes: int) -> None:
         if num_bytes > 0:
-            self._quota.take(self._owner, num_bytes)
+            self._quota.reserve(self._owner, num_bytes)
             self._taken += num_bytes
 
     def _size_mismatch(self, actual: int) -> InvalidField:

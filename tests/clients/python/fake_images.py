@@ -17,7 +17,7 @@ BEST_CHUNK = 256 * 1024
 
 
 class FakeImages(image_pb2_grpc.ImageServiceServicer):
-    """Holds pictures by id; `held` maps an id to its header and bytes.
+    """Holds images by id; `held` maps an id to its header and bytes.
 
     `script` holds failures to answer the next uploads with, `chunks` the sizes of the last one's.
     """

@@ -23,7 +23,7 @@ COMMANDS = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working folder with the picture that the README speaks of."""
+    """A working folder with the image that the README speaks of."""
     Image.new("RGB", (200, 100), "white").save(tmp_path / "street.jpg")
     monkeypatch.chdir(tmp_path)
     return tmp_path

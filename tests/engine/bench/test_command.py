@@ -5,9 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from legato_engine.bench import command, speculation
-from legato_engine.bench.speculation_loads import PROFILES, REAL, synthetic_requests
-from legato_engine.errors import InvalidField
+from legato_engine.bench import command
 
 OPTIONS = ["--model", "random-tiny", "--device", "cpu", "--threads", "1"]
 OPTIONS += ["--length", "12", "--repeats", "1"]
@@ -69,75 +67,6 @@ def test_tables(capsys):
     printed = capsys.readouterr().out
     for words in ("tick ms", "observed", "detect over text"):
         assert words in printed
-
-
-WORKLOADS = (REAL, "0.8", "0.4", "near the end")
-
-
-def test_speculation(capsys, monkeypatch):
-    """Every setting stands beside plain decoding, with the same tokens and its own figures."""
-    monkeypatch.setattr(speculation, "sample_pictures", lambda assembly: [])
-    profile = PROFILES["0.4"]
-    monkeypatch.setattr(
-        speculation,
-        "real_requests",
-        lambda assembly, _: synthetic_requests(assembly, profile, length=9, fewest=1),
-    )
-    options = ("--streams", "4", "--requests", "1", "--workloads", ",".join(WORKLOADS))
-    rows = figures(capsys, "--speculation", *options)["rows"]
-    settings = ("off", *speculation.SETTINGS)
-    assert [(row["workload"], row["setting"]) for row in rows] == [
-        (workload, setting) for workload in WORKLOADS for setting in settings
-    ]
-    assert all(row["identical"] for row in rows)
-    for row in rows:
-        assert min(row["tokens_per_second"], row["forward_ms"], row["tick_us"]) > 0
-        assert row["gap_ms"]["p50"] <= row["gap_ms"]["p95"] <= row["gap_ms"]["p99"]
-        is_plain = row["setting"] == "off"
-        assert (row["tokens_per_verify"] == 1.0) == (is_plain or row["acceptance"] == 0.0)
-        series = row["series"]["blocks"]
-        assert is_plain == (not any(series)) == (not row["settled_blocks"])
-        assert all(
-            block <= 8 and 0 <= average <= 1 for line in series for _, block, average in line
-        )
-        assert max(use for _, use in row["series"]["kv_use"]) == row["kv_peak"] < 0.5
-    right, wrong = (
-        next(r for r in rows if (r["workload"], r["setting"]) == (rate, "fixed:8"))
-        for rate in ("0.8", "0.4")
-    )
-    assert right["tokens_per_verify"] > wrong["tokens_per_verify"]
-    assert right["num_steps"] < wrong["num_steps"]
-    short = next(r for r in rows if (r["workload"], r["setting"]) == ("near the end", "fixed:8"))
-    assert short["num_tokens"] < right["num_tokens"]
-    assert short["mean_block_size"] < right["mean_block_size"]
-
-
-def test_speculation_under_pressure(capsys):
-    """With pages for a part of the requests they give way to each other, and answers stay."""
-    options = ("--streams", "4", "--length", "48", "--settings", "fixed:8,seed")
-    rows = figures(capsys, "--speculation", *options, "--workloads", "under pressure")["rows"]
-    assert all(row["identical"] for row in rows)
-    assert all(row["kv_peak"] > 0.85 and row["kv_hit_rate"] > 0.3 for row in rows)
-    assert sum(row["preemptions"] for row in rows) > 0
-    assert all(row["fragmentation"] > 0 for row in rows if row["setting"] != "off")
-
-
-def test_tables_of_speculation(capsys):
-    """Without --json the figures come as a table; what is not there is said by name."""
-    options = (
-        *OPTIONS,
-        "--speculation",
-        "--streams",
-        "1",
-        "--settings",
-        "fixed:2",
-        "--requests",
-        "1",
-    )
-    assert command.main([*options, "--workloads", "0.6"]) == 0
-    assert "same tokens" in capsys.readouterr().out
-    with pytest.raises(InvalidField, match=r"no 0\.5"):
-        command.main([*options, "--workloads", "0.5"])
 
 
 def test_too_short(capsys):

@@ -37,7 +37,7 @@ def test_every_request_has_its_length_context_and_pages(assembly, kind, context)
     assert [sequence.num_committed for sequence in sequences] == [LENGTH] * 5
     assert {sequence.prompt_length for sequence in sequences} == {workload.context}
     assert workload.context == context or not context
-    assert [sequence.cached_tokens for sequence in sequences] == [0] * 5
+    assert [sequence.pages.cached_tokens for sequence in sequences] == [0] * 5
 
 
 def test_every_detect_step_is_constrained(assembly):

@@ -153,7 +153,7 @@ def test_a_long_prefix_is_computed_once():
     first, second = asked("first", "where is it?"), asked("second", "which colour?")
     shared = run(first, second).of
     assert second.prompt_length > 700
-    assert first.cached_tokens == 0
-    assert second.cached_tokens >= 690
+    assert first.pages.cached_tokens == 0
+    assert second.pages.cached_tokens >= 690
     assert shared["second"] == run(asked("second", "which colour?")).of["second"]
     assembly.device.close()

@@ -106,7 +106,7 @@ def test_adapters_share_and_change_no_answer(assembly):
     assert alone.answers != asked(Alone(assembly), 0).answers
     plans = [record.launch.plan for run in runs for record in run.records]
     keys = [
-        tuple({row.sequence.adapter_key for row in rows} for rows in (plan.decodes, plan.prefills))
+        tuple({row.sequence.adapter.key for row in rows} for rows in (plan.decodes, plan.prefills))
         for plan in plans
         if plan.kind is LaunchKind.PREFILL
     ]

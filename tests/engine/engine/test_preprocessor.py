@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from legato_engine.core import EncodedImage
 from legato_engine.engine import preprocessor
-from legato_engine.engine.once import Once
-from legato_engine.engine.preprocessor import Loaded, Picture, Preprocessor
+from legato_engine.engine.lazy import Lazy
+from legato_engine.engine.preprocessor import LoadedImage, PreprocessedImage, Preprocessor
 from legato_engine.images.cache import ImageCache
-from legato_engine.images.decoding import content_key, decode_encoded, image_id
+from legato_engine.images.decoding import content_key, decode_file, image_id, inspect
 from legato_engine.images.pixel_memory import PixelMemory, host_slab
 from legato_engine.images.seen_images import SeenImages
 from legato_engine.models.frontend import ModelFrontend, PreparedImage
@@ -33,7 +33,7 @@ class Frontend:
 class World:
     """A preprocessor with one thread, and a service that hands it pictures."""
 
-    def __init__(self, quick_pixels=0):
+    def __init__(self, max_inline_pixels=0):
         self.blobs = BlobStore(new_namespace())
         self.preprocessor = Preprocessor(
             cast(ModelFrontend, Frontend()),
@@ -42,25 +42,25 @@ class World:
             max_pixels=10_000,
             threads=1,
             memory=PixelMemory(host_slab(1 << 20)),
-            quick_pixels=quick_pixels,
+            max_inline_pixels=max_inline_pixels,
         )
 
     def find(self, data, mime_type="image/png"):
         """The picture's source, and what the preprocessor says of it with nothing else to do."""
         source = EncodedImage(blob=self.blobs.put(data), mime_type=mime_type)
-        return source, self.preprocessor.find(source, look_inside=True)
+        return source, self.preprocessor.find(source, may_hash=True)
 
-    def start(self, data, *, here, mime_type="image/png", beside=None):
+    def start(self, data, *, inline, mime_type="image/png", prefetch=None):
         """A picture that is new, prepared or on its way."""
         source, found = self.find(data, mime_type)
-        assert isinstance(found, Loaded)
-        return self.preprocessor.start(source, found, keep=True, here=here, beside=beside)
+        assert isinstance(found, LoadedImage)
+        return self.preprocessor.start(source, found, keep=True, inline=inline, prefetch=prefetch)
 
-    def prepare(self, data: bytes) -> Picture:
+    def prepare(self, data: bytes) -> PreprocessedImage:
         """A picture that is new, prepared on a thread."""
-        future = self.start(data, here=False)
-        assert not isinstance(future, Picture)
-        return cast("Picture", future.result(TIMEOUT))
+        future = self.start(data, inline=False)
+        assert not isinstance(future, PreprocessedImage)
+        return cast("PreprocessedImage", future.result(TIMEOUT))
 
     def close(self):
         """Stop the thread."""
@@ -90,7 +90,7 @@ def hashed_last(monkeypatch):
     decoded = threading.Event()
 
     def decode(*arguments: Any, **options: Any) -> Any:
-        pixels_HWC = decode_encoded(*arguments, **options)
+        pixels_HWC = decode_file(*arguments, **options)
         decoded.set()
         return pixels_HWC
 
@@ -98,7 +98,7 @@ def hashed_last(monkeypatch):
         assert decoded.wait(TIMEOUT)
         return content_key(*arguments)
 
-    monkeypatch.setattr(preprocessor, "decode_encoded", decode)
+    monkeypatch.setattr(preprocessor, "decode_file", decode)
     monkeypatch.setattr(preprocessor, "content_key", hash_behind)
 
 
@@ -110,25 +110,42 @@ def test_a_new_picture_is_decoded_while_its_bytes_are_hashed(world, hashed_last)
 
 def test_a_quick_picture_is_prepared_by_who_asks(hashed_last):
     """With nothing else to do it needs a thread for its hash only, which nothing waits for."""
-    world, data = World(quick_pixels=40 * 30), png(kind="JPEG")
-    needed = Once(threading.get_ident)
-    picture = world.start(data, here=True, mime_type="image/jpeg", beside=needed)
+    world, data = World(max_inline_pixels=40 * 30), png(kind="JPEG")
+    needed = Lazy(threading.get_ident)
+    picture = world.start(data, inline=True, mime_type="image/jpeg", prefetch=needed)
     world.close()
-    assert isinstance(picture, Picture)
-    assert needed.made
+    assert isinstance(picture, PreprocessedImage)
+    assert needed.is_computed
     assert needed.get() != threading.get_ident()
     assert picture.image.info.image_id == image_id(content_key(data))
 
 
+def test_a_header_is_read_once(monkeypatch):
+    """Whether an image is small enough and how it is decoded follow from one read."""
+    reads = []
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        reads.append(arguments)
+        return inspect(*arguments, **options)
+
+    monkeypatch.setattr(preprocessor, "inspect", count)
+    for max_inline_pixels in (0, 40 * 30):
+        world = World(max_inline_pixels)
+        world.start(png(kind="JPEG"), inline=True, mime_type="image/jpeg")
+        world.close()
+        assert len(reads) == 1
+        reads.clear()
+
+
 @pytest.mark.parametrize(
-    ("quick_pixels", "here", "kind"),
+    ("max_inline_pixels", "inline", "kind"),
     [(1199, True, "JPEG"), (1200, False, "JPEG"), (1200, True, "PNG")],
 )
-def test_others_take_a_thread(quick_pixels, here, kind):
+def test_others_take_a_thread(max_inline_pixels, inline, kind):
     """Large ones do, those of slow formats, and all while somebody else waits."""
-    world = World(quick_pixels)
-    future = world.start(png(kind=kind), here=here, mime_type=f"image/{kind.lower()}")
-    assert not isinstance(future, Picture)
+    world = World(max_inline_pixels)
+    future = world.start(png(kind=kind), inline=inline, mime_type=f"image/{kind.lower()}")
+    assert not isinstance(future, PreprocessedImage)
     assert future.result(TIMEOUT).image.info.width == 40
     world.close()
 
@@ -137,7 +154,7 @@ def test_a_picture_that_was_seen_is_found_without_a_thread(world):
     """The second time its bytes are hashed, known, and not decoded."""
     first = world.prepare(png())
     _, found = world.find(png())
-    assert isinstance(found, Picture)
+    assert isinstance(found, PreprocessedImage)
     assert (first.image.info.cache_hit, found.image.info.cache_hit) == (False, True)
     assert found.image.pixels is first.image.pixels
 
@@ -149,15 +166,15 @@ def test_pictures_that_look_alike_are_told_apart(world):
     other = data[:at] + bytes((data[at] ^ 1,)) + data[at + 1 :]
     world.prepare(data)
     _, found = world.find(other)
-    assert isinstance(found, Loaded)
-    assert found.name == image_id(content_key(other)) != image_id(content_key(data))
+    assert isinstance(found, LoadedImage)
+    assert found.image_id == image_id(content_key(other)) != image_id(content_key(data))
 
 
 def test_the_oldest_glimpse_goes_first(monkeypatch):
     """What was seen last is remembered, within bounds."""
     monkeypatch.setattr("legato_engine.images.seen_images._MAX", 2)
-    glimpses = SeenImages()
+    seen = SeenImages()
     first, second, third = (memoryview(png(seed)) for seed in range(3))
     for each in (first, second, first, third):
-        glimpses.add(each)
-    assert [each in glimpses for each in (first, second, third)] == [True, False, True]
+        seen.add(each)
+    assert [each in seen for each in (first, second, third)] == [True, False, True]

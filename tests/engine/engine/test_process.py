@@ -32,7 +32,7 @@ import sys
 from legato_engine.engine import process
 from legato_engine.engine.engine_core import EngineCore
 def step(self, real=EngineCore.step):
-    if self._jobs or not self._scheduler.idle:
+    if len(self._requests) or not self._scheduler.idle:
         raise RuntimeError("device fault")
     return real(self)
 EngineCore.step = step

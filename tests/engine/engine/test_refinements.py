@@ -20,6 +20,7 @@ from legato_engine.core import (
     SegmentTask,
 )
 from legato_engine.engine.assembly import assemble
+from legato_engine.engine.request_stages import PendingRefinement
 from legato_engine.errors import InvalidField, QueueFull
 from legato_engine.ipc.messages import Delta, Done
 from PIL import Image
@@ -149,7 +150,7 @@ def gated(assembly):
 
 def wait_held(world, gate, *names):
     """Step until these requests, and no others, are being refined."""
-    while len(world.core._refinements) < len(names) or world.core.busy:
+    while world.core._requests.count(PendingRefinement) < len(names) or world.core.busy:
         world.core.step()
     assert gate.entered.wait(60)
     assert not any(world.of(name, Done) for name in names)
@@ -209,7 +210,7 @@ def test_a_failure_keeps_the_coarse_outline(assembly, part):
         (done,) = world.run(name)
         assert (outline(done).path, outline(done).coarse) == (scripted.PATH, True)
         assert done.finish_reason is FinishReason.STOP
-    assert (world.core._refinements.num_kept, world.core._refinements.num_refined) == (2, 0)
+    assert (world.core._refinements.num_unrefined, world.core._refinements.num_refined) == (2, 0)
     world.close()
 
 
@@ -253,19 +254,19 @@ def test_an_aborted_request_is_not_mentioned_again(gated):
 def test_an_answer_for_an_aborted_request_is_not_its_successors(world):
     """Who takes the id again while the device still works for the first is refined by itself."""
     ask(world, "r")
-    refinements = world.core._refinements
-    while not (len(refinements) and refinements._jobs["r"].refinement):
+    requests = world.core._requests
+    while not getattr(requests.get("r"), "refinement", None):
         if not world.core.busy:
             world.woken.wait(10)
             world.woken.clear()
         world.core.step()
-    first = refinements._jobs["r"].refinement
+    first = requests.get("r").refinement
     world.core.abort("r")
     ask(world, "r")
     (done,) = world.run("r")
     assert first.answer is not None
     assert not outline(done).coarse
-    assert refinements.num_refined == 1
+    assert world.core._refinements.num_refined == 1
 
 
 def test_a_stopped_request_is_told_what_there_is(gated):
@@ -289,7 +290,8 @@ def test_a_deadline_that_passes_meanwhile_is_answered_with_what_there_is(gated):
     ask(world, "r", deadline=deadline)
     wait_held(world, gate, "r")
     assert world.core.next_deadline() == deadline
-    world.core._refinements._jobs["r"].deadline = time.monotonic()
+    held = world.core._requests.remove("r")
+    world.core._requests.add(dataclasses.replace(held, deadline=time.monotonic()))
     world.core.step()
     (done,) = world.of("r", Done)
     assert outline(done).coarse
@@ -301,8 +303,9 @@ def test_outlines_that_wait_take_places_in_the_queue(gated):
     places = world.core._scheduler._admission._max_waiting
     ask(world, "r")
     wait_held(world, gate, "r")
-    job = world.core._refinements._jobs["r"]
-    world.core._refinements._jobs |= {f"r{n}": dataclasses.replace(job) for n in range(places)}
+    held = world.core._requests.get("r")
+    for number in range(places):
+        world.core._requests.add(dataclasses.replace(held, request_id=f"r{number}"))
     ask(world, "one more")
     assert isinstance(world.error("one more"), QueueFull)
     for number in range(places):

@@ -55,7 +55,9 @@ def forged_png(width, height):
 def test_header(kind, size):
     """The header alone gives a picture's type and size."""
     data = save(Image.new("RGB", size), kind)
-    assert inspect(data, **LIMITS) == ImageHeader(PILLOW[kind], *size)
+    assert inspect(data, **LIMITS) == ImageHeader(
+        PILLOW[kind], size[0], size[1], is_plain_jpeg=kind == "JPEG"
+    )
     assert decode_encoded(data, max_pixels=ALL_PIXELS).shape == (*size[::-1], 3)
 
 

@@ -8,8 +8,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from legato_engine.core import EncodedImage, ImageInfo, PixelFormat, RawImage
-from legato_engine.engine.pending_leases import PendingLeases
+from legato_engine.engine.lease_handler import LeaseHandler
 from legato_engine.engine.preprocessor import Preprocessor
+from legato_engine.engine.request_stages import PendingLease
+from legato_engine.engine.request_table import RequestTable
 from legato_engine.errors import from_value
 from legato_engine.images.cache import ImageCache
 from legato_engine.images.leases import ImageLeases
@@ -58,7 +60,7 @@ class World:
         self.blobs = BlobStore(new_namespace())
         self.cache = ImageCache[PreparedImage](1000)
         self.frontend = PixelFrontend()
-        self.reports: list[Any] = []
+        self.outputs: list[Any] = []
         self.woken = threading.Event()
         self.quota = ByteQuota("images", per_caller=2 * PREPARED, total=3 * PREPARED)
         self.preprocessor = Preprocessor(
@@ -69,10 +71,9 @@ class World:
             threads=1,
             memory=PixelMemory(host_slab(1 << 20)),
         )
-        self.holds = ImageLeases(self.cache, self.quota, self.clock.now)
-        self.jobs = PendingLeases(
-            self.preprocessor, self.holds, send=self.reports.append, wake=self.woken.set
-        )
+        leases = ImageLeases(self.cache, self.quota, self.clock.now)
+        self.leases = LeaseHandler(self.preprocessor, leases, send=self.outputs.append)
+        self.requests = RequestTable(wake=self.woken.set)
         self._names = iter(range(1000))
 
     def begin(self, data, owner="me", ttl=10.0, sha256="", raw=None):
@@ -80,17 +81,18 @@ class World:
         name = f"r{next(self._names)}"
         blob = self.blobs.put(data)
         image = raw(blob) if raw else EncodedImage(blob=blob, mime_type="image/png")
-        self.jobs.hold(HoldImage(request_id=name, image=image, owner=owner, ttl=ttl, sha256=sha256))
+        command = HoldImage(request_id=name, image=image, owner=owner, ttl=ttl, sha256=sha256)
+        self.requests.add(self.leases.start(command))
         return name
 
     def answer(self, name):
         """The one report about a command."""
-        while not any(report.request_id == name for report in self.reports):
+        while not any(output.request_id == name for output in self.outputs):
             assert self.woken.wait(30)
             self.woken.clear()
-            self.jobs.step()
-        (report,) = [report for report in self.reports if report.request_id == name]
-        return from_value(report.error) if isinstance(report, Failed) else report
+            self.step()
+        (output,) = [output for output in self.outputs if output.request_id == name]
+        return from_value(output.error) if isinstance(output, Failed) else output
 
     def hold(self, data, owner="me", **fields):
         """How holding a picture ended."""
@@ -99,14 +101,29 @@ class World:
     def drop(self, image_id, owner="me"):
         """How dropping it ended."""
         name = f"r{next(self._names)}"
-        self.jobs.drop(DropImage(request_id=name, image_id=image_id, owner=owner))
+        self.leases.drop(DropImage(request_id=name, image_id=image_id, owner=owner))
         return self.answer(name)
 
     def pass_time(self, seconds):
         """Turn the clock, and let the engine's loop do what it is then woken for."""
         self.clock.advance(seconds)
-        if self.jobs.next_expiry <= self.clock.now():
-            self.jobs.step()
+        if self.leases.next_expiry <= self.clock.now():
+            self.step()
+
+    def step(self):
+        """Do what a step of the engine does for leases."""
+        self.leases.expire()
+        for lease in self.requests.completed():
+            assert isinstance(lease, PendingLease)
+            self.requests.remove(lease.request_id)
+            self.leases.finish(lease)
+
+    def abort(self, name):
+        """Abort a command as the engine does; return whether it was pending."""
+        lease = self.requests.remove(name)
+        if lease is not None:
+            lease.cancel()
+        return lease is not None
 
 
 @pytest.fixture
@@ -172,7 +189,7 @@ def test_each_caller_holds_for_itself(world):
     assert kind(world.drop(image_id, "a")) == "ImageNotFound"
     assert world.cache.get(image_id) is not None
     world.pass_time(21)
-    assert world.quota.of("b") == 0
+    assert world.quota.reserved_by("b") == 0
     assert world.cache.get(image_id) is not None
     assert kind(world.drop(image_id, "c")) == "ImageDropped"
     assert world.cache.get(image_id) is None
@@ -248,13 +265,13 @@ def test_an_aborted_hold_is_forgotten(world):
     """Whoever is gone before its picture is prepared holds nothing, and is told nothing."""
     world.frontend.gate.clear()
     names = [world.begin(RED), world.begin(GREEN)]
-    assert list(world.jobs.owners) == ["me", "me"]
-    assert all(world.jobs.abort(name) for name in names)
-    assert not world.jobs.abort(names[0])
-    assert not list(world.jobs.owners)
+    assert world.requests.queued_tenants() == ["me", "me"]
+    assert all(world.abort(name) for name in names)
+    assert not world.abort(names[0])
+    assert not world.requests.queued_tenants()
     world.frontend.gate.set()
     assert isinstance(world.hold(BLUE), ImageHeld)
-    assert [report.request_id for report in world.reports] == ["r2"]
+    assert [output.request_id for output in world.outputs] == ["r2"]
     assert world.quota.num_bytes == PREPARED
     assert len(world.cache) == 1
 
@@ -264,4 +281,4 @@ def test_every_command_is_answered_once(world):
     held = world.hold(RED)
     dropped = world.drop(held.image.image_id)
     assert isinstance(dropped, ImageDropped)
-    assert [report.request_id for report in world.reports] == ["r0", "r1"]
+    assert [output.request_id for output in world.outputs] == ["r0", "r1"]

@@ -20,10 +20,10 @@ def address(pixels_HWC):
 def test_memory_is_used_again():
     """The next picture that fits lies where one before it has been."""
     memory = PixelMemory(host_slab(1 << 20))
-    first = memory.take(SHAPE)
+    first = memory.allocate(SHAPE)
     where = address(first)
     del first
-    again = memory.take((100, 301, 3))
+    again = memory.allocate((100, 301, 3))
     assert address(again) == where
     assert (again.shape, again.dtype.name) == ((100, 301, 3), "uint8")
     again[:] = 7  # it may be written
@@ -40,11 +40,11 @@ def test_memory_is_used_again():
 def test_a_view_holds_its_memory(view):
     """As long as anybody can see the pixels, nobody else gets their memory."""
     memory = PixelMemory(host_slab(1 << 20))
-    pixels = memory.take(SHAPE)
+    pixels = memory.allocate(SHAPE)
     pixels[:] = 1
     seen = view(pixels)
     del pixels
-    other = memory.take(SHAPE)
+    other = memory.allocate(SHAPE)
     other[:] = 2
     assert (seen == 1).all()
 
@@ -52,11 +52,11 @@ def test_a_view_holds_its_memory(view):
 def test_a_full_slab_refuses_nobody():
     """What does not fit lies beside it, and the slab is whole again at the end."""
     memory = PixelMemory(host_slab(2 * SIZE))
-    pictures = [memory.take(SHAPE) for _ in range(4)]
+    pictures = [memory.allocate(SHAPE) for _ in range(4)]
     for value, pixels in enumerate(pictures):
         pixels[:] = value
     assert all((pixels == value).all() for value, pixels in enumerate(pictures))
-    large = memory.take((2000, 1000, 3))
+    large = memory.allocate((2000, 1000, 3))
     assert large.shape == (2000, 1000, 3)
     del pictures, pixels, large
     assert memory.free_bytes == 2 * SIZE
@@ -73,12 +73,12 @@ def test_free_parts_grow_together():
             assert (pixels == value).all()
             del pixels
         else:
-            pixels = memory.take((rng.randint(1, 300), rng.randint(1, 300), 3))
+            pixels = memory.allocate((rng.randint(1, 300), rng.randint(1, 300), 3))
             value = rng.randrange(256)
             pixels[:] = value
             held.append((value, pixels))
     del held, pixels
-    whole = memory.take((1, (slab.size - PAGE) // 3, 3))
+    whole = memory.allocate((1, (slab.size - PAGE) // 3, 3))
     assert address(whole) == address(slab)
 
 
@@ -88,7 +88,7 @@ def test_threads_never_get_the_same_memory():
 
     def use(value):
         for _ in range(200):
-            pixels = memory.take(SHAPE)
+            pixels = memory.allocate(SHAPE)
             pixels[:] = value
             if not (pixels == value).all():
                 return False

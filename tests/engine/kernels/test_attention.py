@@ -165,7 +165,7 @@ def test_a_span_is_its_places_one_by_one():
     span = ops.Span(3, torch.tensor([[2, 3, 1]]), angle_PR.cos(), angle_PR.sin())
     qkv_TGE = torch.randn(7, 3 * HEADS, HEAD_DIM, generator=generator)
     results = []
-    for where in (span, span.places(7, PAGE)):
+    for where in (span, span.metadata(7, PAGE)):
         caches = [torch.zeros(4, HEADS, PAGE, HEAD_DIM) for _ in range(2)]
         results.append((*ops.rotate_and_cache(qkv_TGE.clone(), where, *caches), *caches))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -16,7 +16,7 @@ WARPS = 8
 
 
 def read_back(packed, outputs, inputs, parts):
-    """[O, I] weights out of their packed order, as `stream.cuh` describes it.
+    """[O, I] weights out of their packed order, as `skinny_gemm.cuh` describes it.
 
     A block of 16 rows, then its stages. Of a stage each warp has 64 inputs: a run of 32 lanes with
     8 values each for rows 0-7 and the first 32 inputs, one for the others, then rows 8-15.

@@ -114,7 +114,7 @@ def kernels(tmp_path_factory):
     for kv_bytes in (1, 2):
         folder = tmp_path_factory.mktemp("source")
         file, library = folder / "prefill.cpp", folder / "prefill.so"
-        file.write_text(SHIM + source.read_text().replace('#include "element.cuh"', ""))
+        file.write_text(SHIM + source.read_text().replace('#include "kv_element.cuh"', ""))
         options = [f"-D{name}={value}" for name, value in defines(HEADS, PAGE, kv_bytes).items()]
         command = [compiler, "-O2", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", *options]
         subprocess.run([*command, str(file), "-o", str(library)], check=True)

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from legato_engine.megakernel.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
-from legato_engine.megakernel.budget_policy import TokenBudgetPolicy
-from legato_engine.megakernel.costs import H200_MOONDREAM2
 from legato_engine.megakernel.descriptor import RequestDescriptor, State
 from legato_engine.megakernel.models import LookupProposer
+from legato_engine.speculative.block_policy import AdaptiveBlockPolicy, FixedBlockPolicy
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.costs import H200_MOONDREAM2
 
 from tests.engine.megakernel.world import check_pages, expected, make, random_requests, rates
 

@@ -1,4 +1,4 @@
-"""The engine without a model: what it reports, and the process that runs it."""
+"""The engine without a model: what it outputs, and the process that runs it."""
 
 import asyncio
 import io
@@ -55,14 +55,14 @@ TASKS = (
 
 
 class Bench:
-    """An engine, what it reported, and blobs that it can read."""
+    """An engine, what it sent, and blobs that it can read."""
 
     def __init__(self, **settings):
         self.blobs = BlobStore(new_namespace())
-        self.reports: list[Any] = []
+        self.outputs: list[Any] = []
         config = EngineConfig(model="null", **settings)
         self.engine = NullEngine(
-            config, blobs=BlobReader(self.blobs.namespace), send=self.reports.append
+            config, blobs=BlobReader(self.blobs.namespace), send=self.outputs.append
         )
 
     def submit(self, name, task=HELLO, **fields):
@@ -70,15 +70,15 @@ class Bench:
         self.engine.submit(Request(request_id=name, task=task, **fields))
 
     def run(self, name="a", task=HELLO, **fields):
-        """A request from beginning to end: its reports."""
+        """A request from beginning to end: its outputs."""
         self.submit(name, task, **fields)
         while self.engine.load() != Load(images_cached=self.engine.load().images_cached):
             self.engine.step()
         return self.of(name)
 
     def of(self, name):
-        """The reports of one request."""
-        return [report for report in self.reports if report.request_id == name]
+        """The outputs of one request."""
+        return [output for output in self.outputs if output.request_id == name]
 
     def picture(self, size=(30, 20), orientation=1):
         """A JPEG in a blob."""
@@ -95,9 +95,9 @@ def bench():
     return Bench()
 
 
-def kinds(reports):
+def kinds(outputs):
     """The names of their types."""
-    return [type(report).__name__ for report in reports]
+    return [type(output).__name__ for output in outputs]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: type(task).__name__)
@@ -213,7 +213,7 @@ def test_paced_requests_wait_for_room_and_are_told_so():
     assert bench.engine.estimated_wait() > 0
     bench.run("d", model="other")
     assert kinds(bench.of("b"))[:2] == ["Queued", "Started"]
-    ends = [report.request_id for report in bench.reports if isinstance(report, Done)]
+    ends = [output.request_id for output in bench.outputs if isinstance(output, Done)]
     assert ends == ["a", "b"]
     assert isinstance(bench.of("b")[0], Queued)
 
@@ -248,7 +248,7 @@ def test_a_stop_gives_what_there_is(running):
 
 
 def test_an_abort_is_silent_and_a_deadline_is_not():
-    """An aborted request reports nothing more; one whose time is over fails, running or waiting."""
+    """An aborted request outputs nothing more; one whose time is over fails, running or waiting."""
     bench = Bench(null_step_ms=3_600_000, max_running=2)
     bench.submit("aborted")
     bench.submit("late", deadline=time.monotonic())
@@ -285,11 +285,11 @@ async def test_the_process_serves_without_a_model():
         Image.new("RGB", (8, 6)).save(data, "PNG")
         image = EncodedImage(blob=client.blobs.put(data.getvalue()), mime_type="image/png")
         detect = Request(request_id="a", task=DetectTask(object="cat"), image=image)
-        reports: list[Any] = [report async for report in client.submit(detect)]
-        assert isinstance(reports[0], Started)
-        assert isinstance(reports[-1], Done)
-        result: Any = reports[-1].result
-        events = [e for r in reports[1:-1] for e in r.events]
+        outputs: list[Any] = [output async for output in client.submit(detect)]
+        assert isinstance(outputs[0], Started)
+        assert isinstance(outputs[-1], Done)
+        result: Any = outputs[-1].result
+        events = [e for r in outputs[1:-1] for e in r.events]
         assert tuple(events) == result.objects
         assert all(isinstance(event, ObjectEvent) for event in events)
         await _until(lambda: client.load == Load(images_cached=1))
@@ -311,7 +311,7 @@ async def test_the_process_paces_and_stops():
         first: Any = await stream.__anext__()
         assert isinstance(first.events[0], TextDelta)
         stream.stop()
-        last: Any = [report async for report in stream][-1]
+        last: Any = [output async for output in stream][-1]
         assert last.finish_reason is FinishReason.CANCELLED
         assert 0 < last.usage.output_tokens < 7000
     finally:
@@ -330,7 +330,7 @@ def test_pictures_are_held_and_dropped():
     def hold(name, size, ttl=9.0, **fields):
         image = bench.picture(size)
         bench.engine.hold(HoldImage(request_id=name, image=image, owner="me", ttl=ttl, **fields))
-        return bench.reports[-1]
+        return bench.outputs[-1]
 
     held = hold("h", (40, 30))
     assert (held.image.width, held.image.height) == (40, 30)
@@ -342,7 +342,7 @@ def test_pictures_are_held_and_dropped():
     assert answered.image.cache_hit
     for name, kind in (("d", "ImageDropped"), ("e", "Failed")):
         bench.engine.drop(DropImage(request_id=name, image_id=held.image.image_id, owner="me"))
-        assert type(bench.reports[-1]).__name__ == kind
+        assert type(bench.outputs[-1]).__name__ == kind
     over = hold("short", (30, 30), ttl=0.0).image.image_id
     *_, failed = bench.run(image=CachedImage(image_id=over))
     assert failed.error.kind == "ImageNotFound"

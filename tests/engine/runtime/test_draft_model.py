@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from legato_engine.bench.speculation_run import Run
 from legato_engine.core import QueryTask, Request, SamplingParams
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.engine.engine_core import make_sequence
@@ -13,6 +12,7 @@ from legato_engine.models.paged_cache import PrefillSpan
 from legato_engine.runtime.draft_model import CATCH_UP, DraftModel
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
+from benchmarks.speculation.run import Run
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.models.paged_session import PagedSession

@@ -23,7 +23,7 @@ from PIL import Image
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.engine.core.world import CONFIG, World, png
 from tests.engine.engine.test_prefix_sharing import Alone, asked, shared
-from tests.engine.scheduler.world import num_pictures
+from tests.engine.scheduler.world import num_images
 from tests.engine.speculative.test_speculation import Run
 
 TEXT = tiny_random_config().text
@@ -277,9 +277,9 @@ def test_pictures_share_a_launch_and_change_no_answer(assembly, monkeypatch):
             )
         run.finish()
         plans = [record.launch.plan for record in run.records]
-        assert max(map(num_pictures, plans)) == most
+        assert max(map(num_images, plans)) == most
         assert any(len(plan.prefills) > most for plan in plans), "questions behind pictures"
-        assert sum(map(num_pictures, plans)) == 7, "each picture once, for each adapter"
+        assert sum(map(num_images, plans)) == 7, "each picture once, for each adapter"
         assert max(encoder.counts, default=0) == together
         given.append(run.answers)
     assert given[0] == given[1] == given[2]

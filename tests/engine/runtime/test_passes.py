@@ -18,7 +18,7 @@ from legato_engine.runtime.passes import (
     stage_pass,
     stage_step,
 )
-from legato_engine.scheduler.launch import Row
+from legato_engine.scheduler.launch import ScheduledSequence
 
 NO_VALUE = (0.0, 0.0)
 
@@ -26,7 +26,7 @@ NO_VALUE = (0.0, 0.0)
 def decode(row, position):
     """A row that feeds its newest token."""
     sequence: Any = SimpleNamespace(row=row)
-    return Row(sequence, position)
+    return ScheduledSequence(sequence, position)
 
 
 def prompt(row, start, count):

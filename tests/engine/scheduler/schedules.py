@@ -17,7 +17,7 @@ from legato_engine.core import FinishReason, PromptToken
 from legato_engine.errors import InternalError, PromptTooLong
 from legato_engine.ipc.messages import KVCacheStats
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.launch import Launch, Row
+from legato_engine.scheduler.launch import Launch, ScheduledSequence
 from legato_engine.scheduler.output_processor import NOT_FINITE
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.scheduler.runner import LaunchTimes, RowTokens
@@ -26,7 +26,7 @@ from legato_engine.sequence import NO_PAYLOAD, TokenKey
 from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.tasks import SampledToken
 
-from tests.engine.scheduler.world import RandomBlocks, num_pictures, shared
+from tests.engine.scheduler.world import RandomBlocks, num_images, shared
 from tests.fakes import VOCABULARY, FakeClock, FakeSink, FakeTask, make_sequence
 
 PAGE = 4
@@ -51,7 +51,7 @@ def sampled(seed: int, constraint: int, contents: Sequence[int], payload: bool) 
 def prefix_contents(sequence: EngineSequence) -> list[int]:
     """KV of BOS and the picture: everything that decides it, and nothing else."""
     key = sequence.prefix_key or ""
-    return [hash((*sequence.adapter_key.encode(), *key.encode(), n)) for n in range(length_of(key))]
+    return [hash((*sequence.adapter.key.encode(), *key.encode(), n)) for n in range(length_of(key))]
 
 
 def content(before: int, token: TokenKey | SampledToken) -> int:
@@ -90,7 +90,7 @@ class ReadingRunner:
         """Write and read."""
         assert launch.slot not in self._read, "a slot is reused before its commit"
         plan = launch.plan
-        self.num_together += num_pictures(plan) > 1
+        self.num_together += num_images(plan) > 1
         prompts = [[self._prefill(row)] for row in plan.prefills]
         self._read[launch.slot] = [self._decode(row) for row in plan.decodes] + prompts
 
@@ -113,12 +113,12 @@ class ReadingRunner:
         """No time passes on this device."""
         return LaunchTimes(0, 0, 0, 0, 0)
 
-    def _decode(self, row: Row) -> list[Lane]:
+    def _decode(self, row: ScheduledSequence) -> list[Lane]:
         """Feed the newest token and what is proposed behind it, up to the sequence's end."""
         sequence, lanes = row.sequence, list[Lane]()
         table, position = self._tables[sequence.row], self._newest[sequence.row]
         assert 0 <= position - row.position <= row.slack, "stands where it was not foreseen"
-        table.update((place, sequence.page_ids[place]) for place in row.new_pages(PAGE))
+        table.update((place, sequence.pages.ids[place]) for place in row.new_pages(PAGE))
         fed: TokenKey = self._last[sequence.row][:2]
         most = min(row.num_drafts, sequence.max_length - 1 - position)
         num_drafts = self._draw.randint(0, most) if most > 0 else most
@@ -149,11 +149,11 @@ class ReadingRunner:
             self.num_rejected += len(lanes) - len(tokens)
         return RowTokens(tuple(tokens), max(0, len(lanes) - 1))
 
-    def _prefill(self, row: Row) -> Lane:
-        sequence, work = row.sequence, row.prefix
-        self._tables[sequence.row] = dict(enumerate(sequence.page_ids))
+    def _prefill(self, row: ScheduledSequence) -> Lane:
+        sequence, work = row.sequence, row.work
+        self._tables[sequence.row] = dict(enumerate(sequence.pages.ids))
         if work.compute_pages:
-            assert sequence.pixels is not None, "its picture is gone"
+            assert sequence.inputs.image is not None, "its picture is gone"
             broken = self._breaks()
             for position, written in enumerate(prefix_contents(sequence)):
                 page = self._slots(work.compute_pages[position // PAGE])
@@ -166,7 +166,7 @@ class ReadingRunner:
         tokens = sequence.tokens[first : first + row.num_tokens]
         return Lane(tokens[-1], self._feed(row, row.position, tokens))
 
-    def _feed(self, row: Row, position: int, tokens: Iterable[TokenKey]) -> list[int]:
+    def _feed(self, row: ScheduledSequence, position: int, tokens: Iterable[TokenKey]) -> list[int]:
         """What is read of all positions up to the last one fed."""
         pages = self._tables[row.sequence.row]
         before = self._slots(pages[(position - 1) // PAGE])[(position - 1) % PAGE]
@@ -202,7 +202,7 @@ def alone(sequence: EngineSequence) -> list[int]:
 
 
 @dataclasses.dataclass(slots=True)
-class Tally:
+class Totals:
     """What happened in some schedules, to see that they are about something."""
 
     requests: int = 0
@@ -224,14 +224,14 @@ class Tally:
             for end in ended.values()
         )
         self.tokens += sum(s.num_committed for s in world.sequences)
-        self.cached += sum(s.cached_tokens for s in world.sequences)
+        self.cached += sum(s.pages.cached_tokens for s in world.sequences)
         self.preemptions += report.preemptions
         self.together += world.runner.num_together
         self.drafts += world.num_drafts
         self.accepted += world.runner.num_accepted
         self.rejected += world.runner.num_rejected
 
-    def join(self, other: Tally) -> None:
+    def join(self, other: Totals) -> None:
         """What happened in others, too."""
         for field in dataclasses.fields(self):
             total = getattr(self, field.name) + getattr(other, field.name)
@@ -321,7 +321,7 @@ class Schedule:
         adapter = draw.choice(("", "", "tuned", "other"))
         if self.sequences and draw.random() < 0.3:  # the next turn of a conversation
             before = draw.choice(self.sequences)
-            key, adapter = before.prefix_key, before.adapter_key
+            key, adapter = before.prefix_key, before.adapter.key
             said = before.keys(before.prefix_length, before.length)
             prompt = [PromptToken(*token) for token in said] + self._words(2)
         task = FakeTask(
@@ -339,7 +339,7 @@ class Schedule:
             arrival=self.clock.now(),
             priority=draw.choice((0, 0, 1, 5)),
         )
-        sequence.adapter_key = adapter
+        sequence.adapter.key = adapter
         sequence.request = msgspec.structs.replace(sequence.request, deltas=not self.crowd)
         with contextlib.suppress(PromptTooLong):
             self.scheduler.submit(sequence)
@@ -360,7 +360,7 @@ class Schedule:
             prefix_length=sequence.prefix_length,
             arrival=self.clock.now(),
         )
-        again.adapter_key = sequence.adapter_key
+        again.adapter.key = sequence.adapter.key
         self.scheduler.submit(again)
         self.sequences.append(again)
 
@@ -383,7 +383,7 @@ class Schedule:
         elif what < 0.1:
             self.clock.advance(1.0)
         elif sequence.row >= 0 and not (sequence.finalized or self.speculates):
-            length = min(sequence.capacity + draw.randint(1, 9), sequence.max_length)
+            length = min(sequence.pages.capacity + draw.randint(1, 9), sequence.max_length)
             if self.manager.reserve_draft(sequence, length):
                 self.num_drafts += 1
                 if draw.random() < 0.7:
@@ -410,14 +410,14 @@ class Schedule:
                 assert end.metadata == {"reason": "NUMERIC"}
 
 
-def run_all(seeds: Iterable[int]) -> Tally:
+def run_all(seeds: Iterable[int]) -> Totals:
     """Schedules by their seeds; a failure names its seed."""
-    tally = Tally()
+    totals = Totals()
     for seed in seeds:
         schedule = Schedule(seed)
         try:
             schedule.run()
         except AssertionError as error:
             raise AssertionError(f"schedule {seed}: {error}") from error
-        tally.add(schedule, schedule.manager.report())
-    return tally
+        totals.add(schedule, schedule.manager.stats())
+    return totals

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from tests.engine.scheduler.schedules import Tally, run_all
+from tests.engine.scheduler.schedules import Totals, run_all
 
 REPORTED = 50  # lines, if all goes well
 MOST_IN_A_PART = 10_000  # schedules
@@ -25,13 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     total, size = arguments.schedules, part_size(arguments.schedules, arguments.processes)
     stop = arguments.first + total
     parts = [range(at, min(at + size, stop)) for at in range(arguments.first, stop, size)]
-    start, tally, done = time.monotonic(), Tally(), 0
+    start, totals, done = time.monotonic(), Totals(), 0
     for number, (part, more) in enumerate(run_parts(parts, arguments.processes), start=1):
-        tally.join(more)
+        totals.join(more)
         done += len(part)
         if number * REPORTED % len(parts) < REPORTED:
             seconds = time.monotonic() - start
-            sys.stdout.write(f"{done} of {total} in {seconds:.0f} s: {tally}\n")
+            sys.stdout.write(f"{done} of {total} in {seconds:.0f} s: {totals}\n")
             sys.stdout.flush()
     return 0
 
@@ -41,7 +41,7 @@ def part_size(total: int, processes: int) -> int:
     return max(1, min(MOST_IN_A_PART, total // (20 * processes)))
 
 
-def run_parts(parts: Sequence[range], processes: int) -> Iterator[tuple[range, Tally]]:
+def run_parts(parts: Sequence[range], processes: int) -> Iterator[tuple[range, Totals]]:
     """What each part came to, in their order; raises what breaks a rule, which names its seed."""
     if processes == 1:
         yield from zip(parts, map(run_all, parts), strict=True)

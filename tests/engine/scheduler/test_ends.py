@@ -210,7 +210,7 @@ def test_a_prefix_is_shared_no_more_when_its_prefill_gave_no_finite_logits(
     assert isinstance(world.failure(bad), InternalError)
     following = [world.submit(long_task(), prefix_key="picture", prefix_length=8) for _ in range(2)]
     world.scheduler.drain()
-    assert [sequence.cached_tokens for sequence in following] == [cached_tokens, 8]
+    assert [sequence.pages.cached_tokens for sequence in following] == [cached_tokens, 8]
     world.check_rest()
 
 

@@ -1,7 +1,7 @@
 """Slots, order and references."""
 
 import pytest
-from legato_engine.scheduler.launch import LaunchKind, Phase, Plan, Row
+from legato_engine.scheduler.launch import LaunchKind, Phase, Plan, ScheduledSequence
 from legato_engine.scheduler.pipeline import Pipeline
 from legato_engine.sequence import Sequence
 
@@ -10,7 +10,9 @@ from tests.fakes import make_sequence
 
 def plan(*sequences: Sequence) -> Plan:
     """A decode batch."""
-    return Plan(LaunchKind.DECODE, tuple(Row(sequence, position=2) for sequence in sequences))
+    return Plan(
+        LaunchKind.DECODE, tuple(ScheduledSequence(sequence, position=2) for sequence in sequences)
+    )
 
 
 def test_launches_alternate_between_two_slots() -> None:

@@ -6,12 +6,12 @@ import msgspec
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.kv_cache.prefill_work import PrefillWork
 from legato_engine.scheduler.block_sizes import BlockSizes
-from legato_engine.scheduler.decode import DecodePlanner
-from legato_engine.scheduler.launch import ALONE, BatchLimits, LaunchKind, Plan, Row
+from legato_engine.scheduler.decode_planner import DecodePlanner
+from legato_engine.scheduler.launch import ALONE, BatchLimits, LaunchKind, Plan, ScheduledSequence
 from legato_engine.scheduler.planner import Planner
-from legato_engine.scheduler.prefill import PrefillPlanner
-from legato_engine.scheduler.running import Running
-from legato_engine.scheduler.waiting import WaitingQueue
+from legato_engine.scheduler.prefill_planner import PrefillPlanner
+from legato_engine.scheduler.running_sequences import RunningSequences
+from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 from tests.fakes import FakeTask, make_sequence
@@ -30,18 +30,18 @@ def make_planner(
 def running(seq_id: int, *, launched: int, max_tokens: int = 8, refs: int = 0) -> Sequence:
     """A sequence of prefix 1 and prompt 3, `launched` samples planned."""
     sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=max_tokens))
-    sequence.num_launched = launched
-    sequence.last_position = sequence.prompt_length + launched - 1
+    sequence.progress.num_launched = launched
+    sequence.progress.last_position = sequence.prompt_length + launched - 1
     sequence.inflight_refs = refs
-    sequence.capacity = sequence.max_length
-    sequence.page_ids = tuple(range(1, -(-sequence.max_length // PAGE) + 1))
+    sequence.pages.capacity = sequence.max_length
+    sequence.pages.ids = tuple(range(1, -(-sequence.max_length // PAGE) + 1))
     return sequence
 
 
-def those(*sequences: Sequence) -> Running:
+def those(*sequences: Sequence) -> RunningSequences:
     """They hold a row, and pages enough for all their tokens."""
     queue = WaitingQueue(max_overtakes=0, priority_seconds=1.0)
-    members = Running(KVCacheManager(17, PAGE, 1), queue)
+    members = RunningSequences(KVCacheManager(17, PAGE, 1), queue)
     for sequence in sequences:
         members.add(sequence)
     return members
@@ -74,7 +74,8 @@ def test_decode_feeds_the_last_launched_token() -> None:
     """The first decode is at the prompt's end, each next one position on."""
     first, later = running(0, launched=1), running(1, launched=3, refs=1)
     assert plain(first, later).plan() == Plan(
-        LaunchKind.DECODE, (Row(first, position=4), Row(later, position=6))
+        LaunchKind.DECODE,
+        (ScheduledSequence(first, position=4), ScheduledSequence(later, position=6)),
     )
 
 
@@ -83,7 +84,7 @@ def test_decode_leaves_out_who_cannot_go_on() -> None:
     leaving = running(0, launched=1)
     leaving.preempted = True
     encoding = running(4, launched=2)
-    encoding.last_position = -1
+    encoding.progress.last_position = -1
     full = running(1, launched=8)
     ahead = running(2, launched=3, refs=2)
     last = running(3, launched=7)
@@ -94,7 +95,7 @@ def test_decode_leaves_out_who_cannot_go_on() -> None:
 def test_who_streams_does_so_without_a_page_too() -> None:
     """A picture is split for whoever reads token by token, though no page is free for the next."""
     waiting = running(0, launched=2)
-    waiting.capacity = waiting.last_position
+    waiting.pages.capacity = waiting.progress.last_position
     assert plain(waiting).streams
     waiting.preempted = True
     assert not plain(waiting).streams
@@ -115,7 +116,7 @@ class Blocks:
         self.asked.append(([sequence.seq_id for sequence in sequences], kv_use))
         return [self._size] * len(sequences)
 
-    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
+    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
         """Nothing."""
 
 
@@ -135,14 +136,14 @@ def test_a_decode_drafts_no_more_than_its_task_may_sample() -> None:
 def test_a_row_foresees_the_last_position_it_may_write() -> None:
     """Behind launches that drafted it may start later, and never goes past its sequence's end."""
     sequence = running(0, launched=2, max_tokens=30, refs=1)
-    sequence.num_drafted = 3
+    sequence.progress.inflight_drafts = 3
     plan = speculating(Blocks(4), sequence).plan()
     assert plan is not None
     (row,) = plan.rows
     assert (row.position, row.slack, row.num_drafts) == (5, 3, 4)
     assert row.end == 5 + 3 + 5
-    sequence.num_launched = 28
-    sequence.last_position = sequence.prompt_length + 27
+    sequence.progress.num_launched = 28
+    sequence.progress.last_position = sequence.prompt_length + 27
     plan = speculating(Blocks(4), sequence).plan()
     assert plan is not None
     assert plan.rows[0].num_drafts == 1
@@ -152,16 +153,19 @@ def test_a_row_foresees_the_last_position_it_may_write() -> None:
 def test_a_launch_names_the_pages_that_none_before_it_could_reach() -> None:
     """Those that begin between its own farthest start and its end, several at a time."""
     sequence = running(0, launched=2, max_tokens=60)
-    rows = [Row(sequence, 5, num_drafts=k, slack=s) for k, s in ((0, 0), (2, 0), (8, 2), (8, 4))]
+    rows = [
+        ScheduledSequence(sequence, 5, num_drafts=k, slack=s)
+        for k, s in ((0, 0), (2, 0), (8, 2), (8, 4))
+    ]
     assert [list(row.new_pages(PAGE)) for row in rows] == [[], [], [2, 3], [3, 4]]
-    assert list(Row(sequence, 8).new_pages(PAGE)) == [2]
+    assert list(ScheduledSequence(sequence, 8).new_pages(PAGE)) == [2]
 
 
 def grown(seq_id: int, manager: KVCacheManager) -> Sequence:
     """Admitted with prefix 1 and prompt 3; its first token is launched, and its page is there."""
     sequence = make_sequence(seq_id, FakeTask(num_prompt=3, max_tokens=30))
     manager.admit(sequence)
-    sequence.num_launched, sequence.last_position = 1, sequence.prompt_length
+    sequence.progress.num_launched, sequence.progress.last_position = 1, sequence.prompt_length
     manager.launched(sequence)
     return sequence
 
@@ -176,19 +180,19 @@ def test_proposals_take_no_page_that_somebody_needs_to_grow() -> None:
     plan = speculating(Blocks(7), first, second, manager=manager).plan()
     assert plan is not None
     assert [row.num_drafts for row in plan.rows] == [7, 0]
-    assert manager.report().draft == 1
+    assert manager.stats().draft == 1
 
 
 def test_who_may_stand_behind_its_pages_waits_for_its_launch() -> None:
     """While it is not known how many stand, a row needs pages for the farthest case."""
     manager = KVCacheManager(5, PAGE, 2)  # two of two pages each
     first, second = grown(0, manager), grown(1, manager)
-    first.num_drafted, first.inflight_refs = 3, 1
+    first.progress.inflight_drafts, first.inflight_refs = 3, 1
     planner = speculating(Blocks(1), first, second, manager=manager)
     assert planned(planner.plan()) == [0, 1]
-    first.num_drafted = 4
+    first.progress.inflight_drafts = 4
     assert planned(planner.plan()) == [1]
-    first.num_drafted = 0
+    first.progress.inflight_drafts = 0
     assert planned(planner.plan()) == [0, 1]
 
 
@@ -208,9 +212,9 @@ def test_a_prefill_row_says_where_the_prompt_starts() -> None:
     planner.add(sequence)
     plan = planner.plan()
     assert plan is not None
-    pages = plan.rows[0].prefix.compute_pages
-    work = PrefillWork(pages, (pages[2], sequence.page_ids[2]))
-    assert plan == Plan(LaunchKind.PREFILL, (Row(sequence, 9, 3, work),))
+    pages = plan.rows[0].work.compute_pages
+    work = PrefillWork(pages, (pages[2], sequence.pages.ids[2]))
+    assert plan == Plan(LaunchKind.PREFILL, (ScheduledSequence(sequence, 9, 3, work),))
     assert len(planner) == 0
     assert planner.plan() is None
 
@@ -253,10 +257,10 @@ def test_a_picture_to_be_computed_only_begins_a_launch() -> None:
     plan = planner.plan()
     assert planned(plan) == [0, 1], "what is next computes a picture"
     assert plan is not None
-    assert [bool(row.prefix.compute_pages) for row in plan.rows] == [True, False]
+    assert [bool(row.work.compute_pages) for row in plan.rows] == [True, False]
     planner.add(sequences[4])
     assert planned(planner.plan()) == [2, 3, 4]
-    assert [sequence.cached_tokens for sequence in sequences] == [0, 4, 0, 0, 4]
+    assert [sequence.pages.cached_tokens for sequence in sequences] == [0, 4, 0, 0, 4]
 
 
 def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
@@ -266,10 +270,16 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
     """
 
     def plan(
-        *keys: str | None, pictures: int = 2, crowd: int = 1, said: int = 0, streams: bool = False
+        *keys: str | None,
+        images: int = 2,
+        min_queue_length: int = 1,
+        said: int = 0,
+        streams: bool = False,
     ) -> list[int]:
         manager = KVCacheManager(65, PAGE, 9)
-        limits = BatchLimits(3, tokens=99, sampled=9, pictures=pictures, crowd=crowd)
+        limits = BatchLimits(
+            3, tokens=99, sampled=9, images=images, min_queue_length=min_queue_length
+        )
         planner = make_planner(manager, limits=limits)
         for n, key in enumerate(keys):
             length, crops = (4, 0 if key == "host" else 3) if key else (1, 0)
@@ -283,21 +293,21 @@ def test_pictures_share_a_launch_while_a_crowd_waits() -> None:
         return planned(made)[made.num_mixed_decodes :]
 
     assert plan("a", "b", "c") == [0, 1]
-    assert plan("a", "b", "c", pictures=3, crowd=0) == [0, 1, 2]
+    assert plan("a", "b", "c", images=3, min_queue_length=0) == [0, 1, 2]
     assert plan("a", "a", "b", "b", "c", None) == [0, 2, 1, 3]
     assert plan("a", "a", "b", "b", "a", "b") == [0, 2, 1, 3], "three and a picture more"
-    assert plan("a", "b", crowd=2) == [0]
-    assert plan("a", "b", "c", crowd=2) == [0, 1]
+    assert plan("a", "b", min_queue_length=2) == [0]
+    assert plan("a", "b", "c", min_queue_length=2) == [0, 1]
     assert plan("a", "b", "c", said=7) == [0, 1]
     assert plan("a", "b", "c", said=8) == [0]
     assert plan("a", "b", "c", streams=True) == [0]
     assert plan(None, "b", "c") == [1, 2, 0]
-    assert plan(None, "b", "c", crowd=9) == [0]
+    assert plan(None, "b", "c", min_queue_length=9) == [0]
     assert plan("host", "b", "c") == [0]
     assert plan("a", "host", "c") == [0]
 
 
-def riders(*sequences: Sequence) -> tuple[Row, ...]:
+def riders(*sequences: Sequence) -> tuple[ScheduledSequence, ...]:
     """Their rows in a decode."""
     plan = plain(*sequences).plan()
     assert plan is not None
@@ -332,7 +342,7 @@ def test_adapters_share_launches() -> None:
     for seq_id, adapter in enumerate(("x", "", "y", "x")):
         planner.add(make_sequence(seq_id, adapter=adapter))
     one = running(9, launched=1)
-    one.adapter_key = "x"
+    one.adapter.key = "x"
     turns = Planner(planner, plain(one), prefills_per_decode=1, crops_per_launch=0)
     plan = turns.plan()
     assert plan is not None
@@ -343,7 +353,7 @@ def test_a_shared_launch_waits_for_the_constraints_of_its_decodes() -> None:
     """A prompt's own are known when it is planned."""
     free, boxes = running(0, launched=1), running(1, launched=1)
     boxes.task.constrained = True
-    prompt = Row(boxes, 0, 3)
+    prompt = ScheduledSequence(boxes, 0, 3)
     for riding, waits in ((riders(free), False), (riders(free, boxes), True)):
         plan = Plan(LaunchKind.PREFILL, (*riding, prompt), len(riding))
         assert plan.constrained is waits
@@ -407,12 +417,12 @@ def test_an_encode_row_names_its_crops_and_feeds_no_token() -> None:
     planner.add(sequence)
     plans = [planner.plan(max_crops=2), planner.plan(max_crops=2), planner.plan()]
     assert plans[0] is not None
-    pages = plans[0].rows[0].prefix.compute_pages
+    pages = plans[0].rows[0].work.compute_pages
     parts = [PrefillWork(pages, None, first, stop) for first, stop in ((0, 2), (2, 4), (4, 0))]
     assert plans == [
-        Plan(LaunchKind.ENCODE, (Row(sequence, 8, 0, parts[0]),)),
-        Plan(LaunchKind.ENCODE, (Row(sequence, 8, 0, parts[1]),)),
-        Plan(LaunchKind.PREFILL, (Row(sequence, 8, 1, parts[2]),)),
+        Plan(LaunchKind.ENCODE, (ScheduledSequence(sequence, 8, 0, parts[0]),)),
+        Plan(LaunchKind.ENCODE, (ScheduledSequence(sequence, 8, 0, parts[1]),)),
+        Plan(LaunchKind.PREFILL, (ScheduledSequence(sequence, 8, 1, parts[2]),)),
     ]
     assert not planner.due
 

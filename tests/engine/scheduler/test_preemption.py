@@ -3,8 +3,8 @@
 import pytest
 from legato_engine.core import FinishReason
 from legato_engine.kv_cache.manager import KVCacheManager
-from legato_engine.scheduler.running import Running, standing
-from legato_engine.scheduler.waiting import WaitingQueue
+from legato_engine.scheduler.running_sequences import RunningSequences, preemption_rank
+from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence, SequenceStatus
 
 from tests.engine.scheduler.tasks import LONG_SEED
@@ -20,7 +20,7 @@ def talker(world: World, *, priority: int = 0, constrained: bool = False) -> Seq
 
 def preempted(world: World) -> list[Sequence]:
     """Those who gave way at least once."""
-    return [sequence for sequence in world.sequences if sequence.num_preemptions]
+    return [sequence for sequence in world.sequences if sequence.pages.num_preemptions]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -52,7 +52,7 @@ def test_the_highest_is_never_preempted() -> None:
     world = World(num_pages=7, num_rows=4)
     first, *others = [talker(world) for _ in range(6)]
     world.drain()
-    assert not first.num_preemptions
+    assert not first.pages.num_preemptions
     assert preempted(world)
     assert next(iter(world.sink.ended)) == first.request.request_id
     assert all(sequence.finalized for sequence in others)
@@ -66,16 +66,16 @@ def test_a_victim_in_flight_waits_for_its_commits() -> None:
 
     def on_delta(sequence: Sequence) -> None:
         if second.preempted and sequence is first:
-            seen.append((second.row, second.inflight_refs, second.num_launched))
+            seen.append((second.row, second.inflight_refs, second.progress.num_launched))
 
     world.sink.on_delta = on_delta
-    while not second.num_preemptions:
+    while not second.pages.num_preemptions:
         world.step()
     ((row, refs, launched),) = seen
     assert row >= 0
     assert refs == 1
     assert (second.status, second.preempted, second.row) == (SequenceStatus.WAITING, False, -1)
-    assert second.num_committed == second.num_launched == launched
+    assert second.num_committed == second.progress.num_launched == launched
     assert not first.finalized
     world.drain()
 
@@ -90,7 +90,7 @@ def test_whoever_gave_way_may_be_given_up(stops: bool, waits: bool) -> None:
     committed: list[int] = []
 
     def on_delta(sequence: Sequence) -> None:
-        if not second.finalized and (second.num_preemptions if waits else second.preempted):
+        if not second.finalized and (second.pages.num_preemptions if waits else second.preempted):
             committed.extend(world.tokens(second))
             if not stops:
                 world.aborted.add(second.request.request_id)
@@ -115,13 +115,13 @@ def test_a_picture_is_computed_again_for_whoever_gave_way() -> None:
     )
     big = world.submit(FakeTask(seed=LONG_SEED, num_prompt=8, max_tokens=14), priority=2)
     world.drain()
-    assert picture.num_preemptions
-    assert not big.num_preemptions
+    assert picture.pages.num_preemptions
+    assert not big.pages.num_preemptions
     computed = [
         plan
         for plan in world.runner.plans
         for row in plan.rows
-        if row.sequence is picture and row.prefix.compute_pages and row.num_tokens
+        if row.sequence is picture and row.work.compute_pages and row.num_tokens
     ]
     assert len(computed) == 2
     assert first.finalized
@@ -132,16 +132,16 @@ def test_without_anybody_below_it_a_sequence_goes_without_a_token() -> None:
     """Whoever stands lowest keeps what it has until somebody ends."""
     queue = WaitingQueue(max_overtakes=0, priority_seconds=1.0)
     manager = KVCacheManager(3, 4, 2)
-    members = Running(manager, queue)
+    members = RunningSequences(manager, queue)
     both = [make_sequence(n, FakeTask(num_prompt=2)) for n in range(2)]
     for sequence in both:
         manager.admit(sequence)
-        sequence.last_position = sequence.length
+        sequence.progress.last_position = sequence.length
         manager.launched(sequence)
         members.add(sequence)
-    assert standing(both[1]) < standing(both[0])
+    assert preemption_rank(both[1]) < preemption_rank(both[0])
     members.grow([both[1]])
-    assert (both[1].capacity, list(members), len(queue)) == (4, both, 0)
+    assert (both[1].pages.capacity, list(members), len(queue)) == (4, both, 0)
     members.grow([both[0]])
-    assert (both[0].capacity, list(members), len(queue)) == (8, both[:1], 1)
+    assert (both[0].pages.capacity, list(members), len(queue)) == (8, both[:1], 1)
     manager.check()

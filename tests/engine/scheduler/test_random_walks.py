@@ -67,9 +67,9 @@ def check_counts(world: World) -> None:
     committed = sum(sequence.num_committed for sequence in world.sequences)
     assert sum(record.tokens for record in records) == committed
     for record in records:
-        assert 0 <= record.accepted <= record.proposed
+        assert 0 <= record.accepted <= record.drafted
         drafts = sum(row.num_drafts for row in record.launch.plan.rows)
-        assert record.proposed <= drafts
+        assert record.drafted <= drafts
 
 
 class Walk(RuleBasedStateMachine):

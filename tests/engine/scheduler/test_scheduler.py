@@ -101,8 +101,8 @@ def test_a_request_launched_next_hits_the_prefix_of_the_one_before() -> None:
     first = world.submit(long_task(), prefix_key="a", prefix_length=9)
     second = world.submit(long_task(), prefix_key="a", prefix_length=9)
     world.steps(3)
-    assert (first.cached_tokens, second.cached_tokens) == (0, 9)
-    assert second.page_ids[:2] == first.page_ids[:2]
+    assert (first.pages.cached_tokens, second.pages.cached_tokens) == (0, 9)
+    assert second.pages.ids[:2] == first.pages.ids[:2]
 
 
 # ---------------------------------------------------------------- what is told
@@ -116,11 +116,11 @@ def test_a_request_starts_when_its_prefill_is_launched() -> None:
     world.steps(1)
     assert world.sink.started_ids == ["r0"]
     statuses.append(sequence.status)
-    assert sequence.prefill_start == 100.0
+    assert sequence.timing.prefill_start == 100.0
     world.clock.advance(2.0)
     world.steps(1)
     statuses.append(sequence.status)
-    assert sequence.first_token == 102.0
+    assert sequence.timing.first_token == 102.0
     world.scheduler.drain()
     assert [*statuses, sequence.status] == list(SequenceStatus)
 
@@ -152,14 +152,14 @@ def test_the_observer_sees_what_each_step_cost() -> None:
         record.plan_start,
         record.plan_end,
         record.launch_end,
-        record.finalize_start,
-        record.finalize_end,
+        record.sample_start,
+        record.sample_end,
         record.wait_start,
         record.wait_end,
         record.commit_end,
     ]
     assert marks == sorted(set(marks))
-    durations = (record.plan_ns, record.launch_ns, record.finalize_ns, record.commit_ns)
+    durations = (record.plan_ns, record.launch_ns, record.sample_ns, record.commit_ns)
     assert durations == (1, 1, 1, 1)
 
 

@@ -16,12 +16,12 @@ def test_no_schedule_changes_an_answer(part: int) -> None:
     """Preempted, aborted, stopped, sharing, short of pages or proposing: every request reads what
     it reads alone, all end, and every page has one owner all along.
     """
-    tally = run_all(range(part * PART, (part + 1) * PART))
-    assert tally.whole > 3 * PART
-    assert tally.cached > tally.tokens / 10
-    assert min(tally.preemptions, tally.drafts) > PART / 20
-    assert tally.together > PART / 30
-    assert min(tally.accepted, tally.rejected) > PART
+    totals = run_all(range(part * PART, (part + 1) * PART))
+    assert totals.whole > 3 * PART
+    assert totals.cached > totals.tokens / 10
+    assert min(totals.preemptions, totals.drafts) > PART / 20
+    assert totals.together > PART / 30
+    assert min(totals.accepted, totals.rejected) > PART
 
 
 def test_what_a_soak_has_found_stays_mended() -> None:

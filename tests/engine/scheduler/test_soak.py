@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tests.engine.scheduler import soak
-from tests.engine.scheduler.schedules import Tally, run_all
+from tests.engine.scheduler.schedules import Totals, run_all
 
 
 def test_processes_change_nothing_but_the_time(capsys):
@@ -27,7 +27,7 @@ def test_parts_are_small_enough_to_end_together(total, processes):
 
 def test_tallies_add_up():
     """Every count of both."""
-    names = [field.name for field in dataclasses.fields(Tally)]
-    one = Tally(**{name: 1 + place for place, name in enumerate(names)})
-    one.join(Tally(**dict.fromkeys(names, 10)))
+    names = [field.name for field in dataclasses.fields(Totals)]
+    one = Totals(**{name: 1 + place for place, name in enumerate(names)})
+    one.join(Totals(**dict.fromkeys(names, 10)))
     assert [getattr(one, name) for name in names] == [11 + place for place in range(len(names))]

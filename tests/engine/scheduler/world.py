@@ -20,12 +20,12 @@ from legato_engine.sequence import Sequence
 from tests.fakes import FakeClock, FakeRunner, FakeSink, FakeTask, make_sequence
 
 
-def shared(prompts: int, pictures: int = 3, tokens: int = 16) -> BatchLimits:
+def shared(prompts: int, images: int = 3, tokens: int = 16) -> BatchLimits:
     """Limits that only a long prompt or many rows do not keep."""
-    return BatchLimits(prompts, tokens=tokens, sampled=4, pictures=pictures, crowd=0)
+    return BatchLimits(prompts, tokens=tokens, sampled=4, images=images, min_queue_length=0)
 
 
-def num_pictures(plan: Plan) -> int:
+def num_images(plan: Plan) -> int:
     """How many an encoder computes."""
     return sum(row.encodes for row in plan.rows)
 
@@ -44,11 +44,11 @@ class RandomBlocks:
         assert all(sequence.may_draft and not sequence.finalized for sequence in sequences)
         return [self._random.randint(0, self._largest) for _ in sequences]
 
-    def learn(self, sequence: Sequence, accepted: int, proposed: int) -> None:
+    def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
         """Remember it."""
-        assert 0 <= accepted <= proposed <= self._largest
+        assert 0 <= num_accepted <= num_drafted <= self._largest
         assert not sequence.finalized
-        self.learnt.append((sequence.seq_id, accepted, proposed))
+        self.learnt.append((sequence.seq_id, num_accepted, num_drafted))
 
 
 class World:
@@ -155,13 +155,15 @@ class World:
         decoding = [
             s
             for s in self.sequences
-            if s.last_position >= 0
-            and s.num_launched < s.task.max_tokens
+            if s.progress.last_position >= 0
+            and s.progress.num_launched < s.task.max_tokens
             and not (s.finalized or s.preempted)
             and (s.request.deadline or math.inf) > now
         ]
         streaming = any(s.request.deltas for s in decoding)
-        due = any(s.last_position < s.capacity for s in decoding)  # has a page for it
+        due = any(
+            s.progress.last_position < s.pages.capacity for s in decoding
+        )  # has a page for it
         num_planned = len(self.runner.plans)
         progressed = self.scheduler.step()
         for plan in self.runner.plans[num_planned:]:
@@ -181,7 +183,7 @@ class World:
         self.check_rest()
 
     def _check_turn(self, plan: Plan, *, due: bool, streaming: bool) -> None:
-        assert not streaming or num_pictures(plan) <= 1, "pictures hold up a stream"
+        assert not streaming or num_images(plan) <= 1, "pictures hold up a stream"
         if plan.decodes:
             self._streak = 0
             return
@@ -190,8 +192,8 @@ class World:
         assert streaming or plan.kind is not LaunchKind.ENCODE, "split with nobody to hold up"
         limit = self._crops_per_launch if streaming else 0
         for row in plan.rows:
-            stop = row.prefix.stop_crop or row.sequence.num_crops
-            crops = stop - row.prefix.first_crop if row.prefix.compute_pages else 0
+            stop = row.work.stop_crop or row.sequence.num_crops
+            crops = stop - row.work.first_crop if row.work.compute_pages else 0
             assert crops <= limit or limit == 0, "too many crops at once"
 
     def abort(self, sequence: Sequence) -> None:
@@ -223,14 +225,18 @@ class World:
         assert self.refined == list(range(len(self.refined))), "in the order they came in"
         for refinement in self.refinements[: len(self.refined)]:
             assert refinement.answer == ("better", refinement.given)
-        assert load.adapters_used == len({s.adapter_key for s in holders} - {""})
-        assert load.pages_used >= len({page for s in holders for page in s.page_ids})
+        assert load.adapters_used == len({s.adapter.key for s in holders} - {""})
+        assert load.pages_used >= len({page for s in holders for page in s.pages.ids})
         assert load.pages_used + load.prefix_pages <= load.pages_total
         self.manager.check()
         for sequence in self.sequences:
-            ahead = sequence.num_launched - sequence.num_committed
+            ahead = sequence.progress.num_launched - sequence.num_committed
             assert 0 <= ahead <= sequence.inflight_refs or sequence.finalized
-            assert sequence.inflight_refs or sequence.finalized or sequence.num_drafted == 0
+            assert (
+                sequence.inflight_refs
+                or sequence.finalized
+                or sequence.progress.inflight_drafts == 0
+            )
             assert 0 <= sequence.inflight_refs <= load.inflight
             assert len(self.tokens(sequence)) == sequence.num_committed
 
@@ -246,8 +252,8 @@ class World:
         assert ended | self.aborted == {s.request.request_id for s in self.sequences}
         for sequence in self.sequences:
             assert sequence.finalized
-            assert (sequence.inflight_refs, sequence.row, sequence.adapter_slot) == (0, -1, 0)
-            assert sequence.adapter is None, "the host's weights are let go"
+            assert (sequence.inflight_refs, sequence.row, sequence.adapter.slot) == (0, -1, 0)
+            assert sequence.inputs.adapter is None, "the host's weights are let go"
         commits = [launch for call, launch in self.runner.calls if call == "collect"]
         assert commits == sorted(commits) == [r.launch.launch_id for r in self.records]
         assert self.scheduler.steps_committed == len(commits)

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from legato_engine.config import largest_block
 from legato_engine.errors import InvalidField
-from legato_engine.megakernel.block_policy import AdaptiveBlockPolicy
-from legato_engine.megakernel.budget_policy import TokenBudgetPolicy
-from legato_engine.megakernel.costs import CostTable
 from legato_engine.megakernel.descriptor import Flag, RequestDescriptor
+from legato_engine.speculative.block_policy import AdaptiveBlockPolicy
 from legato_engine.speculative.block_sizes import block_sizes
+from legato_engine.speculative.budget_policy import TokenBudgetPolicy
+from legato_engine.speculative.costs import CostTable
 
 from tests.fakes import FakeTask, make_sequence
 
@@ -20,7 +20,7 @@ CALM, FULL = 0.85, 0.86
 def sequence(max_tokens=100):
     """One whose first token is launched."""
     made = make_sequence(0, FakeTask(max_tokens=max_tokens))
-    made.num_launched = 1
+    made.progress.num_launched = 1
     return made
 
 
@@ -72,7 +72,7 @@ def test_a_sequence_learns_as_a_descriptor_does(outcomes, setting):
         request.block_size_history.append(proposed)
         policy.update(request, accepted, proposed)
         sizes.learn(one, accepted, proposed)
-        record = one.drafting
+        record = one.draft_stats
         assert record.ema_acceptance_rate == request.ema_acceptance_rate
         assert (record.accepted_weight, record.tried_weight) == (
             request.accepted_weight,
@@ -86,5 +86,5 @@ def test_the_budget_sees_what_is_left():
     sizes, one = block_sizes("budget", COSTS), sequence(max_tokens=4)
     assert sizes is not None
     assert sizes.allot([one], kv_use=0.0) == [2]
-    one.num_launched = 3
+    one.progress.num_launched = 3
     assert sizes.allot([one], kv_use=0.0) == [0]

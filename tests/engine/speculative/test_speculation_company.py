@@ -74,7 +74,7 @@ def test_adapters_verify_in_their_slots(assembly, temperature):
     both = [
         record
         for record in run.records
-        if len({row.sequence.adapter_key for row in record.launch.plan.rows if row.num_drafts}) > 2
+        if len({row.sequence.adapter.key for row in record.launch.plan.rows if row.num_drafts}) > 2
     ]
     assert sum(record.accepted for record in both) > 0
 
@@ -99,7 +99,7 @@ def test_a_proposer_knows_what_was_found(assembly):
     for name in ("first", "again"):
         run.submit(name, QueryTask(question="first?"))
         run.finish()
-    assert run.sequences["again"].cached_tokens > 0
+    assert run.sequences["again"].pages.cached_tokens > 0
     assert run.answers["again"] == run.answers["first"] == plain.answers["first"]
     accepted = [record.accepted for record in run.records]
     assert accepted[: len(accepted) // 2] == accepted[len(accepted) // 2 :]

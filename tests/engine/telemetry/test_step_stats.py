@@ -58,7 +58,7 @@ def test_report_of_steady_steps():
 def test_report_of_speculation():
     """Tokens are counted for each row that is no zombie, and what was accepted of all proposed."""
     report = fed(
-        make_step(i, rows=3, zombies=1, proposed=8, accepted=3) for i in range(5)
+        make_step(i, rows=3, zombies=1, drafted=8, accepted=3) for i in range(5)
     ).snapshot()
     assert report.num_tokens == 5 * 5
     assert (report.tokens_per_row, report.proposed_per_row) == (2.5, 4.0)
@@ -103,15 +103,15 @@ def test_the_window_slides():
 def test_reports_are_rare_unless_asked_fresh():
     """A busy engine renews its report at most twice a second; one that falls idle does at once."""
     stats = fed([make_step(0)])
-    assert stats.report(0.0, fresh=True) is None
+    assert stats.latest(0.0, fresh=True) is None
     stats.add(make_step(1))
-    first = stats.report(100.0, fresh=False)
+    first = stats.latest(100.0, fresh=False)
     assert first.num_steps == 1
     stats.add(make_step(2))
-    assert stats.report(100.4, fresh=False) is first
-    assert stats.report(100.4, fresh=True).num_steps == 2
+    assert stats.latest(100.4, fresh=False) is first
+    assert stats.latest(100.4, fresh=True).num_steps == 2
     stats.add(make_step(3))
-    assert stats.report(100.8, fresh=False).num_steps == 2
-    last = stats.report(101.0, fresh=False)
+    assert stats.latest(100.8, fresh=False).num_steps == 2
+    last = stats.latest(101.0, fresh=False)
     assert last.num_steps == 3
-    assert stats.report(999.0, fresh=True) is last
+    assert stats.latest(999.0, fresh=True) is last

@@ -13,6 +13,7 @@ import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.module import Argument, Kernel, Module
+from legato_engine.kernels.low_rank import LowRankMap, MlpSlots
 
 _WARPS = 8
 _OUTPUTS = 64  # of a thread block
@@ -27,23 +28,6 @@ class Slots:
 
     slot_R: torch.Tensor
     rank_S: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Map:
-    """A layer's slots for one map, bf16: A [S, R, inputs] and B [S, R, outputs]."""
-
-    a_SRI: torch.Tensor
-    b_SRO: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class LayerAdapters:
-    """A layer's slots, and the scale and shift of the norm that its MLP reads."""
-
-    norm: tuple[torch.Tensor, torch.Tensor]
-    first: Map
-    second: Map
 
 
 class LowRank:
@@ -61,26 +45,26 @@ class LowRank:
         self._outer_BD = torch.zeros(most, dim, device=device)
 
     def inner(
-        self, x_BD: torch.Tensor, weights: LayerAdapters, slots: Slots, row_B: torch.Tensor
+        self, x_BD: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
         """[B, F] float32: what the first map gives more for the norm of the residual stream."""
-        inputs = x_BD, x_BD.shape[1], *weights.norm, weights.first.a_SRI
+        inputs = x_BD, x_BD.shape[1], *weights.norm, weights.fc1.a_SRI
         self._shrink_in.launch(inputs, slots, row_B, self._low_BR)
-        return self._expand(self._expand_in, weights.first, slots, row_B, self._inner_BF)
+        return self._expand(self._expand_in, weights.fc1, slots, row_B, self._inner_BF)
 
     def outer(
-        self, mixed_BM: torch.Tensor, weights: LayerAdapters, slots: Slots, row_B: torch.Tensor
+        self, mixed_BM: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
         """[B, D] float32: the same of the second map; its inputs are the last F of each row."""
-        stride, a_SRF = mixed_BM.shape[1], weights.second.a_SRI
+        stride, a_SRF = mixed_BM.shape[1], weights.fc2.a_SRI
         inputs = mixed_BM[:, stride - a_SRF.shape[-1] :], stride, None, None, a_SRF
         self._shrink_out.launch(inputs, slots, row_B, self._low_BR)
-        return self._expand(self._expand_out, weights.second, slots, row_B, self._outer_BD)
+        return self._expand(self._expand_out, weights.fc2, slots, row_B, self._outer_BD)
 
     def _expand(
         self,
         kernels: Mapping[int, Kernel],
-        weights: Map,
+        weights: LowRankMap,
         slots: Slots,
         row_B: torch.Tensor,
         change: torch.Tensor,
@@ -103,7 +87,7 @@ class _Shrink:
         self._pairs = _WARPS // parts  # of a rank and a token, in a thread block
         sizes = {"RANKS": max_rank, "WIDTH": width, "NORM": int(norm), "PARTS": parts}
         self._kernels = {
-            tokens: Module("adapter.cu", {**sizes, "TOKENS": tokens}).kernel("shrink")
+            tokens: Module("low_rank_adapters.cu", {**sizes, "TOKENS": tokens}).kernel("shrink")
             for tokens in {1, min(_TOKENS, self._pairs)}
         }
 
@@ -127,7 +111,7 @@ class StepAdapters:
     """All layers' adapters for one step."""
 
     kernels: LowRank
-    layers: Sequence[LayerAdapters]
+    layers: Sequence[MlpSlots]
     slots: Slots
 
     def inner(self, layer: int, x_BD: torch.Tensor, row_B: torch.Tensor) -> torch.Tensor:
@@ -143,6 +127,6 @@ def _expands(outputs: int, max_rank: int) -> dict[int, Kernel]:
     """B's kernels by the tokens of a thread block."""
     sizes = {"RANKS": max_rank, "OUTPUTS": outputs}
     return {
-        tokens: Module("adapter.cu", {**sizes, "TOKENS": tokens}).kernel("expand")
+        tokens: Module("low_rank_adapters.cu", {**sizes, "TOKENS": tokens}).kernel("expand")
         for tokens in (1, _TOKENS)
     }

@@ -37,7 +37,7 @@ _PART = (HEAD_DIM + 4) * 4  # what a token's softmax over some positions leaves
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Places:
+class StepPositions:
     """Where B tokens stand, int64: their rows of `table_RM`, their positions, and `fresh_B`: the
     first position of each token's sequence that this very step writes. What writes only behind its
     own position is padding: its output is zeros.
@@ -80,17 +80,17 @@ class Attention:
         q_BD: torch.Tensor,
         k_NHSE: torch.Tensor,
         v_NHSE: torch.Tensor,
-        places: Places,
+        positions: StepPositions,
         out_BF: torch.Tensor,
         scale_2: torch.Tensor | None = None,
     ) -> None:
         """Fill the first D columns of the tokens' outputs.
 
-        At most 32 tokens, as many as `places` has. Reads `places` ahead of the kernel in front.
+        At most 32 tokens. `positions` is read before the preceding kernel has ended.
         `scale_2` (float32): the units of keys and of values of e4m3.
         """
-        batch, heads = places.row_B.shape[0], self._sizes.num_heads
-        groups = min(batch, places.num_groups)
+        batch, heads = positions.row_B.shape[0], self._sizes.num_heads
+        groups = min(batch, positions.num_groups)
         splits = splits_for(groups * heads)
         # The kernel behind this one begins when all thread blocks have: none is to spare.
         grid = heads * groups if splits > 1 else skinny_gemm.even_grid(heads * batch)
@@ -100,7 +100,7 @@ class Attention:
             32 * _WARPS[splits],
             (
                 *(q_BD, k_NHSE, v_NHSE, scale_2),
-                *(places.row_B, places.position_B, places.fresh_B, places.table_RM),
+                *(positions.row_B, positions.position_B, positions.fresh_B, positions.table_RM),
                 *(out_BF, batch, stages),
             ),
             shared=shared_bytes(splits, stages, batch),
@@ -109,7 +109,7 @@ class Attention:
         )
 
     def _kernel(self, splits: int) -> Kernel:
-        module = Module("attend.cu", attend_defines(self._sizes, splits))
+        module = Module("paged_attention.cu", attend_defines(self._sizes, splits))
         return module.kernel("attend", shared=shared_bytes(splits, self._stages[splits], GROUP))
 
 
@@ -128,7 +128,7 @@ def shared_bytes(splits: int, stages: int, batch: int) -> int:
 
 
 def attend_defines(sizes: AttentionSizes, splits: int) -> dict[str, int]:
-    """Constants of `attend.cu` where `splits` thread blocks share a head of a group."""
+    """Constants of `paged_attention.cu` where `splits` thread blocks share a head of a group."""
     return {
         "DIM": sizes.num_heads * HEAD_DIM,
         "MIXED": sizes.out_stride,

@@ -22,7 +22,7 @@ from legato_engine.kernels.cuda.attention import (
     MAX_CONTEXT,
     TILE,
     Attention,
-    Places,
+    StepPositions,
 )
 from legato_engine.kernels.cuda.decoder_sizes import (
     DecoderSizes,
@@ -99,7 +99,7 @@ class _Kernels:
 
     def __init__(self, sizes: DecoderSizes, form: Form, stages: Stages) -> None:
         self.form, tiles = form, form.tiles
-        module = Module("decode.cu", decode_defines(sizes, form))
+        module = Module("layer_maps.cu", decode_defines(sizes, form))
         self.in_stages = stages.layer_in[tiles]
         self.out_stages = stages.layer_out[tiles]
         most = 8 * tiles
@@ -140,7 +140,7 @@ class Decoder:
         self,
         x_BD: torch.Tensor,
         layers: Sequence[LayerWeights],
-        places: Places,
+        positions: StepPositions,
         k_LNHSE: torch.Tensor,
         v_LNHSE: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
@@ -156,19 +156,19 @@ class Decoder:
         if between is not None and whole and between.takes(x_BD.shape[0]):
             cache = k_LNHSE, v_LNHSE
             scratch = self.q_BD, self.mixed_BF
-            between.run(x_BD, layers, places, *cache, angles, self._attention, *scratch)
+            between.run(x_BD, layers, positions, *cache, angles, self._attention, *scratch)
             return
         for layer, weights in enumerate(layers):
             keys, values = k_LNHSE[layer], v_LNHSE[layer]
             inner_BF = outer_BD = None
             if adapters is not None:
-                inner_BF = adapters.inner(layer, x_BD, places.row_B)
+                inner_BF = adapters.inner(layer, x_BD, positions.row_B)
             if Part.LAYER_IN in parts:
-                self._layer_in(x_BD, weights, places, keys, values, angles, inner_BF)
+                self._layer_in(x_BD, weights, positions, keys, values, angles, inner_BF)
             if Part.ATTEND in parts:
-                self.attend(places, keys, values)
+                self.attend(positions, keys, values)
             if adapters is not None:
-                outer_BD = adapters.outer(layer, self.mixed_BF, places.row_B)
+                outer_BD = adapters.outer(layer, self.mixed_BF, positions.row_B)
             if Part.LAYER_OUT in parts:
                 self.layer_out(x_BD, weights, outer_BD)
 
@@ -180,7 +180,7 @@ class Decoder:
         self,
         x_BD: torch.Tensor,
         weights: LayerWeights,
-        places: Places,
+        positions: StepPositions,
         keys: torch.Tensor,
         values: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
@@ -193,7 +193,7 @@ class Decoder:
             skinny_gemm.THREADS,
             (
                 *(x_BD, weights.weights_in, weights.folded_in),
-                *(*angles, places.row_B, places.position_B, places.table_RM),
+                *(*angles, positions.row_B, positions.position_B, positions.table_RM),
                 *(self.q_BD, self.mixed_BF, keys, values, change_BF, batch, kernels.in_stages),
             ),
             cluster=kernels.form.x_cluster,
@@ -203,13 +203,13 @@ class Decoder:
 
     def attend(
         self,
-        places: Places,
+        positions: StepPositions,
         keys: torch.Tensor,
         values: torch.Tensor,
         scale_2: torch.Tensor | None = None,
     ) -> None:
         """The heads' output into `mixed_BF`, of `q_BD` and one layer's keys and values."""
-        self._attention.launch(self.q_BD, keys, values, places, self.mixed_BF, scale_2)
+        self._attention.launch(self.q_BD, keys, values, positions, self.mixed_BF, scale_2)
 
     def layer_out(
         self, x_BD: torch.Tensor, weights: LayerWeights, change_BD: torch.Tensor | None = None
@@ -237,7 +237,7 @@ def decode_forms(sizes: DecoderSizes) -> list[Form]:
 
 
 def decode_defines(sizes: DecoderSizes, form: Form) -> dict[str, int]:
-    """Constants of `decode.cu`."""
+    """Constants of `layer_maps.cu`."""
     return {
         **layer_defines(sizes, form.tiles),
         "CLUSTER": form.cluster,

@@ -81,7 +81,7 @@ def decode_form(sizes: DecoderSizes, batch: int) -> Form:
 
 
 def layer_defines(sizes: DecoderSizes, tiles: int) -> dict[str, int]:
-    """Constants of `layer.cuh`, and into how many parts `layer_out` cuts its inputs."""
+    """Constants of `layer_maps.cuh`, and into how many parts `layer_out` cuts its inputs."""
     return {
         "DIM": sizes.dim,
         "FF": sizes.ff_dim,

@@ -7,27 +7,20 @@ N pages, S positions per page, E head dim (64), P positions.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 
 from legato_engine.kernels.cuda.module import Module
+from legato_engine.kernels.parameters import Affine
 from legato_engine.speculative.proposer import RowHistory
 
-SOURCE = "draft.cu"
+SOURCE = "draft_layer.cu"
 _ROWS, _WARPS, _READERS = 4, 8, 32
 _HEAD_DIM = 64
 _MIN_CAPABILITY = (9, 0)
 
 WIDEST = 3072
 """Inputs of the next stream, D + F: four rows of them lie in shared memory, as float32."""
-
-
-class Affine(NamedTuple):
-    """A map [out, in] or a norm [D], and its bias; bf16."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

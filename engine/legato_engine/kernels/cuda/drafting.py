@@ -1,7 +1,6 @@
 """Speculation around a forward on the current GPU: one launch each, in place of torch's many.
 
-Shape legend: R rows of the state, B tokens of a step, K proposed tokens, C positions, D width,
-N known sequences.
+Shape legend: R rows of the state, B tokens of a step, K proposed tokens, C positions, D width.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ import torch
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.speculative.proposer import RowHistory
 
-SOURCE = "drafting.cu"
-LOOKUP_SOURCE = "lookup.cu"
-REPLAY_SOURCE = "replay.cu"
+SOURCE = "draft_tokens.cu"
+LOOKUP_SOURCE = "ngram_lookup.cu"
 _THREADS = 128
 _LOOKUP_THREADS = 256
-_REPLAY_THREADS = 1024
 _VECTOR_BYTES = 16
 
 
@@ -102,28 +99,5 @@ class LookupKernel:
             [
                 *(history.tokens_RC, history.position_R, draft_RK),
                 *(context, draft_RK.stride(0), draft_RK.shape[1], *self._lengths),
-            ],
-        )
-
-
-class ReplayKernel:
-    """A `speculative.proposer.Proposer`, the one of `speculative.replay` in a launch."""
-
-    def __init__(self, known_NC: torch.Tensor, said_NC: torch.Tensor) -> None:
-        """Its tables, which may change."""
-        assert known_NC.is_contiguous(), "a sequence of the table is a row"
-        assert said_NC.is_contiguous(), "a sequence of the table is a row"
-        self._tables = (known_NC, said_NC)
-        self._replay = Module(REPLAY_SOURCE, {}).kernel("replay")
-
-    def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """See `proposer.Proposer`."""
-        (rows, context), (known, length) = history.tokens_RC.shape, self._tables[0].shape
-        self._replay.launch(
-            (rows, 1, 1),
-            _REPLAY_THREADS,
-            [
-                *(history.tokens_RC, history.position_R, *self._tables, draft_RK),
-                *(context, length, known, draft_RK.stride(0), draft_RK.shape[1]),
             ],
         )

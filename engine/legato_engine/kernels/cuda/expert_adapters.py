@@ -15,19 +15,11 @@ from legato_engine.kernels.cuda.adapters import Slots, StepAdapters
 from legato_engine.kernels.cuda.decoder import MAX_TOKENS
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.kernels.cuda.tau_decoder_stages import ExpertSizes
-from legato_engine.kernels.low_rank import ExpertMap
+from legato_engine.kernels.low_rank import ExpertMap, ExpertSlots
 
 _OUTPUTS = 64  # of a thread block of `expert_expand`
 _TOKENS = 16  # that it has beside each other, if there are so many
 _WAVE = 3  # thread blocks of `expert_shrink` that a multiprocessor runs at once
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ExpertSlots:
-    """One layer's slots, for both maps of its experts, bf16."""
-
-    first: ExpertMap
-    second: ExpertMap
 
 
 class ExpertLowRank:
@@ -39,8 +31,8 @@ class ExpertLowRank:
         self._shrinks, self._expands = {}, {}
         for first, inputs, made in ((True, dim, outputs), (False, experts.inner_dim, dim)):
             sizes = expert_adapter_defines(experts, room, first=first)
-            shrink = Module("expert_adapter.cu", {**sizes, "WIDTH": inputs})
-            expand = Module("expert_adapter.cu", {**sizes, "OUTPUTS": made})
+            shrink = Module("expert_adapters.cu", {**sizes, "WIDTH": inputs})
+            expand = Module("expert_adapters.cu", {**sizes, "OUTPUTS": made})
             self._shrinks[first] = shrink.kernel("expert_shrink")
             self._expands[first] = expand.kernel("expert_expand")
         self._threads, self._room = 32 * experts.num_active, room
@@ -107,18 +99,18 @@ class LayerChanges:
 
     def first(self, x_BD: torch.Tensor, logits_BX: torch.Tensor) -> None:
         """Of the first map, between router and experts."""
-        where = self.weights.first, self.slots, self.expert_BK, self.row_B
+        where = self.weights.up, self.slots, self.expert_BK, self.row_B
         self.kernels.shrink(x_BD, logits_BX, *where)
         self.kernels.expand(None, *where)
 
     def shrink(self, inner_BKI: torch.Tensor) -> None:
         """Of the second map A's part, right behind the first map."""
-        where = self.weights.second, self.slots, self.expert_BK, self.row_B
+        where = self.weights.down, self.slots, self.expert_BK, self.row_B
         self.kernels.shrink(inner_BKI, None, *where)
 
     def expand(self, share_BK: torch.Tensor) -> None:
         """B's part, right in front of the second map."""
-        where = self.weights.second, self.slots, self.expert_BK, self.row_B
+        where = self.weights.down, self.slots, self.expert_BK, self.row_B
         self.kernels.expand(share_BK, *where)
 
     @property
@@ -147,7 +139,7 @@ class RoutedAdapters(StepAdapters):
 
 
 def expert_adapter_defines(experts: ExpertSizes, room: int, *, first: bool) -> dict[str, int]:
-    """Constants of `expert_adapter.cu` but for its widths."""
+    """Constants of `expert_adapters.cu` but for its widths."""
     return {
         "EXPERTS": experts.num_experts,
         "ACTIVE": experts.num_active,

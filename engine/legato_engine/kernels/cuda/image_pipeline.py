@@ -6,64 +6,23 @@ crop, T = G * G tokens, P values of a patch, D vision width, V the 256 levels of
 
 from __future__ import annotations
 
-import dataclasses
-
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from legato_engine.kernels.cuda.module import Module
 from legato_engine.kernels.cut_plan import (
     HEADER_WORDS,
-    MAX_PIXELS,
     MAX_WORDS,
     TARGET_WORDS,
     CropGeometry,
-    CutPlan,
 )
+from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, StagedImage
 from legato_engine.kernels.lanczos import PRECISION_BITS
 
-NUM_PIXEL_BYTES = 3 * MAX_PIXELS
-SOURCE = "picture.cu"
+SOURCE = "image_crops.cu"
 
 _BLOCKS = 1056  # eight for each of the 132 multiprocessors of the device that these are tuned for
 _THREADS = 256
 _STITCH_THREADS = 288
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class HostImage:
-    """Pinned memory for one picture under way; made by the caller.
-
-    `pixels` uint8 [NUM_PIXEL_BYTES], `plan` int32 [MAX_WORDS]. `stage` fills them, and they may be
-    filled again when the copies of `ImagePipeline.upload` are done.
-    """
-
-    pixels: torch.Tensor
-    plan: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class StagedImage:
-    """What is to be copied: a picture's `pixels` in pinned memory, and `num_words` of its plan.
-
-    It is to be kept until the copies of `ImagePipeline.upload` are done.
-    """
-
-    pixels: torch.Tensor
-    num_words: int
-
-
-def stage(pixels_HWC: npt.NDArray[np.uint8], plan: CutPlan, host: HostImage) -> StagedImage:
-    """Write a picture's plan, which has to fit, and its pixels unless they are pinned already."""
-    num_words = plan.write(host.plan.numpy())
-    if pixels_HWC.flags.writeable and pixels_HWC.flags.c_contiguous:
-        own = torch.from_numpy(pixels_HWC).flatten()
-        if own.is_pinned():
-            return StagedImage(own, num_words)
-    pixels = host.pixels[: pixels_HWC.size]
-    np.copyto(pixels.numpy().reshape(pixels_HWC.shape), pixels_HWC)
-    return StagedImage(pixels, num_words)
 
 
 def defines(geometry: CropGeometry) -> dict[str, int]:
@@ -87,8 +46,8 @@ class ImagePipeline:
 
     def __init__(self, geometry: CropGeometry, levels_V: torch.Tensor) -> None:
         module = Module(SOURCE, defines(geometry))
-        self._first_pass = module.kernel("picture_first_pass")
-        self._patches = module.kernel("picture_patches")
+        self._first_pass = module.kernel("image_first_pass")
+        self._patches = module.kernel("image_patches")
         self._levels_V = levels_V.contiguous()
         device = levels_V.device
         self._pixels = torch.empty(NUM_PIXEL_BYTES, dtype=torch.uint8, device=device)

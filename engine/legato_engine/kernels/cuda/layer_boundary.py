@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
-from legato_engine.kernels.cuda.attention import Attention, Places
+from legato_engine.kernels.cuda.attention import Attention, StepPositions
 from legato_engine.kernels.cuda.decoder_sizes import DecoderSizes, LayerWeights, layer_defines
 from legato_engine.kernels.cuda.module import Kernel, Module
 
@@ -48,7 +48,7 @@ class LayerBoundary:
         self,
         x_BD: torch.Tensor,
         layers: Sequence[LayerWeights],
-        places: Places,
+        positions: StepPositions,
         k_LNHSE: torch.Tensor,
         v_LNHSE: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
@@ -66,9 +66,9 @@ class LayerBoundary:
             behind = layers[index - 1] if index > 0 else None
             ahead = layers[index] if index < last else None
             cache = (k_LNHSE[index], v_LNHSE[index]) if ahead else (None, None)
-            self._launch(index, x_BD, behind, ahead, places, cache, angles, q_BD, mixed_BF)
+            self._launch(index, x_BD, behind, ahead, positions, cache, angles, q_BD, mixed_BF)
             if ahead:
-                attention.launch(q_BD, k_LNHSE[index], v_LNHSE[index], places, mixed_BF)
+                attention.launch(q_BD, k_LNHSE[index], v_LNHSE[index], positions, mixed_BF)
 
     def _launch(
         self,
@@ -76,7 +76,7 @@ class LayerBoundary:
         x_BD: torch.Tensor,
         behind: LayerWeights | None,
         ahead: LayerWeights | None,
-        places: Places,
+        positions: StepPositions,
         cache: tuple[torch.Tensor | None, torch.Tensor | None],
         angles: tuple[torch.Tensor, torch.Tensor],
         q_BD: torch.Tensor,
@@ -90,7 +90,7 @@ class LayerBoundary:
             _THREADS,
             (
                 *(mixed_BF, *out, x_BD, *into),
-                *(*angles, places.row_B, places.position_B, places.table_RM),
+                *(*angles, positions.row_B, positions.position_B, positions.table_RM),
                 *(q_BD, *cache, self._progress),
                 *(index, self._num_layers, x_BD.shape[0], STAGES),
             ),
@@ -103,8 +103,8 @@ def supported(sizes: DecoderSizes) -> bool:
     return sizes.parts > 1 and sizes.dim <= sizes.mixed_dim // sizes.parts
 
 
-def between_defines(sizes: DecoderSizes) -> dict[str, int]:
-    """Constants of `between.cu`."""
+def layer_boundary_defines(sizes: DecoderSizes) -> dict[str, int]:
+    """Constants of `layer_boundary.cu`."""
     return layer_defines(sizes, tiles=1)
 
 
@@ -120,6 +120,6 @@ def _kernel(sizes: DecoderSizes) -> Kernel | None:
     """None where thread blocks do not have a processor each."""
     if not supported(sizes):
         return None
-    module = Module("between.cu", between_defines(sizes))
-    kernel = module.kernel("between_layers", shared=shared_bytes(sizes))
+    module = Module("layer_boundary.cu", layer_boundary_defines(sizes))
+    kernel = module.kernel("layer_boundary", shared=shared_bytes(sizes))
     return kernel if kernel.per_processor(_THREADS) == 1 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,15 +28,25 @@ _OVERLAPS = (9, 0)  # the compute capability from which a launch may begin befor
 class Module:
     """`sources/<name>` compiled for the current device with `defines` as its constants."""
 
-    def __init__(self, name: str, defines: Mapping[str, int], *, own: bool = False) -> None:
-        """`own`: with the instructions that this GPU's architecture has and later ones do not."""
+    def __init__(
+        self,
+        name: str,
+        defines: Mapping[str, int],
+        *,
+        own: bool = False,
+        folder: pathlib.Path | None = None,
+    ) -> None:
+        """Compile and load; `folder` as in `compile_source`.
+
+        `own` allows the instructions that this GPU's architecture has and later ones do not.
+        """
         from cuda.bindings import driver
 
         torch.cuda.current_stream()  # the context exists from here on
         major, minor = torch.cuda.get_device_capability()
         self.can_overlap = (major, minor) >= _OVERLAPS
         arch = f"sm_{major}{minor}{'a' if own else ''}"
-        self._code = compile_source(name, defines, arch)
+        self._code = compile_source(name, defines, arch, folder=folder)
         self._module = _checked(driver.cuModuleLoadData(self._code))
 
     def kernel(self, name: str, *, shared: int = 0) -> Kernel:

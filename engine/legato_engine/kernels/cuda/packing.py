@@ -1,4 +1,4 @@
-"""Weights in the order in which the kernels of `stream.cuh` read them.
+"""Weights in the order in which the kernels of `skinny_gemm.cuh` read them.
 
 Shape legend: O outputs, I inputs.
 """

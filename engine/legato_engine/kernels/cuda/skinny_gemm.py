@@ -1,4 +1,4 @@
-"""The sizes that `stream.cuh` fixes: threads, tiles, chunks, and their shared memory."""
+"""The sizes that `skinny_gemm.cuh` fixes: threads, tiles, chunks, and their shared memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def whole_shared(inputs: int, batch: int, stages: int) -> int:
     """
     width = chunk(inputs)
     assert stages >= inputs // width, f"{stages} stages hold no block of rows"
-    elements = places(batch) * (inputs + PAD)
+    elements = columns(batch) * (inputs + PAD)
     late = elements // (16 * width) if tiles_for(batch) <= _HELD else 0
     rings = _barriers(stages + late) + stages * 32 * width + ring(elements, 1)
     return rings + block_sums(batch)
@@ -75,7 +75,7 @@ def parts_shared(inputs: int, parts: int, batch: int, stages: int) -> int:
     width = chunk(inputs // parts)
     assert stages * 32 * width >= WARPS * parts * tiles * SUM, f"{stages} stages hold no sums"
     rings = ring(16 * width, stages)
-    rings += ring(places(batch) * (width + PAD), INPUT_STAGES[tiles])
+    rings += ring(columns(batch) * (width + PAD), INPUT_STAGES[tiles])
     return rings + parts * tiles * SUM
 
 
@@ -85,7 +85,7 @@ def block_sums(batch: int) -> int:
     return (2 if tiles < TILES[-1] else 1) * WARPS * tiles * SUM
 
 
-def places(batch: int) -> int:
+def columns(batch: int) -> int:
     """Tokens that have a place in shared memory."""
     tiles = tiles_for(batch)
     return batch if tiles == 1 else 8 * tiles

@@ -18,7 +18,7 @@ import torch
 
 from legato_engine.kernels.cuda import skinny_gemm
 from legato_engine.kernels.cuda.adapters import StepAdapters
-from legato_engine.kernels.cuda.attention import Places
+from legato_engine.kernels.cuda.attention import StepPositions
 from legato_engine.kernels.cuda.decoder import (
     DEFAULT_STAGES,
     MAX_TOKENS,
@@ -34,23 +34,16 @@ from legato_engine.kernels.cuda.tau_decoder_stages import (
     BUDGET,
     TauSizes,
     expert_defines,
-    gained_defines,
     out_stages,
+    tau_defines,
     up_stages,
 )
 from legato_engine.kernels.experts import ExpertWeights
+from legato_engine.kernels.parameters import TauWeights
 
 _GAIN_TOKENS = 8  # of a thread block of `gains`
 _NO_CHANGE = None, None, None
 _ROWS = 8  # pairs of rows of an expert's first map, a thread block of `experts_up`
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gains:
-    """What makes them: bf16 weights of the features, and the position's part in float32."""
-
-    weights_ZC: torch.Tensor
-    placed_PH: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,13 +67,13 @@ class ExpertLayer:
 class TauLayer:
     """A layer's gains, and the rest: with an MLP its first map's rows are in their own order."""
 
-    gains: Gains
+    gains: TauWeights
     maps: LayerWeights | ExpertLayer
 
 
 _Cache = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-_Where = tuple[Places, _Cache, tuple[torch.Tensor, torch.Tensor]]
-"""Of one layer: the tokens' places; its keys, values and their units; and the angles."""
+_Where = tuple[StepPositions, _Cache, tuple[torch.Tensor, torch.Tensor]]
+"""Of one layer: the tokens' positions; its keys, values and their units; and the angles."""
 
 
 class _Kernels:
@@ -90,10 +83,10 @@ class _Kernels:
         most = 8 * tiles
         self.in_stages = stages.layer_in[tiles]
         shared = skinny_gemm.whole_shared(sizes.decoder.dim, most, self.in_stages)
-        self.gained_in: dict[bool, Kernel] = {}
+        self.tau_in: dict[bool, Kernel] = {}
         for routed in (False, True):
-            module = Module("gained.cu", gained_defines(sizes, tiles, routed=routed))
-            self.gained_in[routed] = module.kernel("gained_in", shared=shared)
+            module = Module("tau_layer.cu", tau_defines(sizes, tiles, routed=routed))
+            self.tau_in[routed] = module.kernel("tau_in", shared=shared)
             self.gains = module.kernel("gains")
         module = Module("experts.cu", expert_defines(sizes, tiles))
         self.up = module.kernel("experts_up", shared=BUDGET)
@@ -144,7 +137,7 @@ class TauDecoder:
         self,
         x_BD: torch.Tensor,
         layers: Sequence[TauLayer],
-        places: Places,
+        positions: StepPositions,
         k_LNHSE: torch.Tensor,
         v_LNHSE: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
@@ -153,10 +146,10 @@ class TauDecoder:
     ) -> None:
         """See `Decoder.layers`; adapters are `RoutedAdapters`."""
         assert adapters is None or isinstance(adapters, RoutedAdapters), "of another decoder"
-        row_B = places.row_B
+        row_B = positions.row_B
         for layer, weights in enumerate(layers):
             cache = k_LNHSE[layer], v_LNHSE[layer], self._scales[layer]
-            where = places, cache, angles
+            where = positions, cache, angles
             if isinstance(weights.maps, ExpertLayer):
                 changes = None
                 if adapters is not None:
@@ -177,7 +170,7 @@ class TauDecoder:
         self,
         x_BD: torch.Tensor,
         layer: int,
-        gains: Gains,
+        gains: TauWeights,
         maps: ExpertLayer,
         where: _Where,
         parts: Collection[Part],
@@ -204,14 +197,14 @@ class TauDecoder:
             self._experts_out(x_BD, layer, maps, changes)
 
     def _attention(
-        self, batch: int, gains: Gains, where: _Where, parts: Collection[Part], *, behind: bool
+        self, batch: int, gains: TauWeights, where: _Where, parts: Collection[Part], *, behind: bool
     ) -> None:
         """The gains, and the heads' output; `behind` other kernels than the layer's first."""
-        places, cache, _ = where
+        positions, cache, _ = where
         if Part.GAINS in parts:
             self._gain(batch, gains, where, behind=behind)
         if Part.ATTEND in parts:
-            self._decoder.attend(places, *cache)
+            self._decoder.attend(positions, *cache)
 
     def _layer_in(
         self,
@@ -224,7 +217,7 @@ class TauDecoder:
         kernels = self._kernels[skinny_gemm.tiles_for(batch)]
         more = self._sizes.experts.num_experts if routed else sizes.ff_dim
         norm = maps.norm if isinstance(maps, ExpertLayer) else (x_BD, x_BD)  # which is not read
-        kernels.gained_in[routed].launch(
+        kernels.tau_in[routed].launch(
             (skinny_gemm.even_grid((3 * sizes.dim + more) // 16), 1, 1),
             skinny_gemm.THREADS,
             (
@@ -236,14 +229,14 @@ class TauDecoder:
             overlap=True,
         )
 
-    def _gain(self, batch: int, gains: Gains, where: _Where, *, behind: bool) -> None:
-        places, cache, angles = where
+    def _gain(self, batch: int, gains: TauWeights, where: _Where, *, behind: bool) -> None:
+        positions, cache, angles = where
         self._kernels[skinny_gemm.tiles_for(batch)].gains.launch(
             (self._sizes.decoder.num_heads, -(-batch // _GAIN_TOKENS), 1),
             skinny_gemm.WORKERS,
             (
-                *(self._qkv_BC, self._features_BC, gains.weights_ZC, gains.placed_PH, *angles),
-                *(places.row_B, places.position_B, places.table_RM),
+                *(self._qkv_BC, self._features_BC, gains.weight_ZC, gains.position_PH, *angles),
+                *(positions.row_B, positions.position_B, positions.table_RM),
                 *(self._decoder.q_BD, *cache, batch, int(behind)),
             ),
             overlap=True,

@@ -52,7 +52,7 @@ def supported(sizes: ExpertSizes) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """How rows of `width` weights of `size` bytes lie in a stage: see `unpacked.cuh`."""
+    """How rows of `width` weights of `size` bytes lie in a stage: see `row_major_gemm.cuh`."""
 
     width: int
     size: int
@@ -108,8 +108,8 @@ def _stages(num_bytes: int, beside: int) -> tuple[int, int]:
     return stages, skinny_gemm.ring(num_bytes // 2, stages) + beside
 
 
-def gained_defines(sizes: TauSizes, tiles: int, *, routed: bool) -> dict[str, int]:
-    """Constants of `gained.cu`, for layers with experts (`routed`) or with an MLP."""
+def tau_defines(sizes: TauSizes, tiles: int, *, routed: bool) -> dict[str, int]:
+    """Constants of `tau_layer.cu`, for layers with experts (`routed`) or with an MLP."""
     decoder = sizes.decoder
     return {
         "DIM": decoder.dim,

@@ -39,7 +39,7 @@ class GatedBlock(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:
@@ -100,7 +100,7 @@ class DecoderNetwork(nn.Module):
         return logits_BV.float()
 
     def _blocks(
-        self, x: torch.Tensor, where: ops.Places | ops.Span, kv: KVCache, attend: Attend
+        self, x: torch.Tensor, where: ops.AttentionMetadata | ops.Span, kv: KVCache, attend: Attend
     ) -> torch.Tensor:
         for layer, block in enumerate(self.layers):
             x = block(x, where, kv.layer(layer), attend)

@@ -22,13 +22,8 @@ from torch import nn
 
 from legato_engine.errors import InvalidField
 from legato_engine.kernels import ops, reference
-from legato_engine.kernels.cuda.draft_layer import (
-    Affine,
-    DraftLayerKernels,
-    DraftSizes,
-    DraftWeights,
-    supported,
-)
+from legato_engine.kernels.accelerated import DraftSizes, DraftWeights, draft_layer_proposer
+from legato_engine.kernels.parameters import Affine
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.paged_cache import KVCache
@@ -125,10 +120,8 @@ def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> 
         {name: tensor.to(like.device, like.dtype) for name, tensor in tensors.items()}, assign=True
     )
     draft = draft.eval().requires_grad_(requires_grad=False)
-    sizes = _sizes(config, inner, kv)
-    if supported(sizes, like.device, like.dtype, kv.k_LNHSE.dtype):
-        return _by_kernels(sizes, draft, text, kv, int(layer))
-    return DraftProposer(draft, text, kv, int(layer))
+    by_kernels = _by_kernels(_sizes(config, inner, kv), draft, text, kv, int(layer))
+    return by_kernels or DraftProposer(draft, text, kv, int(layer))
 
 
 def _sizes(config: MoondreamConfig, inner: int, kv: KVCache) -> DraftSizes:
@@ -146,7 +139,7 @@ def _sizes(config: MoondreamConfig, inner: int, kv: KVCache) -> DraftSizes:
 
 def _by_kernels(
     sizes: DraftSizes, draft: DraftLayer, text: Text, kv: KVCache, layer: int
-) -> DraftLayerKernels:
+) -> Proposer | None:
     weights = DraftWeights(
         ln_state=_affine(draft.ln_state),
         ln_token=_affine(draft.ln_token),
@@ -161,7 +154,7 @@ def _by_kernels(
         head=_affine(text.lm_head),
     )
     angles = text.rope.cos_PR, text.rope.sin_PR
-    return DraftLayerKernels(sizes, weights, (kv.k_LNHSE[layer], kv.v_LNHSE[layer]), angles)
+    return draft_layer_proposer(sizes, weights, (kv.k_LNHSE[layer], kv.v_LNHSE[layer]), angles)
 
 
 def _affine(layer: nn.Linear | nn.LayerNorm) -> Affine:

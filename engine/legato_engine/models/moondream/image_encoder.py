@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from legato_engine.kernels.cuda.image_pipeline import (
-    NUM_PIXEL_BYTES,
-    HostImage,
-    ImagePipeline,
-    StagedImage,
-    StitchPool,
-    stage,
-)
+from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
 from legato_engine.kernels.cut_plan import MAX_WORDS
+from legato_engine.kernels.image_staging import NUM_PIXEL_BYTES, HostImage, StagedImage, stage
 from legato_engine.models.capabilities import Pinned
 from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import MoondreamConfig

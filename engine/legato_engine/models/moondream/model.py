@@ -22,11 +22,11 @@ from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.adapters import bank_sizes, parse_adapter
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.constraints import constraint_table
+from legato_engine.models.moondream.decode_step import MoondreamStep
 from legato_engine.models.moondream.draft import read_draft
-from legato_engine.models.moondream.fused import FusedMoondream
-from legato_engine.models.moondream.fused_sizes import can_fuse
 from legato_engine.models.moondream.preprocess import CroppedImage
 from legato_engine.models.moondream.region import Region
+from legato_engine.models.moondream.step_sizes import has_kernels
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
@@ -160,10 +160,10 @@ class MoondreamModel:
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         """Build the kernels; None on a CPU, or if sizes or dtypes do not suit them."""
-        if not can_fuse(self._config, kv, self.dtype):
+        if not has_kernels(self._config, kv, self.dtype):
             return None
         text, region = self._network.text, self._network.region
-        return FusedMoondream(self._config, text, region, kv, adapters)
+        return MoondreamStep(self._config, text, region, kv, adapters)
 
     def image_encoder(self, pinned: Pinned, num_images: int) -> ImageEncoder:
         """Split the vision encoder into steps that can be captured."""

@@ -12,8 +12,7 @@ import itertools
 import torch
 from torch import nn
 
-from legato_engine.kernels import ops
-from legato_engine.kernels.cuda import norm
+from legato_engine.kernels import ops, row_ops
 from legato_engine.kernels.layer_cache import LayerCache
 from legato_engine.layers.attention import Attention, Heads
 from legato_engine.layers.grouped_attention import Attend
@@ -54,7 +53,7 @@ class TextBlock(nn.Module):
     def forward(
         self,
         terms: Terms,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         positions_T: torch.Tensor,
         cache: LayerCache,
         attend: Attend,
@@ -63,13 +62,15 @@ class TextBlock(nn.Module):
         """Return [T, D] terms; writes the tokens' keys and values first."""
         x, normed = self._norm(terms)
         heads = self._write(normed, where, positions_T, cache)
-        mlp = self._feed_forward(normed, adapters, capturable=isinstance(where, ops.Places))
+        mlp = self._feed_forward(
+            normed, adapters, capturable=isinstance(where, ops.AttentionMetadata)
+        )
         return x, self.attn.join(attend(*heads, cache)), mlp
 
     def cache(
         self,
         terms: Terms,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> None:
@@ -80,12 +81,12 @@ class TextBlock(nn.Module):
         """Return the residual stream and its norm."""
         if len(terms) == 1:
             return terms[0], self.ln(terms[0])
-        return norm.add3_norm(*terms, self.ln)
+        return row_ops.add3_norm(*terms, self.ln)
 
     def _write(
         self,
         normed: torch.Tensor,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> Heads:
@@ -211,7 +212,7 @@ class Text(nn.Module):
         self,
         count: int,
         x: torch.Tensor,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         positions_T: torch.Tensor,
         kv: KVCache,
         attend: Attend,

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from legato_engine.kernels import ops
-from legato_engine.kernels.cuda import norm
+from legato_engine.kernels import ops, row_ops
 from legato_engine.layers.attention import Attention
 from legato_engine.layers.fp8 import Fp8Attention, Fp8MLP
 from legato_engine.layers.linear import Linear, Sum, TileCounters
@@ -116,7 +115,7 @@ class Vision(nn.Module):
             x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
             for block in self.blocks:
                 x_NTD, y_NTD = block(x_NTD, y_NTD)
-            _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln, out=out_NTD)
+            _, normed_NTD = row_ops.add_norm(x_NTD, y_NTD, self.post_ln, out=out_NTD)
         return normed_NTD
 
     def encode_tapped(
@@ -129,7 +128,7 @@ class Vision(nn.Module):
             x_NTD, y_NTD = block(x_NTD, y_NTD)
             if index == tap:
                 tapped_NTD = x_NTD.clone() if y_NTD is None else x_NTD + y_NTD
-        _, normed_NTD = norm.add_norm(x_NTD, y_NTD, self.post_ln)
+        _, normed_NTD = row_ops.add_norm(x_NTD, y_NTD, self.post_ln)
         return tapped_NTD, normed_NTD
 
     def _counting(self) -> contextlib.AbstractContextManager[None]:

@@ -34,7 +34,7 @@ class PhiBlock(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        where: ops.Places | ops.Span,
+        where: ops.AttentionMetadata | ops.Span,
         cache: LayerCache,
         attend: Attend,
     ) -> torch.Tensor:

@@ -16,6 +16,7 @@ from legato_engine.core import (
     QueryTask,
     RawImage,
 )
+from legato_engine.engine.request_stages import PendingRequest
 from legato_engine.ipc.messages import Started
 from PIL import Image
 
@@ -61,7 +62,8 @@ def test_bytes_are_not_hashed_between_ticks(world):
     world.submit("other", QueryTask(question="hello"))
     world.submit("b", DetectTask(object="x"), world.encoded(png()))
     assert world.core.load().waiting == 2
-    assert [job.request.request_id for job in world.core._jobs.values()] == ["b"]
+    assert world.core._requests.count(PendingRequest) == 1
+    assert isinstance(world.core._requests.get("b"), PendingRequest)
     done = world.run("other", "b")[1]
     assert done.image.cache_hit
     assert done.result == first.result

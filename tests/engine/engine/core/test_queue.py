@@ -3,6 +3,7 @@
 import dataclasses
 
 from legato_engine.core import CaptionTask, QueryTask
+from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Delta, Done, Queued, Started
 
 from tests.engine.engine.core.world import CONFIG, GatedFrontend, World, png
@@ -59,3 +60,16 @@ def test_queued_tells_the_place_that_the_priority_gives(world):
     world.run("low", "high")
     assert world.of("high", Queued)[0].position == 0
     assert world.of("low", Queued)[0].position > 0
+
+
+def test_an_id_is_in_use_at_every_stage(gated):
+    """A second request of an id fails while the first is prepared or runs, and disturbs neither."""
+    world, frontend = gated
+    world.submit("pending", CaptionTask(), world.encoded(png()))
+    world.submit("scheduled", QueryTask(question="hello"))
+    for name in ("pending", "scheduled"):
+        world.submit(name, QueryTask(question="hello"))
+        assert isinstance(world.error(name), InvalidField)
+        world.reports.clear()
+    frontend.gate.set()
+    assert all(isinstance(done, Done) for done in world.run("pending", "scheduled"))

@@ -10,7 +10,7 @@ import torch
 from legato_engine.core import PromptToken
 from legato_engine.layers.mlp import MLP
 from legato_engine.layers.moe import MoE
-from legato_engine.models.moondream import fused_sizes
+from legato_engine.models.moondream import step_sizes
 from legato_engine.models.moondream.config import Gelu, TauConfig
 from legato_engine.models.moondream.model import MoondreamModel, Network
 from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
@@ -127,7 +127,7 @@ def test_a_decode_step_needs_no_data(tiny3_config):
 
 def test_kernels_refuse_what_they_do_not_know(monkeypatch):
     """The fused step runs Moondream 2 and 3; what it does not compute keeps a model out."""
-    monkeypatch.setattr(fused_sizes, "supported", lambda sizes, device, dtype: True)
+    monkeypatch.setattr(step_sizes, "supports_decoder", lambda sizes, device, dtype: True)
     replace = msgspec.structs.replace
     two, three = moondream2_config(), moondream3_config()
     moe = three.text.moe
@@ -135,7 +135,7 @@ def test_kernels_refuse_what_they_do_not_know(monkeypatch):
     empty = torch.empty(1, 1, 1, PAGE_SIZE, 1)
     kv = KVCache(empty, empty)
     for known in (two, three, replace(two, region=three.region), replace(three, region=two.region)):
-        assert fused_sizes.can_fuse(known, kv, DTYPE)
+        assert step_sizes.has_kernels(known, kv, DTYPE)
     for text in (
         replace(two.text, tau=three.text.tau),
         replace(two.text, moe=moe),
@@ -143,10 +143,10 @@ def test_kernels_refuse_what_they_do_not_know(monkeypatch):
         replace(three.text, moe=replace(moe, num_active=16)),
         replace(three.text, moe=replace(moe, inner_dim=1000)),
     ):
-        assert not fused_sizes.can_fuse(replace(three, text=text), kv, DTYPE)
+        assert not step_sizes.has_kernels(replace(three, text=text), kv, DTYPE)
     for inner_dim in (48, 100):
         region = replace(two.region, inner_dim=inner_dim)
-        assert not fused_sizes.can_fuse(replace(two, region=region), kv, DTYPE)
+        assert not step_sizes.has_kernels(replace(two, region=region), kv, DTYPE)
 
 
 def test_bfloat16_is_near_float32(tiny3_config, make_model):

@@ -6,7 +6,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-constexpr float LIFT = 0x1p64f;  // of tokens that meet e4m3 weights, see unpacked.cuh
+constexpr float LIFT = 0x1p64f;  // of tokens that meet e4m3 weights, see row_major_gemm.cuh
 
 #define INFINITY __int_as_float(0x7f800000)
 

@@ -9,8 +9,8 @@
 // of every expert, so that all have the same work whoever is chosen. A token's sum runs in the order of its own
 // ranking: it has the same bits whoever is beside it.
 #include "low_rank.cuh"
-#include "routes.cuh"
-#include "unpacked.cuh"
+#include "expert_routes.cuh"
+#include "row_major_gemm.cuh"
 
 using Up = Rows<DIM, EXPERT_BYTES>;
 using Down = Rows<INNER, EXPERT_BYTES>;

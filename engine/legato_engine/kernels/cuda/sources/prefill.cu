@@ -3,7 +3,7 @@
 // Constants: HEADS heads of 64, PAGE positions per page, KV_BYTES of a key's or value's element. T tokens, P positions.
 //
 // Memory: qkv [T, 3, HEADS, 64]; keys and values [pages, HEADS, PAGE, 64]; angles [P, 16] float32.
-#include "element.cuh"
+#include "kv_element.cuh"
 
 constexpr int HEAD = 64, HALF = 16;  // dimensions of a head, and pairs of them that turn
 constexpr int WIDTH = 8;             // values of a 16-byte access

@@ -3,7 +3,7 @@
 // Constants: VOCAB (a multiple of 4, at most 65536), CLUSTER thread blocks that share a row, SHARED their bytes of
 // memory. B rows of a batch, R rows of the state, C constraints. A row's logits are read once, and every sum is of
 // integers, so that a token depends neither on the rows beside it nor on the order of threads.
-#include "best.cuh"
+#include "argmax.cuh"
 
 constexpr int THREADS = 1024, SPAN = CLUSTER * THREADS * 4;
 constexpr int GROUPS = (VOCAB + SPAN - 1) / SPAN, VALUES = GROUPS * 4;  // a thread's

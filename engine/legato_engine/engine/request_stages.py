@@ -1,0 +1,145 @@
+"""The stages of a request in the engine: entries of the `RequestTable`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from legato_engine.core import ImageInfo, Outline, Request, TokenInfo
+from legato_engine.engine.preprocessor import PreprocessedImage
+from legato_engine.ipc.messages import Done, HoldImage
+from legato_engine.models.capabilities import Adapter
+from legato_engine.models.frontend import PreparedImage
+from legato_engine.scheduler.launch import Refinement
+from legato_engine.tasks import Task
+
+Future = concurrent.futures.Future
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class Stage:
+    """What the engine needs to know of any request, whatever its stage.
+
+    `tenant` is the one that the request counts for. `deadline` is when `EngineCore` ends this
+    stage, in monotonic seconds.
+    """
+
+    takes_queue_place: ClassVar[bool] = True
+    """Whether it counts against the limits of the waiting queue without being in it."""
+
+    request_id: str
+    tenant: str
+    deadline: float = math.inf
+
+    @property
+    def futures(self) -> Sequence[Future[Any]]:
+        """Work on other threads that this stage waits for."""
+        return ()
+
+    def cancel(self) -> None:
+        """Cancel the work on other threads that has not started."""
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class PendingRequest(Stage):
+    """A request whose image or adapter is being prepared; `arrival` is in monotonic seconds."""
+
+    request: Request
+    arrival: float
+    task: Task
+    image: PreprocessedImage | Future[PreprocessedImage] | None
+    adapter: Future[Adapter] | None
+
+    @property
+    def futures(self) -> Sequence[Future[Any]]:
+        """Of the image, of the adapter, or of both."""
+        parts = (self.image, self.adapter)
+        return [part for part in parts if isinstance(part, Future)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all parts are prepared or failed."""
+        return all(future.done() for future in self.futures)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first failure so far."""
+        failures = (future.exception() for future in self.futures if future.done())
+        return next((failure for failure in failures if failure is not None), None)
+
+    @property
+    def prepared_image(self) -> PreprocessedImage | None:
+        """The image, once it is ready."""
+        return self.image.result() if isinstance(self.image, Future) else self.image
+
+    @property
+    def prepared_adapter(self) -> Adapter | None:
+        """The adapter, once it is ready."""
+        return None if self.adapter is None else self.adapter.result()
+
+    def cancel(self) -> None:
+        """Cancel the image's preparation; other requests may wait for the same adapter."""
+        if isinstance(self.image, Future):
+            self.image.cancel()
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class PendingLease(Stage):
+    """A `HoldImage` whose image is being prepared."""
+
+    command: HoldImage
+    image: Future[PreprocessedImage]
+
+    @property
+    def futures(self) -> Sequence[Future[Any]]:
+        """Of the image."""
+        return (self.image,)
+
+    def cancel(self) -> None:
+        """Cancel the image's preparation."""
+        self.image.cancel()
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class ScheduledRequest(Stage):
+    """A request whose sequence the scheduler has, which ends it at its deadline.
+
+    It holds what the outputs need and the sequence does not: `image` with the seconds of its
+    preparation, the `tokens` sent so far if the request wants them, and `refinable`, the pixels
+    that an outline is refined with.
+    """
+
+    takes_queue_place: ClassVar[bool] = False  # the scheduler counts its own queue
+
+    request: Request
+    image: ImageInfo | None = None
+    image_seconds: float = 0.0
+    tokens: list[TokenInfo] = dataclasses.field(default_factory=list)
+    refinable: PreparedImage | None = None
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class PendingRefinement(Stage):
+    """A request whose `done` is held back while its outline is refined.
+
+    Its sequence has finished. `started` is in monotonic seconds. `work` prepares the refinement on
+    a thread. Then `refinement` runs on the device, and the next `work` traces its result.
+    """
+
+    done: Done
+    outline: Outline
+    started: float
+    work: Future[Any]
+    refinement: Refinement | None = None
+
+    @property
+    def futures(self) -> Sequence[Future[Any]]:
+        """The present `work`."""
+        return (self.work,)
+
+    def cancel(self) -> None:
+        """Cancel the present `work`."""
+        self.work.cancel()

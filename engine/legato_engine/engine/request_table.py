@@ -1,0 +1,107 @@
+"""Requests of the engine by id, from their command to their final output."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from legato_engine.engine.request_stages import Stage
+
+_Future = concurrent.futures.Future[Any]
+
+
+class RequestTable:
+    """Every request and image lease that the engine has accepted and not finished.
+
+    There is one entry per id, and its type is the stage of the request. An entry that leaves a
+    stage is removed, and added again as the next one.
+
+    All methods belong to the engine's main thread. When a future of an entry completes, `wake` is
+    called on the thread that completed it.
+    """
+
+    def __init__(self, *, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._entries: dict[str, Stage] = {}
+        self._completed: collections.deque[tuple[str, _Future]] = collections.deque()
+        self._next_deadline = math.inf
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def add(self, entry: Stage) -> None:
+        """Add a request in its present stage; its id must be free."""
+        assert entry.request_id not in self._entries, f"request id {entry.request_id} is in use"
+        self._entries[entry.request_id] = entry
+        self._next_deadline = min(self._next_deadline, entry.deadline)
+        self.watch(entry)
+
+    def get(self, request_id: str) -> Stage | None:
+        """Return the request's entry, or None for an unknown id."""
+        return self._entries.get(request_id)
+
+    def remove(self, request_id: str) -> Stage | None:
+        """Remove and return the request's entry, or None for an unknown id."""
+        return self._entries.pop(request_id, None)
+
+    def watch(self, entry: Stage) -> None:
+        """Have `completed` return `entry` after each of its present futures."""
+        for future in entry.futures:
+            # The callback must not hold the future: the cycle would keep its image alive until a
+            # full garbage collection, and the engine process hardly ever runs one.
+            future.add_done_callback(functools.partial(self._on_completed, entry.request_id))
+
+    # ------------------------------------------------------------ completion
+
+    @property
+    def has_completed(self) -> bool:
+        """Whether `completed` may return an entry."""
+        return bool(self._completed)
+
+    def completed(self) -> Iterator[Stage]:
+        """Yield the entries of which a future has completed, one at a time.
+
+        Futures of a request that was removed in the meantime are dropped.
+        """
+        while self._completed:
+            request_id, future = self._completed.popleft()
+            entry = self._entries.get(request_id)
+            is_current = entry is not None and future in entry.futures
+            del future  # its image must not outlive the request
+            if entry is not None and is_current:
+                yield entry
+
+    # ------------------------------------------------------------ deadlines and capacity
+
+    @property
+    def next_deadline(self) -> float:
+        """A monotonic time before which no entry expires; it may be earlier than the first one."""
+        return self._next_deadline
+
+    def expired(self, now: float) -> list[Stage]:
+        """Return the entries whose deadline has passed."""
+        if now < self._next_deadline:
+            return []
+        left = (each.deadline for each in self._entries.values() if each.deadline > now)
+        self._next_deadline = min(left, default=math.inf)
+        return [each for each in self._entries.values() if each.deadline <= now]
+
+    def queued_tenants(self) -> list[str]:
+        """Return the tenant of each entry that takes a place in the waiting queue."""
+        return [each.tenant for each in self._entries.values() if each.takes_queue_place]
+
+    def count(self, stage: type[Stage]) -> int:
+        """Return the number of requests in a stage."""
+        return sum(isinstance(each, stage) for each in self._entries.values())
+
+    def _on_completed(self, request_id: str, future: _Future) -> None:
+        """Run on the thread that completed or cancelled the future."""
+        self._completed.append((request_id, future))
+        self._wake()

@@ -1,0 +1,67 @@
+"""What a run of speculation comes to: its rates, and how sure they are."""
+
+import random
+
+import pytest
+from legato_engine.config import EngineConfig
+from legato_engine.engine.assembly import assemble
+
+from benchmarks.speculation.run import Run, interval
+from benchmarks.speculation.workloads import PROFILES, at_once, synthetic_requests
+
+
+def test_an_interval_holds_the_rate_nearly_always():
+    """Of a thousand samples from a known rate, some fifty say it lies elsewhere."""
+    draw = random.Random(0)
+    held = 0
+    for _ in range(1000):
+        low, high = interval(sum(draw.random() < 0.4 for _ in range(200)), 200)
+        held += low < 0.4 < high
+    assert 930 < held < 970
+
+
+@pytest.mark.parametrize(("accepted", "tried"), [(0, 0), (0, 5), (5, 5), (2, 5)])
+def test_an_interval_is_of_shares(accepted, tried):
+    """It stays within 0 and 1, holds the share seen, and says nothing where nothing was tried."""
+    low, high = interval(accepted, tried)
+    assert 0.0 <= low <= (accepted / tried if tried else 0.0) <= high <= 1.0
+    assert tried or (low, high) == (0.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def assembly():
+    """A tiny model for two streams."""
+    config = EngineConfig(
+        model="random-tiny", device="cpu", threads=1, random_weights=True, max_running=2
+    )
+    made = assemble(config)
+    yield made
+    made.device.close()
+
+
+def test_waves_follow_each_other(assembly):
+    """Nobody is submitted before the wave in front has ended, so that all of a wave decode
+    together; and what they decode in that time is counted.
+    """
+    profile = PROFILES["structured"]
+    requests = synthetic_requests(assembly, profile, length=12, fewest=5)
+    assert len(requests) == 6
+    run = Run(assembly, requests, at_once(assembly, profile))
+    figures = run.figures("structured", 2, "off", run)
+    assert figures.num_steps == 3 * 12  # of a step more than a task expects its end
+    assert figures.num_tried == 0
+    assert figures.decode_tokens_per_second > figures.tokens_per_second
+
+
+def test_a_lone_rate_has_a_sample_of_it(assembly):
+    """Profiles whose rate is read have five times the requests, so that its fifths come out."""
+    for name, count in {"0.4": 10, "0.6": 10, "0.8": 10, "structured": 2}.items():
+        requests = synthetic_requests(assembly, PROFILES[name], length=12, fewest=2)
+        assert len(requests) == count
+
+
+def test_under_pressure_all_are_there_at_once(assembly):
+    """Twice as many as there are streams."""
+    profile = PROFILES["under pressure"]
+    assert at_once(assembly, profile) == 4
+    assert len(synthetic_requests(assembly, profile, length=12, fewest=5)) == 8
