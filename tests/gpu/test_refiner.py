@@ -1,4 +1,4 @@
-"""Outlines refined on a GPU."""
+"""Refinement of outlines on a GPU."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def assembly(request, tmp_path_factory):
 
 
 def likeness(found):
-    """Its overlap with what is there."""
+    """The overlap of an outline with the truth."""
     box, extent = found.box, np.array([WIDTH, HEIGHT])
     low = np.array([box.x_min, box.y_min]) * extent
     stretch = np.array([box.x_max, box.y_max]) * extent - low
@@ -51,7 +51,7 @@ def likeness(found):
 
 
 def test_an_outline_is_refined_among_others_as_alone(assembly):
-    """By a captured graph, between the decodes of whoever is there; the same bits each time."""
+    """A captured graph gives the same bits each time, between decodes of other requests."""
     world = World(assembly)
     ask(world, "alone")
     (alone,) = world.run("alone")
@@ -66,7 +66,7 @@ def test_an_outline_is_refined_among_others_as_alone(assembly):
 
 
 def test_a_captured_refinement_is_an_eager_one(assembly):
-    """Whichever slot it is staged in, and again."""
+    """Captured and eager refinement agree in every slot, repeatedly."""
     refiner, device = assembly.refiner, assembly.device
     side = refiner.answer.shape[0]
     random = np.random.default_rng(0)
