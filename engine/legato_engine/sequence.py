@@ -30,10 +30,7 @@ class SequenceStatus(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostInputs:
-    """Host data of a sequence, opaque to the scheduler.
-
-    Kept until the sequence is finalized, because a preempted sequence is computed again.
-    """
+    """Host data of a sequence, kept until it is finalized because preemption recomputes it."""
 
     image: Any = None
     adapter: Any = None
@@ -44,15 +41,11 @@ NO_INPUTS = HostInputs()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SequenceAdapter:
-    """The adapter of a sequence; `key` names its content and is empty without one.
+    """The adapter of a sequence. The KV cache writes `slot`."""
 
-    `slot` is written by the KV cache: the adapter slot on the device while the sequence holds its
-    resources, otherwise 0.
-    """
-
-    key: str = ""
+    key: str = ""  # names its content; empty without an adapter
     rank: int = 0
-    slot: int = 0
+    slot: int = 0  # on the device; 0 without an adapter or resources
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -81,31 +74,24 @@ class Progress:
     """How far the launches of a sequence have come. Written by the scheduler.
 
     `num_launched` counts tokens that are certain to be sampled: one per launch, plus draft tokens
-    accepted by commits. `last_position` is the position of the newest of them, -1 before the
-    prefill is launched; the next decode starts there. Launches in flight verify `inflight_drafts`
-    draft tokens, each of which may be accepted in addition.
+    accepted by commits. Launches in flight may accept `inflight_drafts` more.
     """
 
     num_launched: int = 0
-    last_position: int = -1
+    last_position: int = -1  # of the newest of these; -1 before the prefill is launched
     inflight_drafts: int = 0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class DraftStats:
-    """How the draft tokens of a sequence have fared. Written by the speculation policy.
-
-    Without pressure on the KV cache and with `num_left` tokens still to launch, the policy chose
-    `current_block_size` draft tokens for the next step. `block_size_history` has the number of
-    tokens that were drafted, by commit.
-    """
+    """Acceptance of the draft tokens of a sequence. Written by the speculation policy."""
 
     ema_acceptance_rate: float
     accepted_weight: float = 0.0  # accepted tokens, older ones counting less
     tried_weight: float = 0.0
-    current_block_size: int = 0
-    block_size_history: list[int] = dataclasses.field(default_factory=list)
-    num_left: int = 0
+    current_block_size: int = 0  # for the next launch, without KV pressure
+    block_size_history: list[int] = dataclasses.field(default_factory=list)  # drafted, by commit
+    num_left: int = 0  # tokens still to launch
     under_pressure: bool = False
 
 
@@ -122,41 +108,35 @@ class Timing:
 class Sequence:
     """A request's life on the device.
 
-    The zombie rule: `finalized` is set once, when the last token is committed or the request is
-    aborted. `inflight_refs` (0, 1 or 2) counts the launches that name the sequence. Pages, row and
-    adapter slot are released when the sequence is finalized and no launch names it.
+    The zombie rule: `finalized` is set once, when the last token is committed or the request ends
+    early. `inflight_refs` counts the launches that name the sequence. When it is finalized and no
+    launch names it, and only then, its pages, row and adapter slot are released.
 
-    `preempted` is set while a live sequence gives up its pages. No new launch names it, and it
-    waits again after the launches in flight are committed.
+    `preempted` is set while a live sequence gives up its pages: no new launch names it, and it
+    waits again after those in flight are committed.
 
-    The scheduler writes these four fields. `row` is the index into the device's per-row state, -1
-    while the sequence holds no resources; the KV cache writes it.
-
-    `prefix_length` positions (BOS and image) come first. `prefix_key` names the image's content: ""
-    without an image, None if the sequence shares no pages. Sequences share only with others of the
-    same adapter. `tokens` follow the prefix: the prompt and every committed token. An image of more
-    than one crop may be encoded in several launches.
+    The KV cache writes `row`; the scheduler writes the other fields here and `tokens`.
     """
 
     seq_id: int
     request: Request
     task: Task
-    prefix_key: str | None
-    prefix_length: int
+    prefix_key: str | None  # names the image's content; "" without one, None to share nothing
+    prefix_length: int  # positions of BOS and image, before the prompt
     prompt: tuple[PromptToken, ...]
-    num_crops: int = 0
+    num_crops: int = 0  # of the image; 0 or 1 cannot be encoded in several launches
     inputs: HostInputs = NO_INPUTS
     adapter: SequenceAdapter = dataclasses.field(default_factory=SequenceAdapter)
     timing: Timing = dataclasses.field(default_factory=Timing)
     status: SequenceStatus = SequenceStatus.WAITING
     finalized: bool = False
     preempted: bool = False
-    inflight_refs: int = 0
-    row: int = -1
+    inflight_refs: int = 0  # 0, 1 or 2
+    row: int = -1  # index into the per-row state of the device; -1 without resources
     pages: SequencePages = dataclasses.field(default_factory=SequencePages)
     progress: Progress = dataclasses.field(default_factory=Progress)
     draft_stats: DraftStats | None = None  # None until the policy first plans draft tokens
-    tokens: list[TokenKey] = dataclasses.field(init=False)
+    tokens: list[TokenKey] = dataclasses.field(init=False)  # prompt and committed tokens
 
     def __post_init__(self) -> None:
         self.tokens = [(token.token_id, token.payload) for token in self.prompt]
@@ -168,10 +148,7 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """Positions that need KV if every allowed token is generated.
-
-        The last generated token is never an input, so it needs no KV.
-        """
+        """Positions that need KV if every allowed token is generated; the last one is no input."""
         return self.prompt_length + self.task.max_tokens - 1
 
     @property
@@ -186,10 +163,7 @@ class Sequence:
 
     @property
     def image_prefix_length(self) -> int:
-        """Positions that attend to each other in both directions, so they are shared together.
-
-        0 without an image: BOS alone is a token like any other.
-        """
+        """Positions with bidirectional attention, shared only together; 0 without an image."""
         return self.prefix_length if self.prefix_length > 1 else 0
 
     @property
@@ -205,8 +179,7 @@ class Sequence:
     def keys(self, start: int, stop: int) -> Keys:
         """Return the keys of positions `[start, stop)`, all after the image prefix.
 
-        Without task payloads, the payload of a sampled token is left over from another launch and
-        is ignored.
+        A sampled token's payload is ignored if the task has none: it is left from another launch.
         """
         first, num_prompt = max(start - self.prefix_length, 0), len(self.prompt)
         keys = self.tokens[first : stop - self.prefix_length]
@@ -216,9 +189,9 @@ class Sequence:
         return tuple(keys) if start >= self.prefix_length else (BOS_KEY, *keys)
 
     def settle_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a committed launch's `num_drafts` draft tokens, of which `num_accepted` stand.
+        """Count a committed launch's draft tokens.
 
-        Where they end the sequence, the next launch has no input for it and samples nothing.
+        If they end the sequence, a later launch in flight samples nothing for it.
         """
         progress = self.progress
         progress.inflight_drafts -= num_drafts

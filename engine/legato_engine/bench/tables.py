@@ -10,12 +10,12 @@ from legato_engine.bench.decode_phase import DEPTHS, Comparison
 
 
 def full_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
-    """Everything that was measured: the parts of a step, and blocking against pipelined."""
+    """Return both tables: the parts of a step, and blocking against pipelined."""
     return step_table(rows, title), speedup_table(rows, title)
 
 
 def step_table(rows: Sequence[Comparison], title: str) -> Table:
-    """The parts of a pipelined step, and what is left over."""
+    """Return a table of the parts of a pipelined step."""
     heads = ("forward ms", "sampling ms", "period ms", "idle ms", "tick ms", "wait ms")
     table = _table(f"A pipelined step: {title}", ("task", "streams", "context", *heads))
     for row in rows:
@@ -28,7 +28,7 @@ def step_table(rows: Sequence[Comparison], title: str) -> Table:
 
 
 def speedup_table(rows: Sequence[Comparison], title: str) -> Table:
-    """Blocking against pipelined, predicted against observed, in the decode phase."""
+    """Return a table of the decode phase, blocking and pipelined, predicted and observed."""
     heads = (
         *("task", "streams", "blocking ms", "pipelined ms", "L", "predicted", "observed"),
         *("blocking tok/s", "pipelined tok/s", "blocking idle ms"),
@@ -50,7 +50,7 @@ def speedup_table(rows: Sequence[Comparison], title: str) -> Table:
 
 
 def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
-    """The two tables of Photon's article on pipelined decoding: its columns, its rounding."""
+    """Return the two tables of Photon's article on pipelined decoding, with its rounding."""
     parts = _table(title, ("", "forward (ms)", "sampling (ms)", "period (ms)"))
     heads = ("", "blocking (ms)", "pipelined (ms)", "L", "predicted", "observed")
     gains = _table(title, heads)
@@ -70,7 +70,7 @@ def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]
 
 
 def task_table(figures: Sequence[dict[str, float]], title: str) -> Table:
-    """Constrained steps against free ones; one row per entry of `bench.task_figures`."""
+    """Return a table of `command.task_figures`: constrained steps against free ones."""
     heads = ("streams", "context", "query ms", "detect ms", "detect over text")
     table = _table(f"Constrained steps: {title}", heads)
     for row in figures:

@@ -25,8 +25,6 @@ _Future = concurrent.futures.Future[Adapter]
 
 
 class _Version(NamedTuple):
-    """Identity of a file's content."""
-
     inode: int
     size: int
     mtime_ns: int
@@ -35,15 +33,14 @@ class _Version(NamedTuple):
 class AdapterStore:
     """Finds `NAME.safetensors` or `NAME.pt` in the first folder that has it.
 
-    Every `start` checks the file, so a new one is found and a replaced one is read again. Requests
-    that started with the old content finish with it. Adapters read stay in an LRU cache of
-    `cache_bytes`.
+    Every `start` checks the file and reads new content; older requests keep the old content.
+    Adapters stay in an LRU cache of `cache_bytes`.
     """
 
     def __init__(
         self, read: Read, folders: Sequence[Path], *, max_values: int, cache_bytes: int
     ) -> None:
-        """`read` makes an adapter of at most `max_values` from a file's bytes and their hash."""
+        """`read` makes an adapter from a file's bytes and their hash."""
         self._read_file = read
         self._folders = tuple(folders)
         self._max_bytes = 4 * max_values + _HEADER

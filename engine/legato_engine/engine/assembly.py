@@ -164,7 +164,7 @@ class Assembly:
         )
 
     def _pixel_slab(self, num_bytes: int) -> Pixels:
-        """Return memory for decoded images, page-locked if the device encodes them from there."""
+        """Return memory for decoded images, page-locked if the device reads them there."""
         if not self.runner.encodes_images:
             return host_slab(num_bytes)
         slab: Pixels = self.device.pinned((num_bytes,), torch.uint8).numpy()
@@ -301,11 +301,6 @@ def _refiner(config: EngineConfig, bundle: ModelBundle, model: Model) -> MaskRef
 
 
 def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:
-    """Return the folders to search for adapters, in order.
-
-    Raises:
-        InvalidField: the configured folder does not exist.
-    """
     given = Path(config.adapters) if config.adapters else None
     if given is not None and not given.is_dir():
         raise InvalidField(f"{given} is not a folder", field="adapters")

@@ -16,7 +16,7 @@ from legato_engine.engine.adapter_store import AdapterStore
 from legato_engine.engine.lazy import Lazy
 from legato_engine.engine.lease_handler import LeaseHandler
 from legato_engine.engine.output_sink import OutputSink
-from legato_engine.engine.preprocessor import PreprocessedImage, Preprocessor
+from legato_engine.engine.preprocessor import PendingImage, PreprocessedImage, Preprocessor
 from legato_engine.engine.refinements import Refinements
 from legato_engine.engine.request_stages import (
     PendingLease,
@@ -48,8 +48,8 @@ _log = structlog.get_logger()
 class EngineCore:
     """Prepares images and adapters, builds sequences and drives the scheduler.
 
-    Single-threaded: all methods belong to the thread that calls `step`. The scheduler enforces the
-    deadlines and counts the queue of what it has; the request table has every request.
+    Single-threaded: all methods belong to the thread that calls `step`. The scheduler itself
+    enforces the deadlines of its sequences and counts its queue.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class EngineCore:
         return self._scheduler.steps_committed
 
     def load(self) -> Load:
-        """Return the present load; pending requests wait in it, pending refinements run."""
+        """Return the load; pending requests count as waiting, pending refinements as running."""
         load = self._scheduler.load()
         return msgspec.structs.replace(
             load,
@@ -151,15 +151,15 @@ class EngineCore:
         return self._scheduler.estimated_wait()
 
     def next_deadline(self) -> float:
-        """Return the monotonic time by which `step` is due even if nothing wakes the loop."""
+        """Return when `step` is due even if nothing wakes the loop, in monotonic seconds."""
         return min(self._requests.next_deadline, self._leases.next_expiry)
 
     # ------------------------------------------------------------ the step
 
     def step(self) -> bool:
-        """Advance what threads have completed, expire, step the scheduler.
+        """Advance completed requests, expire others, and step the scheduler.
 
-        Returns whether the scheduler did any device work.
+        Returns whether the device got work.
         """
         self._leases.expire()
         for request in self._requests.completed():
@@ -221,7 +221,6 @@ class EngineCore:
         self._scheduler.check_queue(tenant, self._requests.queued_tenants())
 
     def _prepare(self, request: Request, arrival: float) -> PendingRequest:
-        """Start to prepare the image and the adapter of a request, and make its task."""
         adapters = self._adapters
         adapter = adapters.start(request.adapter) if adapters and request.adapter else None
         task = Lazy(functools.partial(self._frontend.make_task, request))
@@ -237,13 +236,11 @@ class EngineCore:
             adapter=adapter,
         )
 
-    def _start_image(
-        self, request: Request, task: Lazy[Task]
-    ) -> PreprocessedImage | concurrent.futures.Future[PreprocessedImage] | None:
-        """Return the image if it is cached or quickly prepared, else the future of the pool.
+    def _start_image(self, request: Request, task: Lazy[Task]) -> PendingImage | None:
+        """Return the image if it is cached or prepared inline, else its future.
 
-        Without a sequence to step, this thread may hash the bytes. If no other request is being
-        prepared either, it may also decode them, while another thread makes the task.
+        An idle scheduler leaves this thread time to hash the bytes. If no other request is pending,
+        it may also decode them, while a helper thread makes the task.
         """
         source = request.image
         if source is None or not self._frontend.takes_images:
@@ -260,7 +257,6 @@ class EngineCore:
         )
 
     def _admit(self, pending: PendingRequest) -> None:
-        """Schedule a request once all of it is prepared, or fail it at the first failure."""
         failure = pending.failure
         if failure is None and not pending.is_ready:
             return
@@ -272,7 +268,6 @@ class EngineCore:
         self._fail(pending.request_id, failure)  # not raised: a traceback would hold the image
 
     def _schedule(self, pending: PendingRequest) -> None:
-        """Submit a prepared request's sequence; an error becomes the `Failed` output."""
         try:
             self._submit_sequence(pending)
         except Exception as error:  # noqa: BLE001 - one request's failure is its own
@@ -306,10 +301,8 @@ class EngineCore:
         self._sink.fail(request_id, error)
 
 
-def _task_or_cancel(
-    task: Lazy[Task], image: PreprocessedImage | concurrent.futures.Future[PreprocessedImage] | None
-) -> Task:
-    """Return the task; if it cannot be made, cancel the image's preparation and raise."""
+def _task_or_cancel(task: Lazy[Task], image: PendingImage | None) -> Task:
+    """Return the task, or cancel the image and raise."""
     try:
         return task.get()
     except BaseException:
@@ -326,10 +319,10 @@ def make_sequence(
     *,
     task: Task | None = None,
 ) -> Sequence:
-    """Return a waiting sequence; without `cache_image` its prefix is not shared.
+    """Return a waiting sequence. Without `task` this makes it, and raises as `make_task`.
 
-    A prefix is shared only under the same adapter, because the adapter changes its keys and values.
-    Without `task` this makes it, and raises what `ModelFrontend.make_task` raises.
+    The prefix is not shared without `cache_image`, nor under another adapter, which changes its
+    keys and values.
     """
     task = task or frontend.make_task(request)
     return Sequence(

@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class Lazy(Generic[T]):
-    """The result of `compute`, which runs once, on the thread that first calls `get`.
+    """The result of `compute`, which the first `get` runs while others wait.
 
-    Other threads wait for it. A `compute` that raises runs again at the next `get`.
+    If `compute` raises, the next `get` runs it again.
     """
 
     __slots__ = ("_compute", "_lock", "_value")
@@ -28,7 +28,7 @@ class Lazy(Generic[T]):
         return self._compute is None
 
     def get(self) -> T:
-        """Return the value, computing it first if needed. Raises what `compute` raises."""
+        """Return the value. Raises as `compute`."""
         with self._lock:
             if self._compute is not None:
                 self._value = self._compute()

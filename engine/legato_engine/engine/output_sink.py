@@ -16,9 +16,9 @@ from legato_engine.tasks import tokens_of
 
 
 class OutputSink:
-    """A `scheduler.Sink` for the scheduled requests of `requests`.
+    """A `scheduler.Sink` that removes requests from the table when they end.
 
-    A request leaves the table when it ends. `finish` then gets its `Done`, `send` any other output.
+    `finish` gets their `Done`, `send` any other output.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class OutputSink:
         self._finish = finish
 
     def fail(self, request_id: str, error: LegatoError) -> None:
-        """Send the failure of a request that is not in the table."""
+        """Send the failure of a request that is not scheduled."""
         self._send(Failed(request_id=request_id, error=to_value(error)))
 
     def queued(self, sequence: Sequence, position: int, estimated_wait: float) -> None:
-        """Send that the request waits, about `estimated_wait` seconds; `position` 0 is next."""
+        """Send `Queued`; `position` 0 is next, `estimated_wait` is in seconds."""
         if not sequence.request.progress:
             return
         self._send(
@@ -51,7 +51,7 @@ class OutputSink:
         )
 
     def started(self, sequence: Sequence) -> None:
-        """Send that the request runs, if it wants progress."""
+        """Send `Started` if the request wants progress."""
         if not sequence.request.progress:
             return
         request = self._scheduled(sequence)
@@ -67,7 +67,7 @@ class OutputSink:
         )
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        """Send new events, if the request wants deltas, and note their tokens."""
+        """Send a `Delta` if the request wants deltas, and collect its tokens if it wants them."""
         request = sequence.request
         if request.return_tokens:
             self._scheduled(sequence).tokens.extend(tokens_of(events))
@@ -75,7 +75,7 @@ class OutputSink:
             self._send(Delta(request_id=request.request_id, events=tuple(events)))
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
-        """Finish the request with its result."""
+        """Finish the request."""
         request = self._scheduled(sequence)
         self._requests.remove(request.request_id)
         self._finish(
@@ -92,7 +92,7 @@ class OutputSink:
         )
 
     def failed(self, sequence: Sequence, error: LegatoError) -> None:
-        """Send the failure of a scheduled request."""
+        """Fail the request."""
         self._requests.remove(sequence.request.request_id)
         self.fail(sequence.request.request_id, error)
 
@@ -126,6 +126,6 @@ def _timings(sequence: Sequence, request: ScheduledRequest) -> Timings:
 
 
 def _queue_time(sequence: Sequence, request: ScheduledRequest) -> float:
-    """Return the seconds from arrival to prefill without those of the image's preparation."""
+    """Return the seconds from arrival to prefill without those of the image."""
     waited = sequence.timing.prefill_start - sequence.timing.arrival
     return max(0.0, waited - request.image_seconds)

@@ -42,12 +42,16 @@ class PreprocessedImage:
     seconds: float
 
 
+PendingImage = PreprocessedImage | concurrent.futures.Future[PreprocessedImage]
+"""An image that is prepared already, or its future."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedImage:
-    """The bytes of an image, with their content key and, for a file, its checked header.
+    """The bytes of an image, their content key and, for a file, the checked header.
 
-    The header is read here again although the service has read it: the limit on pixels bounds what
-    this process allocates, so it does not depend on another process's word.
+    The service has checked the header too. The engine does not rely on that, because the limit on
+    pixels bounds its own allocations.
     """
 
     source: EncodedImage | RawImage
@@ -57,7 +61,7 @@ class LoadedImage:
 
     @property
     def image_id(self) -> str:
-        """The id; computes the key if needed."""
+        """The image id; computes the key."""
         return image_id(self.key.get())
 
 
@@ -75,9 +79,7 @@ class Preprocessor:
         memory: PixelMemory,
         max_inline_pixels: int = 0,
     ) -> None:
-        """A JPEG or raw image of at most `max_inline_pixels` may be prepared on the calling
-        thread, because that takes only a few milliseconds.
-        """
+        """Up to `max_inline_pixels`, a JPEG or raw image takes only a few milliseconds."""
         self._frontend = frontend
         self._cache = cache
         self._blobs = blobs
@@ -100,13 +102,13 @@ class Preprocessor:
     def find(
         self, source: ImageSource, *, may_hash: bool
     ) -> PreprocessedImage | LoadedImage | None:
-        """Return the image if it is cached, else its bytes if they were loaded, else None.
+        """Return the image if it is cached, its bytes if they were loaded, or None.
 
-        With `may_hash` bytes are loaded, and hashed on this thread if they are few and may have
-        been seen, because that takes less time than to wake another thread.
+        With `may_hash`, a small image is loaded here, and hashed if it may have been seen, because
+        that takes less time than to wake another thread.
 
         Raises:
-            ImageNotFound: the image is named by id and not cached.
+            ImageNotFound: no image of this id is cached.
             InvalidField, ImageTooLarge: the layout of a raw image is wrong.
             InternalError: the blob cannot be read.
         """
@@ -130,14 +132,14 @@ class Preprocessor:
         keep: bool,
         inline: bool = False,
         prefetch: Lazy[Any] | None = None,
-    ) -> PreprocessedImage | concurrent.futures.Future[PreprocessedImage]:
-        """Prepare `source`, for which `find` returned `loaded`; with `keep` the cache gets it.
+    ) -> PendingImage:
+        """Prepare `source`, for which `find` returned `loaded`; `keep` adds it to the cache.
 
-        With `inline` a small loaded image is prepared on this thread. A helper thread meanwhile
-        hashes it and computes `prefetch`, because handing these over costs less than handing over
-        the image. Otherwise the image goes to the pool, and this thread hashes a loaded one.
+        With `inline`, this thread prepares a small loaded image while a helper thread hashes it and
+        computes `prefetch`: handing these over is cheaper than handing over the image. Otherwise
+        the pool prepares the image while this thread hashes a loaded one.
 
-        Raises (here or in the future):
+        Raises (or its future does):
             ImageUndecodable, ImageTooLarge, InvalidField: the image is broken or over a limit.
             InternalError: the blob cannot be read.
         """
@@ -155,10 +157,9 @@ class Preprocessor:
     def start_lease(
         self, source: EncodedImage | RawImage, sha256: str
     ) -> concurrent.futures.Future[PreprocessedImage]:
-        """Prepare `source` for a lease, without adding it to the cache.
+        """Prepare `source` without adding it to the cache.
 
-        The future raises what that of `start` does, and `InvalidField` if `sha256` is not empty
-        and not that of the bytes.
+        The future raises as that of `start`, and `InvalidField` for another non-empty `sha256`.
         """
         return self._pool.submit(self._prepare_lease, source, sha256)
 
@@ -193,11 +194,10 @@ class Preprocessor:
         return self._prepare(source, loaded, keep=False)
 
     def _run_prefetches(self) -> None:
-        """Compute values on the helper thread, which holds none of them while it waits."""
         while (value := self._prefetches.get()) is not None:
             with contextlib.suppress(Exception):  # raised again where the value is needed
                 value.get()
-            del value
+            del value  # not kept alive while the thread waits
 
     def _fits_inline(self, loaded: LoadedImage) -> bool:
         source = loaded.source

@@ -57,10 +57,10 @@ _log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load the model and serve; return the exit code.
+    """Load the model and serve.
 
-    It is 0 after `Shutdown`, `EXIT_UNSERVABLE` if the configuration is at fault, which one line in
-    the log explains, and 1 otherwise.
+    Returns 0 after `Shutdown`, `EXIT_UNSERVABLE` after logging what is wrong with the
+    configuration, and 1 after any other failure.
     """
     arguments = _parse(argv)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
@@ -129,7 +129,6 @@ def serve(
 def _open(
     config: EngineConfig, blobs: BlobReader, links: Links, wake_fd: int, stats: StepStats
 ) -> tuple[Core, ModelInfo]:
-    """Return the configured engine, ready to run, and a description of what it serves."""
     if config.model == engine.NAME:
         core = engine.NullEngine(config, blobs=blobs, send=links.post)
         return core, engine.info(config)
@@ -147,7 +146,6 @@ def _open(
 
 
 def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
-    """Return a timeline that SIGUSR1 writes to a file, if the configuration asks for one."""
     if not config.trace_steps:
         return ()
     timeline = Timeline(config.trace_steps)
@@ -167,11 +165,10 @@ class EngineLoop:
     vitals: Vitals
 
     def run(self) -> None:
-        """Serve until `Shutdown`. Commands are read between steps, and progress leaves after each.
+        """Serve until `Shutdown`.
 
-        Without work the loop sleeps until woken. It publishes only before a sleep of more than
-        `_MOMENT_MS`, so what is published stays true for as long as it sleeps. Before each of many
-        short sleeps, that would cost more than the requests between them.
+        Without work the loop sleeps. After `_MOMENT_MS` it publishes, because what it publishes
+        must be true while it sleeps; before short sleeps that would cost more than the requests.
         """
         core, links = self.core, self.links
         while True:

@@ -28,10 +28,8 @@ _SWITCH_SECONDS = 0.0005  # tracing is Python code: it may hold the GIL for so l
 class Refinements:
     """Holds back the `Done` of an outline until the outline is refined; sends any other at once.
 
-    The sequence has finished by then and holds no page. If the refinement fails or its deadline
-    passes, the result is the outline of the model. Without a refiner no outline is refined.
-
-    All methods belong to the engine's main thread.
+    If the refinement fails or the deadline passes, the result is the model's own outline. All
+    methods belong to the engine's main thread.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class Refinements:
             sys.setswitchinterval(_SWITCH_SECONDS)
 
     def refinable(self, request: Request, image: PreparedImage | None) -> PreparedImage | None:
-        """Return the image if the request's outline is to be refined with it."""
+        """Return the image if an outline of the request is to be refined."""
         if self._refiner is None or not isinstance(request.task, SegmentTask):
             return None
         return image
@@ -75,7 +73,7 @@ class Refinements:
         )
 
     def advance(self, request: PendingRefinement, launch: Callable[[Refinement], None]) -> None:
-        """Go on after the present work completed; `launch` runs a refinement on the device."""
+        """Take the completed work; `launch` runs a refinement on the device."""
         if (failure := request.work.exception()) is not None:
             _log.warning("outline_not_refined", request_id=request.request_id, reason=repr(failure))
             self.num_unrefined += 1
@@ -90,7 +88,7 @@ class Refinements:
             self._finish(request, request.work.result())
 
     def finish_unrefined(self, request: PendingRefinement) -> None:
-        """Send the result with the outline of the model."""
+        """Send the model's own outline."""
         self._finish(request, request.outline)
 
     def close(self) -> None:
@@ -122,7 +120,7 @@ class Refinements:
 
 
 def _single_outline(done: Done) -> Outline | None:
-    """Return the one outline that has a path, of a request that was not cut short."""
+    """Return the outline to refine: the only one, with a path, of a request not cut short."""
     if done.finish_reason is FinishReason.CANCELLED:
         return None
     if not isinstance(done.result, SegmentResult) or len(done.result.segments) != 1:

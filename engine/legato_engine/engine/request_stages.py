@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from legato_engine.core import ImageInfo, Outline, Request, TokenInfo
-from legato_engine.engine.preprocessor import PreprocessedImage
+from legato_engine.engine.preprocessor import PendingImage, PreprocessedImage
 from legato_engine.ipc.messages import Done, HoldImage
 from legato_engine.models.capabilities import Adapter
 from legato_engine.models.frontend import PreparedImage
@@ -21,14 +21,10 @@ Future = concurrent.futures.Future
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Stage:
-    """What the engine needs to know of any request, whatever its stage.
-
-    `tenant` is the one that the request counts for. `deadline` is when `EngineCore` ends this
-    stage, in monotonic seconds.
-    """
+    """Base of all stages. `deadline` is when `EngineCore` ends the stage, in monotonic seconds."""
 
     takes_queue_place: ClassVar[bool] = True
-    """Whether it counts against the limits of the waiting queue without being in it."""
+    """Whether it counts against the queue's limits although it is not in the queue."""
 
     request_id: str
     tenant: str
@@ -36,11 +32,11 @@ class Stage:
 
     @property
     def futures(self) -> Sequence[Future[Any]]:
-        """Work on other threads that this stage waits for."""
+        """Work on other threads that the stage waits for."""
         return ()
 
     def cancel(self) -> None:
-        """Cancel the work on other threads that has not started."""
+        """Cancel the futures that have not started."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
@@ -50,18 +46,18 @@ class PendingRequest(Stage):
     request: Request
     arrival: float
     task: Task
-    image: PreprocessedImage | Future[PreprocessedImage] | None
+    image: PendingImage | None
     adapter: Future[Adapter] | None
 
     @property
     def futures(self) -> Sequence[Future[Any]]:
-        """Of the image, of the adapter, or of both."""
+        """Those of image and adapter."""
         parts = (self.image, self.adapter)
         return [part for part in parts if isinstance(part, Future)]
 
     @property
     def is_ready(self) -> bool:
-        """Whether all parts are prepared or failed."""
+        """Whether all futures are done."""
         return all(future.done() for future in self.futures)
 
     @property
@@ -72,16 +68,16 @@ class PendingRequest(Stage):
 
     @property
     def prepared_image(self) -> PreprocessedImage | None:
-        """The image, once it is ready."""
+        """The image of a request that is ready."""
         return self.image.result() if isinstance(self.image, Future) else self.image
 
     @property
     def prepared_adapter(self) -> Adapter | None:
-        """The adapter, once it is ready."""
+        """The adapter of a request that is ready."""
         return None if self.adapter is None else self.adapter.result()
 
     def cancel(self) -> None:
-        """Cancel the image's preparation; other requests may wait for the same adapter."""
+        """Cancel the image; other requests may wait for the adapter."""
         if isinstance(self.image, Future):
             self.image.cancel()
 
@@ -95,21 +91,20 @@ class PendingLease(Stage):
 
     @property
     def futures(self) -> Sequence[Future[Any]]:
-        """Of the image."""
+        """That of the image."""
         return (self.image,)
 
     def cancel(self) -> None:
-        """Cancel the image's preparation."""
+        """Cancel the image."""
         self.image.cancel()
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class ScheduledRequest(Stage):
-    """A request whose sequence the scheduler has, which ends it at its deadline.
+    """A request whose sequence is in the scheduler, which enforces the deadline.
 
-    It holds what the outputs need and the sequence does not: `image` with the seconds of its
-    preparation, the `tokens` sent so far if the request wants them, and `refinable`, the pixels
-    that an outline is refined with.
+    `tokens` are those so far, if the request wants them. `refinable` is the image to refine an
+    outline with.
     """
 
     takes_queue_place: ClassVar[bool] = False  # the scheduler counts its own queue
@@ -123,10 +118,10 @@ class ScheduledRequest(Stage):
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class PendingRefinement(Stage):
-    """A request whose `done` is held back while its outline is refined.
+    """A request whose sequence has finished and whose `done` waits for its outline.
 
-    Its sequence has finished. `started` is in monotonic seconds. `work` prepares the refinement on
-    a thread. Then `refinement` runs on the device, and the next `work` traces its result.
+    `work` prepares the refinement on a thread; `refinement` then runs on the device; the next
+    `work` traces its result. `started` is in monotonic seconds.
     """
 
     done: Done
@@ -137,9 +132,9 @@ class PendingRefinement(Stage):
 
     @property
     def futures(self) -> Sequence[Future[Any]]:
-        """The present `work`."""
+        """That of the present work."""
         return (self.work,)
 
     def cancel(self) -> None:
-        """Cancel the present `work`."""
+        """Cancel the present work."""
         self.work.cancel()

@@ -17,11 +17,8 @@ _Future = concurrent.futures.Future[Any]
 class RequestTable:
     """Every request and image lease that the engine has accepted and not finished.
 
-    There is one entry per id, and its type is the stage of the request. An entry that leaves a
-    stage is removed, and added again as the next one.
-
-    All methods belong to the engine's main thread. When a future of an entry completes, `wake` is
-    called on the thread that completed it.
+    An id has one entry, whose type is the stage; the next stage is a new entry. All methods belong
+    to the engine's main thread. `wake` runs on the thread that completes an entry's future.
     """
 
     def __init__(self, *, wake: Callable[[], None]) -> None:
@@ -37,39 +34,36 @@ class RequestTable:
         return request_id in self._entries
 
     def add(self, entry: Stage) -> None:
-        """Add a request in its present stage; its id must be free."""
+        """Add an entry and watch its futures."""
         assert entry.request_id not in self._entries, f"request id {entry.request_id} is in use"
         self._entries[entry.request_id] = entry
         self._next_deadline = min(self._next_deadline, entry.deadline)
         self.watch(entry)
 
     def get(self, request_id: str) -> Stage | None:
-        """Return the request's entry, or None for an unknown id."""
+        """Return the entry of an id, or None."""
         return self._entries.get(request_id)
 
     def remove(self, request_id: str) -> Stage | None:
-        """Remove and return the request's entry, or None for an unknown id."""
+        """Remove and return the entry of an id, or return None."""
         return self._entries.pop(request_id, None)
 
     def watch(self, entry: Stage) -> None:
-        """Have `completed` return `entry` after each of its present futures."""
+        """Have `completed` yield the entry after each of its present futures."""
         for future in entry.futures:
             # The callback must not hold the future: the cycle would keep its image alive until a
-            # full garbage collection, and the engine process hardly ever runs one.
+            # full garbage collection, which the engine process hardly ever runs.
             future.add_done_callback(functools.partial(self._on_completed, entry.request_id))
 
     # ------------------------------------------------------------ completion
 
     @property
     def has_completed(self) -> bool:
-        """Whether `completed` may return an entry."""
+        """Whether `completed` may yield an entry."""
         return bool(self._completed)
 
     def completed(self) -> Iterator[Stage]:
-        """Yield the entries of which a future has completed, one at a time.
-
-        Futures of a request that was removed in the meantime are dropped.
-        """
+        """Yield an entry for each completed future; drop futures of removed entries."""
         while self._completed:
             request_id, future = self._completed.popleft()
             entry = self._entries.get(request_id)
@@ -82,11 +76,11 @@ class RequestTable:
 
     @property
     def next_deadline(self) -> float:
-        """A monotonic time before which no entry expires; it may be earlier than the first one."""
+        """A lower bound of the entries' deadlines."""
         return self._next_deadline
 
     def expired(self, now: float) -> list[Stage]:
-        """Return the entries whose deadline has passed."""
+        """Return the entries whose deadline has passed, for the caller to remove."""
         if now < self._next_deadline:
             return []
         left = (each.deadline for each in self._entries.values() if each.deadline > now)
@@ -94,7 +88,7 @@ class RequestTable:
         return [each for each in self._entries.values() if each.deadline <= now]
 
     def queued_tenants(self) -> list[str]:
-        """Return the tenant of each entry that takes a place in the waiting queue."""
+        """Return the tenant of each entry that takes a place in the queue."""
         return [each.tenant for each in self._entries.values() if each.takes_queue_place]
 
     def count(self, stage: type[Stage]) -> int:
@@ -102,6 +96,6 @@ class RequestTable:
         return sum(isinstance(each, stage) for each in self._entries.values())
 
     def _on_completed(self, request_id: str, future: _Future) -> None:
-        """Run on the thread that completed or cancelled the future."""
+        """Runs on the thread that completed or cancelled the future."""
         self._completed.append((request_id, future))
         self._wake()

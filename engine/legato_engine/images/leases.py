@@ -1,7 +1,7 @@
-"""Leases of images: pinned in the cache until they expire or are dropped.
+"""Leases of images, which pin them in the cache until they expire or are dropped.
 
-Callers that lease the same image share it, each with an expiry and a quota of its own. An image
-without a lease is removed at once, so that the expiry which a caller was told is exact.
+Several callers may lease one image, each with an expiry and a quota of its own. An image is removed
+with its last lease, so that the expiry sent to a caller is exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _LeasedImage:
-    """A pinned image's size, and the expiry of each owner's lease in monotonic seconds."""
+    """A pinned image; `expiries` are by owner, in monotonic seconds."""
 
     num_bytes: int
     expiries: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Reused memory for decoded pixels.
 
-The first access to a page makes the kernel fault and clear it. For an image of half a million
-pixels this costs a third to the whole of the decoding time, so pixels go to a slab that the process
-keeps. If the slab is page-locked, the device reads images from it without a copy.
+The first access to new memory costs a third to the whole of the decoding time (page faults; half a
+million pixels), so the process keeps a slab. From a page-locked slab, the device reads images
+without a copy.
 
 Shape legend: H and W pixels, C channels, N bytes.
 """
@@ -70,7 +70,6 @@ class PixelMemory:
             return sum(extent.stop - extent.start for extent in self._free)
 
     def _take(self, size: int) -> _Extent | None:
-        """Take the lowest free extent of at least `size` bytes, without its rest."""
         with self._lock:
             self._merge_freed()
             for index, (start, stop) in enumerate(self._free):
@@ -81,7 +80,6 @@ class PixelMemory:
             return None
 
     def _merge_freed(self) -> None:
-        """Merge freed extents with adjacent free ones."""
         while self._freed:
             extent = self._freed.popleft()
             at = bisect.bisect(self._free, extent)

@@ -64,11 +64,11 @@ def check_layout(form: PixelFormat, width: int, height: int, row_stride: int) ->
 
 
 def check_raw(raw: RawImage, *, max_pixels: int) -> None:
-    """Check the layout of a raw image against its blob.
+    """Check the layout of a raw image.
 
     Raises:
-        InvalidField: the layout is wrong, or the blob is too small for it.
-        ImageTooLarge: there are more than `max_pixels`.
+        InvalidField: it is wrong, or the blob is too small for it.
+        ImageTooLarge: it has more than `max_pixels`.
     """
     check_layout(raw.format, raw.width, raw.height, raw.row_stride)
     if raw.width * raw.height > max_pixels:
@@ -115,7 +115,6 @@ def _reorder(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
 
 
 def _rows(bytes_N: Pixels, shape: tuple[int, int, int], row_stride: int) -> Pixels:
-    """Return a view of rows that may be padded."""
     return np.lib.stride_tricks.as_strided(bytes_N, shape, (row_stride, shape[2], 1))
 
 
@@ -123,7 +122,7 @@ def _rows(bytes_N: Pixels, shape: tuple[int, int, int], row_stride: int) -> Pixe
 
 
 def _level_table(scale: float, zero: int) -> _Samples:
-    """Return what each sample value adds to a channel, in units of 2^-_FRACTION_BITS."""
+    """Return what each sample value adds to a channel, scaled by `2 ** _FRACTION_BITS`."""
     levels_V = (np.arange(256) - zero) * scale * (1 << _FRACTION_BITS)
     table_V: _Samples = np.rint(levels_V).astype(np.int16)
     return table_V

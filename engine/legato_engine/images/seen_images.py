@@ -12,8 +12,7 @@ _MAX = 16_384  # fingerprints kept, about 100 bytes each
 class SeenImages:
     """Remembers the latest images by size and some of their bytes; thread-safe.
 
-    An image that is not in here is new, or too old. One that is in here may be another image with
-    the same fingerprint; only a hash of all bytes tells them apart.
+    An image in here may be another one with the same fingerprint; one that is not is new, or old.
     """
 
     def __init__(self) -> None:

@@ -13,16 +13,12 @@ NO_ADAPTER = 0
 
 @dataclasses.dataclass(slots=True, eq=False)
 class AdapterEntry:
-    """An adapter in its slot, used by `ref_count` sequences.
-
-    `ready` is set when the launch that writes the weights is enqueued; only then may another
-    sequence acquire it. An entry that is not ready goes with its last reference.
-    """
+    """An adapter in its slot; one that is not ready is removed with its last reference."""
 
     key: str
     slot: int
-    ref_count: int = 0
-    ready: bool = False
+    ref_count: int = 0  # sequences
+    ready: bool = False  # the launch that writes its weights is enqueued, others may acquire it
 
 
 class AdapterSlots:

@@ -29,9 +29,5 @@ def eviction_rank(candidate: EvictionCandidate) -> Rank:
 
 
 def eviction_order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
-    """Sort candidates by `eviction_rank`, first evicted first.
-
-    A page is never evicted while it is borrowed. So a request whose pages are all borrowed frees
-    none and is no candidate.
-    """
+    """Sort candidates by `eviction_rank`; a request whose pages are all borrowed is none."""
     return sorted(candidates, key=eviction_rank)

@@ -20,9 +20,9 @@ from legato_engine.sequence import Sequence
 class KVCacheManager:
     """Allocates pages as sequences grow, shares equal content, and takes pages back.
 
-    A page is free, owned by the tree, or private or draft of one sequence; `check` asserts it. The
-    tree owns pages whose content is known and enqueued: the full pages of a prompt when its prefill
-    is launched, those of the answer as they fill, and at release a last page that may be partial.
+    A page is free, owned by the tree, or owned by one sequence; `check` asserts it. Pages move to
+    the tree when their content is known and enqueued: full pages of a prompt when its prefill is
+    launched, those of the answer as they fill, and a partial last page at release.
     """
 
     def __init__(
@@ -107,9 +107,8 @@ class KVCacheManager:
     def can_admit(self, sequence: Sequence) -> bool:
         """Whether `admit` would succeed now and leave a page to each sequence that still grows.
 
-        A sequence waits while another one is about to compute its image prefix, because then it is
-        a cache hit. After a refusal it is not matched again until more pages are available, because
-        matching is slow.
+        A sequence waits while another one is about to compute its image prefix. After a refusal it
+        is not matched again until more pages are available, because matching is slow.
         """
         if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
@@ -178,7 +177,6 @@ class KVCacheManager:
         return PrefillWork(compute, None if source is None else (source.pages[-1], private[0]))
 
     def _affordable_match(self, sequence: Sequence) -> Match | None:
-        """Return the longest match whose pages are available."""
         match = self._prefix_cache.match(sequence)
         if match is None or self._budget.fits(sequence, match, self._budget.num_available):
             return match
@@ -217,8 +215,7 @@ class KVCacheManager:
     def reserve_draft(self, sequence: Sequence, length: int) -> bool:
         """Allocate draft pages for positions `[capacity, length)`, all or none.
 
-        Cached pages are evicted for draft tokens. Running sequences keep their pages, and each that
-        still grows its next one. `length` is at most `sequence.max_length`.
+        Draft tokens evict cached pages, but leave a page to each sequence that still grows.
         """
         max_length = sequence.max_length
         assert length <= max_length, f"{length} positions of at most {max_length}"
@@ -237,11 +234,11 @@ class KVCacheManager:
         """Keep the draft pages of committed positions and free those of rejected ones.
 
         - `[0, length)`: committed; the sequence keeps these pages
-        - `[length, reserved)`: launches in flight may commit them; the pages stay drafts
+        - `[length, reserved)`: may be committed by launches in flight; the pages stay drafts
         - `[reserved, end)`: rejected; the pages are free
 
-        Launches in flight may still write to freed pages, because every launch that reuses them is
-        enqueued later. The caller plans no launch beyond `reserved` before it reserves again.
+        Launches in flight may still write to freed pages: launches that reuse them come later. The
+        caller reserves again before it plans positions beyond `reserved`.
         """
         draft, pages = self._owned[sequence].draft, sequence.pages
         num_committed = len(pages.ids) - len(draft)

@@ -18,16 +18,14 @@ class PageOwnership:
     - `[node.length, capacity)`: the sequence (`private`)
     - `[capacity, end)`: the sequence (`draft`)
 
-    `node` is the deepest tree node with the sequence's content, None if it shares nothing. The
-    sequence holds a reference on `node` and, until its copy is enqueued, on `source`: the node
-    whose page it continues in a copy of. Then `source` becomes `copied`, without a reference.
+    The sequence has references on `node` and on `source`.
     """
 
-    node: Node | None = None
+    node: Node | None = None  # deepest with the sequence's content; None if it shares nothing
     private: set[int] = dataclasses.field(default_factory=set)
-    source: Node | None = None
-    copied: Node | None = None
     draft: list[int] = dataclasses.field(default_factory=list)
+    source: Node | None = None  # of the copy in the first private page, until that is enqueued
+    copied: Node | None = None  # then the same node, without a reference
     invalid: bool = False  # positions after `node` must not be published
 
 

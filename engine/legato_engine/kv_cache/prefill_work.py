@@ -9,19 +9,12 @@ import dataclasses
 class PrefillWork:
     """The prefix to compute, the page to copy and the adapter to write.
 
-    `compute_pages` are the pages of a prefix (BOS and image) that is not cached, otherwise empty.
-
-    `copy_tail` is (source page, destination page) where the shared positions end inside a page: the
-    sequence continues in a private copy of it.
-
-    Crops `[0, first_crop)` of the image were encoded by earlier launches. An encode continues with
-    `[first_crop, stop_crop)`; a prefill has `stop_crop` 0 and encodes all remaining crops.
-
-    `write_adapter` is set if the adapter's weights are not in its slot yet.
+    Crops `[0, first_crop)` were encoded by earlier launches. An encode continues with
+    `[first_crop, stop_crop)`; a prefill has `stop_crop` 0 and encodes the rest.
     """
 
-    compute_pages: tuple[int, ...] = ()
-    copy_tail: tuple[int, int] | None = None
+    compute_pages: tuple[int, ...] = ()  # of a prefix (BOS and image) that is not cached
+    copy_tail: tuple[int, int] | None = None  # source and destination page of a partial hit
     first_crop: int = 0
     stop_crop: int = 0
     write_adapter: bool = False

@@ -19,10 +19,7 @@ class PrefixCache:
     # ------------------------------------------------------------ lookup
 
     def match(self, sequence: Sequence) -> Match | None:
-        """Find the cached part of a sequence, without its last position.
-
-        The last position is always an input, because the next token is sampled from it.
-        """
+        """Find the cached part of a sequence, without the last position, which is sampled from."""
         if sequence.prefix_key is None:
             return None
         root = self._tree.root(_namespace(sequence))
@@ -86,8 +83,8 @@ class PrefixCache:
     ) -> None:
         """Move full pages whose content is known and enqueued to the tree.
 
-        Where the tree already has the same content in a page that others reference, the sequence
-        keeps its own page too. `partial` includes a last page that is not full.
+        If others reference a page with the same content, both pages stay. `partial` includes a last
+        page that is not full.
         """
         node, size = ownership.node, self._page_size
         if node is None or not node.attached or ownership.invalid:
@@ -109,10 +106,10 @@ class PrefixCache:
                 self._replace_page(ownership, child, page)
 
     def deduplicate(self, sequence: Sequence, ownership: PageOwnership) -> bool:
-        """Free tree pages that the sequence alone references and has computed itself.
+        """Free tree pages that only this sequence references and has computed itself.
 
-        Return whether a page became free. After this, a sequence that runs alone uses no more pages
-        than `KVCacheManager.fits_ever` counts.
+        Return whether there were any. Without them, `KVCacheManager.fits_ever` counts all pages of
+        a sequence that runs alone.
         """
         path = [] if ownership.node is None else list(ownership.node.path)[:-1]
         duplicates = [
@@ -130,8 +127,7 @@ class PrefixCache:
     def invalidate(self, ownership: PageOwnership, length: int) -> None:
         """Remove the sequence's positions `[length, end)` from lookup, now and later.
 
-        With `length` 0 this includes the page that the sequence continues in a copy of, because the
-        invalid values may come from there.
+        With `length` 0 this includes the copied page, where the invalid values may come from.
         """
         ownership.invalid, node = True, ownership.node
         if length == 0 and ownership.copied is not None:

@@ -28,14 +28,12 @@ class Namespace(NamedTuple):
 class Node:
     """KV of the positions `[parent.length, length)`, in pages that the tree owns.
 
-    A root has all pages of an image prefix (BOS and image, which attend to each other in both
-    directions), or no page without an image. Every other node is one page; only a leaf's page may
-    be partial. A page in the tree is written only by launches that were enqueued before it was
-    added.
+    A root has the pages of an image prefix, or none without an image. Every other node has one
+    page, which may be partial in a leaf. Only launches enqueued before a page was added write it.
 
-    `ref_count` counts the sequences whose pages include this node, so it is never less than a
-    child's. `ready` is False until the prefill that computes an image prefix is planned. `attached`
-    is False once the node is removed from lookup; its pages are then freed with its last reference.
+    `ref_count` is never less than a child's. `ready` is False until the prefill that computes an
+    image prefix is planned. `attached` is False once the node is removed from lookup; its pages are
+    then freed with the last reference.
     """
 
     __slots__ = (
@@ -104,8 +102,7 @@ class _IdleLeaf(NamedTuple):
 class RadixTree:
     """Nodes by namespace and content; unreferenced ones stay until their pages are needed.
 
-    An edge is one page of tokens. Pages are shared whole; what two prompts have in common within a
-    page is copied.
+    An edge is one page of tokens. A common prefix that ends inside a page is copied.
     """
 
     def __init__(self, pool: PagePool, page_size: int) -> None:

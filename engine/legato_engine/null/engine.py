@@ -1,7 +1,4 @@
-"""An engine without a model: it takes real requests and images and sends made-up outputs.
-
-It serves load tests, clients' tests, and measurements of all costs but the model's.
-"""
+"""An engine without a model, for load tests, clients' tests and measurements."""
 
 from __future__ import annotations
 
@@ -61,9 +58,8 @@ def info(config: EngineConfig) -> ModelInfo:
 class NullEngine:
     """Has the interface of `EngineCore`; a step adds a token to every running request.
 
-    Steps are `config.null_step_ms` apart, `config.max_running` requests run and others wait. If
-    that is 0, all requests run at once, and one without deltas ends in its first step. Images are
-    hashed and sized, not decoded. Single-threaded.
+    Steps are `config.null_step_ms` apart and `config.max_running` requests run. If that is 0, all
+    requests run at once, and one without deltas ends in its first step. Single-threaded.
     """
 
     def __init__(
@@ -236,7 +232,6 @@ class NullEngine:
         )
 
     def _admit(self, now: float) -> None:
-        """Start waiting requests in order of arrival, up to `max_running`."""
         num_free = self._max_running - len(self._running)
         if num_free <= 0:
             return

@@ -76,7 +76,6 @@ class ScriptedOutput:
         return tuple(self._token(index, request) for index in range(num_tokens))
 
     def _token(self, index: int, request: Request) -> TokenInfo:
-        """Return the token of an event, with a probability of 1."""
         event = self.events[index]
         text = event.text if isinstance(event, (TextDelta, ReasoningDelta)) else ""
         return TokenInfo(token_id=index, text=text, logprob=0.0 if request.logprobs else None)
@@ -102,7 +101,6 @@ def scripted_output(task: TaskSpec, sampling: SamplingParams, num_objects: int) 
 def _text_output(
     task: TaskSpec, thoughts: Sequence[Event], sampling: SamplingParams
 ) -> ScriptedOutput:
-    """Return thoughts, then words up to `max_tokens` or a stop string."""
     count = DEFAULT_WORDS if sampling.max_tokens is None else sampling.max_tokens
     words = _before_stop(
         list(_spaced(itertools.islice(itertools.cycle(_WORDS.split()), count))), sampling
@@ -157,7 +155,6 @@ def _limited(
 
 
 def _num_words(task: TaskSpec) -> int:
-    """Return the number of words in a task."""
     if isinstance(task, QueryTask):
         earlier = (text for turn in task.history for text in (turn.question, turn.answer))
         return sum(len(text.split()) for text in (task.system, *earlier, task.question))
@@ -165,7 +162,6 @@ def _num_words(task: TaskSpec) -> int:
 
 
 def _spaced(words: Sequence[str] | Iterator[str]) -> Iterator[str]:
-    """Put a space before each word but the first."""
     return (word if index == 0 else f" {word}" for index, word in enumerate(words))
 
 

@@ -1,4 +1,4 @@
-"""Batches the sequences that can take one more token."""
+"""The batch of the next decode."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from legato_engine.sequence import Sequence
 
 
 class DecodePlanner:
-    """Every running sequence decodes together; each holds a batch row, so all of them fit.
+    """Batches all running sequences; each has a row, so they always fit.
 
-    A sequence may be planned before its last token is committed: the forward reads that token on
-    the device, at the position where its sampling put it. Whoever has no page for that position,
-    and gets none now, is left out.
+    A sequence may be planned before its last token is committed, because the forward pass reads
+    that token on the device. Skip sequences that have no page for its position when none can be
+    allocated.
 
-    With `block_sizes` a row feeds proposed tokens behind it, which the same forward verifies; never
-    more than its task could still sample, and none where there are no pages for them. While the
-    host does not know how many of the last stand, the pages are those of the farthest case; without
-    them a row is left out until it does.
+    With `block_sizes` the forward pass also verifies draft tokens, as far as there are pages for
+    them. While draft tokens are in flight, any number may be accepted, so a sequence without pages
+    for all of them is skipped.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class DecodePlanner:
         self._block_sizes = block_sizes
 
     def plan(self) -> Plan | None:
-        """The next decode batch, None when no sequence can take one more token."""
+        """Plan the next decode, None if no sequence can take a token."""
         batch = self._ready()
         if len(batch) < len(self._running) and (short := self._short()):
             self._running.grow(short)
@@ -43,14 +42,14 @@ class DecodePlanner:
         if not batch:
             return None
         if self._block_sizes is None:
-            rows = _plain(batch)
+            rows = _schedule(batch)
         else:
-            rows = self._drafting(batch, self._block_sizes)
+            rows = self._schedule_drafts(batch, self._block_sizes)
         return Plan(LaunchKind.DECODE, rows) if rows else None
 
     @property
-    def streams(self) -> bool:
-        """Whether anybody who decodes reads tokens one by one, with a page for the next or not."""
+    def streaming(self) -> bool:
+        """Whether a decoding sequence streams its tokens, including ones without a next page."""
         return any(
             sequence.request.deltas
             and sequence.progress.last_position >= 0
@@ -60,65 +59,69 @@ class DecodePlanner:
         )
 
     def _ready(self) -> list[Sequence]:
-        """Those prefilled, with a page, whose tokens are not all planned, and not too far ahead."""
+        """Return the prefilled sequences with a page, tokens to launch and a free reference."""
         return [
             sequence
             for sequence in self._running
-            if 0 <= sequence.progress.last_position < sequence.pages.capacity
-            and sequence.progress.num_launched < sequence.task.max_tokens
+            if 0 <= (progress := sequence.progress).last_position < sequence.pages.capacity
+            and progress.num_launched < sequence.task.max_tokens
             and sequence.inflight_refs < 2
             and not sequence.preempted
         ]
 
     def _short(self) -> list[Sequence]:
-        """Those whose next token has no page."""
+        """Return the sequences without a page for their next token."""
         return [
             sequence
             for sequence in self._running
-            if sequence.progress.last_position >= sequence.pages.capacity
-            and sequence.progress.num_launched < sequence.task.max_tokens
+            if (progress := sequence.progress).last_position >= sequence.pages.capacity
+            and progress.num_launched < sequence.task.max_tokens
             and not sequence.preempted
         ]
 
-    def _drafting(
+    def _schedule_drafts(
         self, batch: Many[Sequence], block_sizes: BlockSizes
     ) -> tuple[ScheduledSequence, ...]:
-        """Those of the batch that have pages for all they may write."""
-        drafts = self._drafts(batch, block_sizes)
-        rows = (
-            ScheduledSequence(
-                sequence,
-                sequence.progress.last_position,
-                num_drafts=size,
-                slack=sequence.progress.inflight_drafts,
+        rows = []
+        for sequence, num_drafts in zip(
+            batch, self._draft_counts(batch, block_sizes), strict=False
+        ):
+            progress = sequence.progress
+            row = self._with_pages(
+                ScheduledSequence(
+                    sequence,
+                    progress.last_position,
+                    num_drafts=num_drafts,
+                    slack=progress.inflight_drafts,
+                )
             )
-            for sequence, size in zip(batch, drafts, strict=False)
-        )
-        return tuple(row for each in rows if (row := self._with_pages(each)) is not None)
+            if row is not None:
+                rows.append(row)
+        return tuple(rows)
 
-    def _drafts(self, batch: Many[Sequence], block_sizes: BlockSizes) -> Iterator[int]:
+    def _draft_counts(self, batch: Many[Sequence], block_sizes: BlockSizes) -> Iterator[int]:
         drafting = [sequence for sequence in batch if sequence.may_draft]
         if not drafting:
             return repeat(0)
         kv_use = self._manager.pages_used / self._manager.pages_total
-        blocks = iter(block_sizes.allot(drafting, kv_use=kv_use))
-        return (min(next(blocks), _most(each)) if each.may_draft else 0 for each in batch)
+        sizes = iter(block_sizes.allot(drafting, kv_use=kv_use))
+        return (min(next(sizes), _max_drafts(each)) if each.may_draft else 0 for each in batch)
 
     def _with_pages(self, row: ScheduledSequence) -> ScheduledSequence | None:
-        """The row with pages for its proposals, or for none, or None without pages at all."""
+        """Reserve pages, without draft tokens if there are too few; None without any pages."""
         for each in (row, row._replace(num_drafts=0)):
             if self._manager.reserve_draft(each.sequence, each.end):
                 return each
         return None
 
 
-def _plain(batch: Many[Sequence]) -> tuple[ScheduledSequence, ...]:
+def _schedule(batch: Many[Sequence]) -> tuple[ScheduledSequence, ...]:
     positions = [sequence.progress.last_position for sequence in batch]
-    # Every tick makes all rows anew, and `_make` costs half of a call that fills defaults in.
-    parts = zip(batch, positions, repeat(1), repeat(NO_PREFILL_WORK), repeat(0), repeat(0))
-    return tuple(map(ScheduledSequence._make, parts))
+    # Runs in every step: `_make` takes half the time of a call that fills in defaults.
+    fields = zip(batch, positions, repeat(1), repeat(NO_PREFILL_WORK), repeat(0), repeat(0))
+    return tuple(map(ScheduledSequence._make, fields))
 
 
-def _most(sequence: Sequence) -> int:
-    """Tokens that its task may still sample beyond the next one."""
+def _max_drafts(sequence: Sequence) -> int:
+    """Return how many tokens the task may sample after the next one."""
     return sequence.task.max_tokens - sequence.progress.num_launched - 1

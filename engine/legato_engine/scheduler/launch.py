@@ -12,19 +12,12 @@ from legato_engine.sequence import Sequence
 
 
 class LaunchKind(enum.StrEnum):
-    """What a launch runs. The pipeline treats all kinds alike.
+    """What a launch runs. The pipeline treats all kinds alike."""
 
-    ENCODE runs the vision encoder over some crops of one image and samples nothing. The features
-    stay in the device's only feature buffer until the PREFILL of the same sequence. No other
-    sequence is encoded or prefilled in between.
-
-    REFINE improves the result of a finished request. It names no sequence and samples nothing.
-    """
-
-    ENCODE = "encode"
+    ENCODE = "encode"  # crops of one image, whose features wait on the device for its PREFILL
     PREFILL = "prefill"
     DECODE = "decode"
-    REFINE = "refine"
+    REFINE = "refine"  # improves the result of a finished request; names no sequence
 
 
 class Phase(enum.StrEnum):
@@ -38,14 +31,12 @@ class Phase(enum.StrEnum):
 class ScheduledSequence(NamedTuple):
     """The part of one sequence in a launch; a tuple because every decode creates one per sequence.
 
-    `position` is the first input token's position. A prefill starts after the prefix that was
-    found. A decode starts with the newest token, which an earlier launch sampled and which is read
-    on the device. The input is `[position, position + num_tokens)` and the sampled token follows
-    it. An encode has no input tokens: its `num_tokens` is 0, and its `work` names the crops.
+    Its input is `[position, position + num_tokens)`; the sampled token follows. A prefill starts
+    after the cached positions, a decode with the newest token, which it reads on the device. An
+    encode has no input.
 
-    A decode may verify up to `num_drafts` draft tokens after its own. While draft tokens of earlier
-    launches are in flight, only the device knows where it starts: in
-    `[position, position + slack]`.
+    A decode also verifies up to `num_drafts` draft tokens. While earlier ones are in flight, only
+    the device knows where it starts, in `[position, position + slack]`.
     """
 
     sequence: Sequence
@@ -67,10 +58,7 @@ class ScheduledSequence(NamedTuple):
         return bool(self.work.compute_pages) and self.sequence.num_crops > 0
 
     def new_pages(self, page_size: int) -> range:
-        """Return the indices into `pages.ids` of the pages that no earlier launch has named.
-
-        Earlier launches have named the pages of all positions before its farthest start.
-        """
+        """Return the indices into `pages.ids` that no earlier launch can have used."""
         start = self.position + self.slack
         return range(-(-start // page_size), -(-self.end // page_size))
 
@@ -90,11 +78,10 @@ class Refinement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """The batch of one launch, decided before anything runs; tests compare plans with `==`.
+    """The batch of one launch, decided before anything runs.
 
-    `rows` is in the order of the batch. In a prefill, `num_mixed_decodes` decodes come first, then
-    the sequences whose image is computed, then the others. A REFINE plan has a `refinement` and no
-    rows.
+    In a prefill, `num_mixed_decodes` decodes come first, then sequences whose image is computed,
+    then the others. A REFINE plan has a `refinement` and no rows.
     """
 
     kind: LaunchKind
@@ -119,29 +106,21 @@ class Plan:
 
     @property
     def constrained(self) -> bool:
-        """Whether sampling must wait for the commit of the previous launch.
-
-        The constraint of a prefill is known when it is planned, because nothing of its sequence is
-        in flight.
-        """
+        """Whether sampling must wait for the previous commit; a prefill's constraint is known."""
         return any(row.sequence.task.constrained for row in self.decodes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What fits into a shared prefill launch.
+    """The largest shared prefill launch. With one prompt nothing is shared, not even decodes.
 
-    At most `prompts` prompts, `tokens` input tokens and `sampled` sequences to sample from. With
-    one prompt per launch nothing is shared, not even with decodes.
-
-    While at least `min_queue_length` sequences wait, a launch may compute up to `images` images.
-    Each image but the first adds one to the allowed prompts.
+    Each computed image but the first adds one to the allowed prompts.
     """
 
     prompts: int = 1
-    tokens: int = 0
-    sampled: int = 0
-    images: int = 1
+    tokens: int = 0  # of input
+    sampled: int = 0  # sequences
+    images: int = 1  # to compute, while at least `min_queue_length` sequences wait
     min_queue_length: int = 0
 
 

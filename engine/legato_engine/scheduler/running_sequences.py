@@ -12,12 +12,11 @@ from legato_engine.sequence import Sequence, SequenceStatus
 class RunningSequences:
     """Sequences with a row, zombies excluded, in order of admission.
 
-    When no page is available, the sequence with the lowest `preemption_rank` gives all its pages to
-    higher-ranked ones and waits again. A sequence with no lower-ranked victim stalls until another
-    one finishes.
+    When no page is available, the sequence with the lowest `preemption_rank` gives up its pages and
+    waits again. A sequence with no lower-ranked victim stalls until another one finishes.
 
-    There is no livelock. Ranks never change, so the highest-ranked sequence always gets its page.
-    A sequence is preempted only after its prefill is launched, so each admission gains a token.
+    There is no livelock: ranks never change, and each admission gains a token because a sequence is
+    preempted only after its prefill is launched.
     """
 
     def __init__(self, manager: KVCacheManager, queue: WaitingQueue) -> None:
@@ -58,8 +57,7 @@ class RunningSequences:
     def _preempt_for(self, sequence: Sequence) -> bool:
         """Preempt the lowest-ranked sequence below `sequence`; return whether pages became free.
 
-        Launches in flight may still name the victim. Its pages become free when they are committed,
-        and until then no other sequence is preempted.
+        While launches in flight name the victim, no other sequence is preempted.
         """
         if any(each.preempted for each in self._members):
             return False

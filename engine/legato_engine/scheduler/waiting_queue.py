@@ -1,4 +1,4 @@
-"""Those who wait, in the order in which they are served."""
+"""The waiting sequences, in the order in which they are served."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from legato_engine.sequence import Sequence
 @dataclasses.dataclass(slots=True, eq=False)
 class _Waiting:
     sequence: Sequence
-    rank: tuple[float, int]  # served in ascending order; no two are equal
-    overtaken: int = 0  # by sequences of a higher rank that were taken first
+    rank: tuple[float, int]  # ascending order of service; unique
+    num_overtaken: int = 0  # by sequences of a higher rank that were taken first
 
 
 _RANK = attrgetter("rank")
 
 
 class WaitingQueue:
-    """By priority, then first come, first served, with bounded skip-ahead.
+    """Ordered by priority and arrival, with bounded overtaking.
 
-    A step of priority is worth `priority_seconds` seconds of waiting: a sequence is served before
-    another one if it arrived earlier, both times put back by what their priorities are worth. So a
-    rank never changes, and a low priority does not starve: whoever is `n` steps above it passes it
-    only by arriving less than `n * priority_seconds` after it.
+    One step of priority counts as much as arriving `priority_seconds` earlier. So ranks never
+    change, and low priorities do not starve.
 
-    A sequence that does not fit right now may be overtaken by `max_overtakes` sequences that rank
-    behind it; then it blocks all of those until it fits. Nor is the queue searched deeper.
+    A sequence that does not fit may be overtaken `max_overtakes` times; then it blocks all later
+    ones. A search skips at most `max_overtakes` sequences.
 
-    A sequence that lacks an adapter slot blocks only those behind it that have adapters, as only
-    they can keep the slots held; others pass it however often, and do not count as searched.
+    A sequence without an adapter slot is overtaken without limit by sequences without adapters, and
+    does not count as skipped, because they do not keep slots in use.
     """
 
     def __init__(self, *, max_overtakes: int, priority_seconds: float) -> None:
@@ -43,21 +41,20 @@ class WaitingQueue:
         self._max_overtakes = max_overtakes
         self._priority_seconds = priority_seconds
         self._queue: list[_Waiting] = []  # by rank
-        self._of_tenant: Counter[str] = Counter()  # none that is 0
+        self._num_by_tenant: Counter[str] = Counter()  # without zeros
         self._added = count()
 
     def __len__(self) -> int:
-        """Sequences waiting."""
         return len(self._queue)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; of two that rank alike the one added first goes first."""
+        """Queue a sequence; equal priorities and arrivals keep their order."""
         waiting = _Waiting(sequence, (self._time_of(sequence), next(self._added)))
         insort(self._queue, waiting, key=_RANK)
-        self._of_tenant[sequence.request.tenant] += 1
+        self._num_by_tenant[sequence.request.tenant] += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that is queued; nobody counts as overtaken."""
+        """Remove a queued sequence; it overtakes none."""
         self._pop(self.position(sequence))
 
     def first(
@@ -65,50 +62,50 @@ class WaitingQueue:
         fits: Callable[[Sequence], bool],
         lacks_slot: Callable[[Sequence], bool] = lambda sequence: False,
     ) -> Sequence | None:
-        """The first that fits, unless one before it was overtaken often enough."""
-        depth, slots_are_due = 0, False
+        """Return the first sequence that fits and is not blocked by an earlier one."""
+        num_skipped, slots_blocked = 0, False
         for waiting in self._queue:
             sequence = waiting.sequence
-            patient = waiting.overtaken < self._max_overtakes
+            blocks = waiting.num_overtaken >= self._max_overtakes
             if lacks_slot(sequence):
-                slots_are_due = slots_are_due or not patient
-            elif slots_are_due and sequence.adapter.key:
+                slots_blocked = slots_blocked or blocks
+            elif slots_blocked and sequence.adapter.key:
                 continue
             elif fits(sequence):
                 return sequence
-            elif not patient or depth == self._max_overtakes:
+            elif blocks or num_skipped == self._max_overtakes:
                 return None
             else:
-                depth += 1
+                num_skipped += 1
         return None
 
     def take(self, sequence: Sequence) -> None:
-        """Let a sequence go that is queued; it has overtaken those before it."""
+        """Remove a queued sequence that overtakes all sequences before it."""
         index = self.position(sequence)
         for waiting in islice(self._queue, index):
-            waiting.overtaken += 1
+            waiting.num_overtaken += 1
         self._pop(index)
 
     def position(self, sequence: Sequence) -> int:
-        """How many are served before a sequence that is queued."""
+        """Return how many sequences are before a queued one."""
         index = bisect_right(self._queue, (self._time_of(sequence), -1), key=_RANK)
         while self._queue[index].sequence is not sequence:
             index += 1
         return index
 
     def num_ahead(self, sequence: Sequence) -> int:
-        """How many would be served before a sequence that is not queued yet."""
+        """Return how many sequences would be before one that is not queued yet."""
         return bisect_right(self._queue, self._time_of(sequence), key=lambda each: each.rank[0])
 
     def num_of(self, tenant: str) -> int:
-        """Sequences of a tenant that wait."""
-        return self._of_tenant[tenant]
+        """Return the number of a tenant's waiting sequences."""
+        return self._num_by_tenant[tenant]
 
     def _pop(self, index: int) -> None:
         tenant = self._queue.pop(index).sequence.request.tenant
-        self._of_tenant[tenant] -= 1
-        if not self._of_tenant[tenant]:
-            del self._of_tenant[tenant]
+        self._num_by_tenant[tenant] -= 1
+        if not self._num_by_tenant[tenant]:
+            del self._num_by_tenant[tenant]
 
     def _time_of(self, sequence: Sequence) -> float:
         return sequence.timing.arrival - sequence.request.priority * self._priority_seconds

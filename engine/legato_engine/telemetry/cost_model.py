@@ -11,9 +11,9 @@ from __future__ import annotations
 
 
 def row_share(forward: float, forward_single: float, streams: int) -> float:
-    """Return the part of a forward over `streams` rows that is due to the rows, 0..1.
+    """Return the part of a forward that is due to its `streams` rows, 0..1; 1 for one stream.
 
-    For one stream it is 1. `forward` and `forward_single`, that of one stream, have the same unit.
+    `forward` and `forward_single`, that of one stream, have the same unit.
     """
     if streams == 1:
         return 1.0

@@ -1,7 +1,6 @@
 """Statistics of the running engine's decode steps, and its gain from pipelining.
 
-A step is measured only if the launch committed before it is a decode too. The engine does not sleep
-between two such launches, so the parts and the period are those of a busy engine.
+Only a decode after a decode is measured: the engine does not sleep between the two.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ class StepParts(NamedTuple):
     """The parts of one step, in nanoseconds.
 
     `sampling` includes the copy back. `bookkeeping` is the host's plan, launch, enqueueing of the
-    sampling, and commit. `wait` is the host's wait for the copy. `idle` is the device's idle time
-    before and after this forward.
+    sampling, and commit; `wait` its wait for the copy. `idle` is the device's, before and after the
+    forward.
 
-    `blocking` estimates the same step in a blocking loop: forward, sampling and the host's work.
-    The host's work is the period without the time in which the host was blocked by the copy. In a
-    blocking loop only the enqueueing of the sampling would overlap with the forward.
+    `blocking` estimates the step in a blocking loop: forward, sampling, and the period without the
+    time in which the copy blocked the host. Only the enqueueing of the sampling would overlap with
+    the forward.
     """
 
     period: int
@@ -92,7 +91,7 @@ class StepStats:
     def latest(self, now: float, *, fresh: bool) -> PipelineStats | None:
         """Return the latest snapshot, renewed if it is `_INTERVAL` old or `fresh` is set.
 
-        `now` is in seconds of any monotonic clock. Returns None before the first measured step.
+        `now` is in seconds of any monotonic clock.
         """
         if self._num_steps != self._latest_steps and (fresh or now >= self._due):
             self._latest = self.snapshot()
@@ -103,9 +102,8 @@ class StepStats:
     def snapshot(self) -> PipelineStats | None:
         """Return medians over the window, or None if it is empty.
 
-        The predicted gain compares the estimated blocking step with the measured period. Its tax
-        counts each zombie as a full row, although zombies share the forward with other rows, so
-        the gain is a lower bound. For a blocking engine it is about zero.
+        The predicted gain is a lower bound, because its tax counts each zombie as a full row. For a
+        blocking engine it is about zero.
         """
         if not self._ring:
             return None

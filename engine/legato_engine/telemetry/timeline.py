@@ -1,7 +1,7 @@
 """A timeline of the last launches, for Perfetto and chrome://tracing.
 
-Lanes show the scheduler's thread (plan, launch, wait, commit, finalize), the device (compute, copy)
-and the launch in each slot. Arrows follow a launch from the host to the device and back.
+Lanes show the scheduler's thread, the device, and the launch in each slot. Arrows follow a launch
+from the host to the device and back.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepListener(Protocol):
     """A receiver of all steps, in the order of their commits."""
 
     def add(self, step: Step) -> None:
-        """Take a step; runs on the scheduler's thread and must be quick."""
+        """Add a step; runs on the scheduler's thread and must be quick."""
         ...
 
 
@@ -85,7 +85,7 @@ class Timeline:
         return json.dumps({"traceEvents": trace_events(self.steps), "displayTimeUnit": "ms"})
 
     def dump(self) -> pathlib.Path:
-        """Write the trace to this process's `timeline_path`, atomically, and return the path."""
+        """Write the trace to `timeline_path` atomically; return the path."""
         path = timeline_path(os.getpid())
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(self.to_json())

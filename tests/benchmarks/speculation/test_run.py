@@ -1,4 +1,4 @@
-"""What a run of speculation comes to: its rates, and how sure they are."""
+"""Figures of a run of speculation: rates and their intervals."""
 
 import random
 
@@ -11,7 +11,7 @@ from benchmarks.speculation.workloads import PROFILES, at_once, synthetic_reques
 
 
 def test_an_interval_holds_the_rate_nearly_always():
-    """Of a thousand samples from a known rate, some fifty say it lies elsewhere."""
+    """A known rate is in the interval of about 95 % of its samples."""
     draw = random.Random(0)
     held = 0
     for _ in range(1000):
@@ -22,7 +22,7 @@ def test_an_interval_holds_the_rate_nearly_always():
 
 @pytest.mark.parametrize(("accepted", "tried"), [(0, 0), (0, 5), (5, 5), (2, 5)])
 def test_an_interval_is_of_shares(accepted, tried):
-    """It stays within 0 and 1, holds the share seen, and says nothing where nothing was tried."""
+    """An interval is within 0 and 1 and has the observed share; without trials it is all of it."""
     low, high = interval(accepted, tried)
     assert 0.0 <= low <= (accepted / tried if tried else 0.0) <= high <= 1.0
     assert tried or (low, high) == (0.0, 1.0)
@@ -40,9 +40,7 @@ def assembly():
 
 
 def test_waves_follow_each_other(assembly):
-    """Nobody is submitted before the wave in front has ended, so that all of a wave decode
-    together; and what they decode in that time is counted.
-    """
+    """A wave is submitted after the end of the one before, so that all of it decodes together."""
     profile = PROFILES["structured"]
     requests = synthetic_requests(assembly, profile, length=12, fewest=5)
     assert len(requests) == 6
@@ -54,14 +52,14 @@ def test_waves_follow_each_other(assembly):
 
 
 def test_a_lone_rate_has_a_sample_of_it(assembly):
-    """Profiles whose rate is read have five times the requests, so that its fifths come out."""
+    """Profiles with a rate have five times the requests, because rates are in fifths."""
     for name, count in {"0.4": 10, "0.6": 10, "0.8": 10, "structured": 2}.items():
         requests = synthetic_requests(assembly, PROFILES[name], length=12, fewest=2)
         assert len(requests) == count
 
 
 def test_under_pressure_all_are_there_at_once(assembly):
-    """Twice as many as there are streams."""
+    """Twice as many requests as streams are submitted at once."""
     profile = PROFILES["under pressure"]
     assert at_once(assembly, profile) == 4
     assert len(synthetic_requests(assembly, profile, length=12, fewest=5)) == 8

@@ -1,4 +1,4 @@
-"""The benchmark of pipelining, as a command."""
+"""The benchmark command."""
 
 import json
 import subprocess
@@ -12,14 +12,14 @@ OPTIONS += ["--length", "12", "--repeats", "1"]
 
 
 def figures(capsys, *options):
-    """What it prints as JSON."""
+    """Run the command; return its JSON."""
     assert command.main([*OPTIONS, *options, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("task", ["query", "caption", "detect"])
 def test_json(capsys, task):
-    """Only the numbers of streams that were asked for are rows, with both depths' raw figures."""
+    """There is a row for each requested number of streams, with the figures of both depths."""
     (row,) = figures(capsys, "--task", task, "--streams", "2")["rows"]
     assert (row["task"], row["streams"], row["length"]) == (task, 2, 12)
     for depth in ("blocking", "pipelined"):
@@ -29,13 +29,13 @@ def test_json(capsys, task):
 
 
 def test_context(capsys):
-    """The steps are measured at the context that was asked for."""
+    """Steps are measured at the requested context."""
     (row,) = figures(capsys, "--streams", "1", "--context", "150")["rows"]
     assert row["context"] == 150
 
 
 def test_compared_tasks_share_batch_and_context(capsys):
-    """Detection is set against text of the same context, once per number of streams."""
+    """Detection is compared with text at the same context, once per number of streams."""
     told = figures(capsys, "--streams", "1,2", "--compare-tasks")
     assert {(row["task"], row["streams"]) for row in told["rows"]} == {
         (task, streams) for task in ("query", "detect") for streams in (1, 2)
@@ -49,7 +49,7 @@ def test_compared_tasks_share_batch_and_context(capsys):
 
 
 def test_log_lines_are_no_figures():
-    """The command's standard output can be read as JSON whatever the engine logs."""
+    """Standard output is JSON, whatever the engine logs."""
     program = "import structlog; from legato_engine.bench import command; command.log_to_stderr()"
     program += "; structlog.get_logger().info('pictures of a launch')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
@@ -58,7 +58,7 @@ def test_log_lines_are_no_figures():
 
 
 def test_tables(capsys):
-    """Without --json the same figures come as tables, Photon's two with its own columns."""
+    """Without --json the figures come as tables; Photon's two have its columns."""
     assert command.main([*OPTIONS, "--streams", "1,2", "--table", "photon"]) == 0
     printed = capsys.readouterr().out
     for words in ("forward (ms)", "sampling (ms)", "period (ms)", "blocking (ms)", "2 streams"):
@@ -70,7 +70,7 @@ def test_tables(capsys):
 
 
 def test_too_short(capsys):
-    """Requests without two full steps between them are refused before anything is loaded."""
+    """Requests too short for two full steps are refused before a model is loaded."""
     with pytest.raises(SystemExit):
         command.main([*OPTIONS, "--length", "3"])
     assert "--length is at least" in capsys.readouterr().err

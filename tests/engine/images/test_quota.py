@@ -1,4 +1,4 @@
-"""Bytes by caller."""
+"""Byte quotas by caller."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from legato_engine.images.quota import ByteQuota
 
 
 def test_a_caller_has_its_own_limit():
-    """One caller's bytes do not count for another, and the refusal has limit and actual."""
+    """Another caller's bytes do not count; the error has limit and actual."""
     quota = ByteQuota("images", per_caller=10, total=100)
     quota.reserve("a", 10)
     quota.reserve("b", 3)
@@ -24,7 +24,7 @@ def test_a_caller_has_its_own_limit():
 
 
 def test_all_callers_have_a_limit_together():
-    """Nobody gets what is not there, and what is given back is there again."""
+    """Nothing over the total is reserved; released bytes can be reserved again."""
     quota = ByteQuota("images", per_caller=10, total=15)
     quota.reserve("a", 10)
     with pytest.raises(BytesExceeded) as caught:
@@ -36,7 +36,7 @@ def test_all_callers_have_a_limit_together():
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-9, 9)), max_size=60))
 def test_the_sum_is_what_callers_have(steps):
-    """Whatever is taken, refused and given back, no limit is passed and the sum is right."""
+    """After any reservations and releases no limit is exceeded and the sum is right."""
     quota = ByteQuota("images", per_caller=10, total=15)
     has = dict.fromkeys("abc", 0)
     for caller, num_bytes in steps:

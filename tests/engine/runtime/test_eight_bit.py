@@ -13,7 +13,7 @@ from legato_engine.models.moondream.tokenizer import StandInTokenizer
 from legato_engine.models.moondream.weights import random_weights
 from safetensors.torch import save_file
 
-from tests.engine.engine.test_prefix_sharing import Alone, asked, shared
+from tests.engine.engine.test_prefix_sharing import Alone, run_all, shared
 from tests.engine.models.moondream.published import layout_b
 
 CONFIG = EngineConfig(
@@ -81,16 +81,16 @@ def test_batches_and_cached_prefixes_change_no_answer(assembly, temperature):
     Pages are small, so that prefixes end inside them and are copied; cached prefixes were computed
     in another launch.
     """
-    alone = asked(Alone(assembly), 0, depth=1, temperature=temperature)
+    alone = run_all(Alone(assembly), 0, depth=1, temperature=temperature)
     assert shared(alone) == (0, 0)
     for seed, depth in ((0, 1), (1, 2)):
-        run = asked(assembly, seed, depth=depth, temperature=temperature)
+        run = run_all(assembly, seed, depth=depth, temperature=temperature)
         assert run.answers == alone.answers
         assert min(shared(run)) > 0
 
 
 def test_speculation_changes_no_answer(assembly):
     """A step that verifies draft tokens reads what single steps would have stored."""
-    alone = asked(Alone(assembly), 0, depth=1)
-    run = asked(speculating(assembly, "fixed:3"), 2, depth=2)
+    alone = run_all(Alone(assembly), 0, depth=1)
+    run = run_all(speculating(assembly, "fixed:3"), 2, depth=2)
     assert run.answers == alone.answers

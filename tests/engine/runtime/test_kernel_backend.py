@@ -22,7 +22,7 @@ from PIL import Image
 
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.engine.core.world import CONFIG, World, png
-from tests.engine.engine.test_prefix_sharing import Alone, asked, shared
+from tests.engine.engine.test_prefix_sharing import Alone, run_all, shared
 from tests.engine.scheduler.world import num_images
 from tests.engine.speculative.test_speculation import Run
 
@@ -221,8 +221,8 @@ def test_passes_are_shared_and_change_no_answer(assembly, monkeypatch, buckets):
     together, kernels = with_kernels(assembly, buckets=buckets, max_prompts=3)
     for seed, adapters in ((1, {}), (2, {"boxes": tuned})):
         steps = alone_kernels.num_steps, kernels.num_steps
-        expected = asked(Alone(alone), 0, adapters=adapters)
-        run = asked(together, seed, adapters=adapters)
+        expected = run_all(Alone(alone), 0, adapters=adapters)
+        run = run_all(together, seed, adapters=adapters)
         assert run.answers == expected.answers
         assert min(shared(run)) > 0
         lengths = [len(sequence.prompt) for sequence in run.sequences.values()]

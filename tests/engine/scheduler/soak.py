@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from tests.engine.scheduler.schedules import Totals, run_all
 
-REPORTED = 50  # lines, if all goes well
-MOST_IN_A_PART = 10_000  # schedules
+REPORTED = 50  # lines of progress
+MAX_PART_SIZE = 10_000  # schedules
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run them and say how it goes; the first that is found to break a rule ends it."""
+    """Run the schedules and print progress; the first failure ends the run."""
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("--schedules", default=1_000_000, type=int)
     parser.add_argument("--first", default=0, type=int, help="seed of the first")
@@ -37,12 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def part_size(total: int, processes: int) -> int:
-    """Schedules that a process runs at a time: few enough that all end together."""
-    return max(1, min(MOST_IN_A_PART, total // (20 * processes)))
+    """Return the schedules per part, few enough that all processes end together."""
+    return max(1, min(MAX_PART_SIZE, total // (20 * processes)))
 
 
 def run_parts(parts: Sequence[range], processes: int) -> Iterator[tuple[range, Totals]]:
-    """What each part came to, in their order; raises what breaks a rule, which names its seed."""
+    """Yield each part's totals in order; raise the first failure, which names its seed."""
     if processes == 1:
         yield from zip(parts, map(run_all, parts), strict=True)
         return

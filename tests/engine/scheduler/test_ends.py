@@ -1,4 +1,4 @@
-"""The end of a sequence: by its task, its caller, its deadline or its fault."""
+"""The end of a sequence: by its task, its client, its deadline or an error."""
 
 import pytest
 from legato_engine.core import FinishReason
@@ -12,8 +12,8 @@ from tests.fakes import FakeTask
 
 
 @pytest.mark.parametrize("constrained", [False, True])
-def test_a_stop_leaves_one_zombie_behind(constrained: bool) -> None:
-    """The launch ahead of the stop token names a zombie: ignored, then released."""
+def test_a_stop_token_leaves_one_zombie(constrained: bool) -> None:
+    """The launch after the stop token names a zombie, which is ignored, then released."""
     world = World()
     sequence = world.submit(stopping_task(3, constrained=constrained))
     while not sequence.finalized:
@@ -28,7 +28,7 @@ def test_a_stop_leaves_one_zombie_behind(constrained: bool) -> None:
 
 
 def test_a_zombie_is_sampled_free() -> None:
-    """A row that ended before its sampling was finalized gets constraint 0."""
+    """A sequence that ended before its row was sampled gets constraint 0."""
     world = World()
     world.submit(stopping_task(3, constrained=True))
     world.scheduler.drain()
@@ -36,7 +36,7 @@ def test_a_zombie_is_sampled_free() -> None:
 
 
 def test_the_length_cap_leaves_no_zombie() -> None:
-    """A sequence is launched at most `max_tokens` times, as that end is known ahead."""
+    """A sequence is launched at most `max_tokens` times, because that end is known in advance."""
     world = World()
     sequence = world.submit(long_task(max_tokens=5))
     world.scheduler.drain()
@@ -46,7 +46,7 @@ def test_the_length_cap_leaves_no_zombie() -> None:
 
 
 def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
-    """The task's own reason goes before the length cap."""
+    """The task's reason takes precedence over the length cap."""
     world = World()
     stopping = stopping_task(4, constrained=False)
     stopping.max_tokens = 4
@@ -55,11 +55,11 @@ def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
     assert world.sink.ended == {"r0": FinishReason.STOP}
 
 
-# ---------------------------------------------------------------- by its caller
+# ---------------------------------------------------------------- by its client
 
 
 def test_aborting_a_waiting_request_removes_it_at_once() -> None:
-    """It is never started and holds nothing."""
+    """It never starts and holds no resources."""
     world = World(num_rows=1)
     world.submit(long_task())
     waiting = world.submit(long_task())
@@ -71,8 +71,8 @@ def test_aborting_a_waiting_request_removes_it_at_once() -> None:
     world.check_rest()
 
 
-def test_aborting_a_request_in_flight_releases_it_behind_its_last_launch() -> None:
-    """Finalized now, released when nothing in flight names it."""
+def test_aborting_a_request_in_flight_releases_it_after_its_last_launch() -> None:
+    """It is finalized now, and released when no launch names it."""
     world = World()
     sequence = world.submit(long_task())
     world.steps(3)
@@ -84,8 +84,8 @@ def test_aborting_a_request_in_flight_releases_it_behind_its_last_launch() -> No
     world.check_rest()
 
 
-def test_aborting_between_blocking_ticks_releases_at_once() -> None:
-    """With nothing in flight there is no zombie."""
+def test_aborting_between_blocking_steps_releases_at_once() -> None:
+    """Without a launch in flight there is no zombie."""
     world = World(depth=1)
     sequence = world.submit(long_task())
     world.steps(3)
@@ -104,7 +104,7 @@ def test_unknown_and_ended_requests_can_be_aborted() -> None:
 
 
 def test_an_aborted_id_may_come_again_while_its_zombie_is_in_flight() -> None:
-    """The zombie and the new sequence have nothing in common but the id."""
+    """The zombie and the new sequence share only the id."""
     world = World()
     sequence = world.submit(long_task())
     world.steps(2)
@@ -120,7 +120,7 @@ def test_an_aborted_id_may_come_again_while_its_zombie_is_in_flight() -> None:
 
 
 def test_a_request_may_be_aborted_by_its_own_delta() -> None:
-    """The listener may give up on a request while it is being told about it."""
+    """The sink may abort a request in `delta`."""
     world = World()
     world.sink.on_delta = world.abort
     world.submit(long_task())
@@ -129,8 +129,8 @@ def test_a_request_may_be_aborted_by_its_own_delta() -> None:
     assert world.sink.ended == {}
 
 
-def test_stopping_a_waiting_request_tells_its_start_and_its_empty_end() -> None:
-    """It holds nothing, yet its listener hears what every other hears."""
+def test_stopping_a_waiting_request_emits_its_start_and_its_empty_result() -> None:
+    """The sink receives `started` and `done`, as for every other request."""
     world = World(num_rows=1)
     world.submit(long_task())
     waiting = world.submit(long_task())
@@ -147,7 +147,7 @@ def test_stopping_a_waiting_request_tells_its_start_and_its_empty_end() -> None:
 @pytest.mark.parametrize("num_steps", range(1, 8))
 @pytest.mark.parametrize("depth", [1, 2])
 def test_stopping_after_any_step_ends_with_what_was_committed(num_steps: int, depth: int) -> None:
-    """The result is at hand at once; row and pages go behind the last launch in flight."""
+    """The result comes at once; row and pages are released after the last launch in flight."""
     world = World(depth=depth)
     sequence, other = world.submit(long_task()), world.submit(long_task())
     world.steps(num_steps)
@@ -162,7 +162,7 @@ def test_stopping_after_any_step_ends_with_what_was_committed(num_steps: int, de
 
 
 def test_a_request_may_be_stopped_by_its_own_delta() -> None:
-    """The listener may end a request while it is being told about it."""
+    """The sink may stop a request in `delta`."""
     world = World()
     world.sink.on_delta = lambda sequence: world.scheduler.stop(sequence.request.request_id)
     world.submit(long_task())
@@ -183,11 +183,11 @@ def test_unknown_and_ended_requests_can_be_stopped() -> None:
     world.check_rest()
 
 
-# ---------------------------------------------------------------- by a fault, or too late
+# ---------------------------------------------------------------- by an error or a deadline
 
 
-def test_logits_that_are_not_finite_fail_their_row_only() -> None:
-    """The batch mate answers as if nothing had happened."""
+def test_non_finite_logits_fail_their_own_request_only() -> None:
+    """Another request in the batch is not affected."""
     world = World(not_finite=frozenset({(0, 5)}))
     bad, good = world.submit(long_task()), world.submit(long_task())
     world.scheduler.drain()
@@ -200,22 +200,22 @@ def test_logits_that_are_not_finite_fail_their_row_only() -> None:
 
 
 @pytest.mark.parametrize(("position", "cached_tokens"), [(9, 0), (10, 8)])
-def test_a_prefix_is_shared_no_more_when_its_prefill_gave_no_finite_logits(
+def test_a_prefix_is_invalidated_when_its_prefill_gave_non_finite_logits(
     position: int, cached_tokens: int
 ) -> None:
-    """After a bad prefill the next computes the prefix anew; a bad decode says nothing of it."""
+    """After such a prefill the next request computes the prefix; after a decode it does not."""
     world = World(not_finite=frozenset({(0, position)}))
-    bad = world.submit(long_task(), prefix_key="picture", prefix_length=8)
+    bad = world.submit(long_task(), prefix_key="image", prefix_length=8)
     world.scheduler.drain()
     assert isinstance(world.failure(bad), InternalError)
-    following = [world.submit(long_task(), prefix_key="picture", prefix_length=8) for _ in range(2)]
+    following = [world.submit(long_task(), prefix_key="image", prefix_length=8) for _ in range(2)]
     world.scheduler.drain()
     assert [sequence.pages.cached_tokens for sequence in following] == [cached_tokens, 8]
     world.check_rest()
 
 
-def test_a_task_that_raises_fails_alone() -> None:
-    """A skill's bug ends its request, and the batch mate answers."""
+def test_a_task_that_raises_fails_its_own_request_only() -> None:
+    """Another request in the batch is not affected."""
     world = World()
     bad = world.submit(FakeTask(seed=LONG_SEED, max_tokens=14, fails_at=2))
     good = world.submit(long_task())
@@ -225,13 +225,13 @@ def test_a_task_that_raises_fails_alone() -> None:
     world.check_rest()
 
 
-@pytest.mark.parametrize("ticks", [0, 3])
-def test_a_deadline_ends_waiting_and_running_requests(ticks: int) -> None:
-    """Past its deadline a request fails at the next tick; the others go on."""
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_deadline_ends_waiting_and_running_requests(num_steps: int) -> None:
+    """After its deadline a request fails in the next step; others continue."""
     world = World()
     late = world.submit(long_task(), deadline=world.clock.now() + 1.0)
     other = world.submit(long_task(), deadline=world.clock.now() + 9.0)
-    world.steps(ticks)
+    world.steps(num_steps)
     world.clock.advance(1.0)
     world.scheduler.drain()
     assert type(world.failure(late)) is DeadlineExceeded
@@ -239,8 +239,8 @@ def test_a_deadline_ends_waiting_and_running_requests(ticks: int) -> None:
     world.check_rest()
 
 
-def test_a_later_deadline_is_kept_after_an_earlier_one() -> None:
-    """Each of several deadlines is noticed in its turn."""
+def test_a_later_deadline_is_checked_after_an_earlier_one() -> None:
+    """Each of several deadlines ends its own request."""
     world = World(num_rows=1)
     world.submit(long_task(), deadline=world.clock.now() + 5.0)
     world.submit(long_task(), deadline=world.clock.now() + 2.0)

@@ -1,4 +1,4 @@
-"""Slots, order and references."""
+"""The pipeline: slots, order and references."""
 
 import pytest
 from legato_engine.scheduler.launch import LaunchKind, Phase, Plan, ScheduledSequence
@@ -39,7 +39,7 @@ def test_depth_one_has_one_launch_in_flight() -> None:
 
 
 def test_only_one_launch_waits_for_sampling() -> None:
-    """Nothing is launched ahead of an unsampled launch."""
+    """No launch follows an unsampled launch."""
     pipeline = Pipeline(2)
     launch = pipeline.launch(plan(make_sequence(0)))
     assert pipeline.unsampled() is launch
@@ -76,7 +76,7 @@ def test_the_oldest_commits_first() -> None:
 
 
 def test_an_unsampled_launch_cannot_commit() -> None:
-    """There is nothing to read before sampling."""
+    """A launch is sampled before its commit."""
     pipeline = Pipeline(2)
     launch = pipeline.launch(plan(make_sequence(0)))
     with pytest.raises(AssertionError, match="unsampled"):

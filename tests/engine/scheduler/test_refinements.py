@@ -1,4 +1,4 @@
-"""Refinements among those who decode and those who wait."""
+"""Refinements among decodes and waiting requests."""
 
 import pytest
 from legato_engine.scheduler.launch import LaunchKind, Refinement
@@ -11,13 +11,13 @@ _, PREFILL, DECODE, REFINE = LaunchKind
 
 
 def kinds(world: World) -> list[LaunchKind]:
-    """What was launched, in order."""
+    """Return the kinds of all launches, in order."""
     return [plan.kind for plan in world.runner.plans]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_refinement_alone_is_a_launch_like_any_other(depth: int) -> None:
-    """The scheduler is busy with it until it is committed, and then has its answer."""
+    """The scheduler is not idle until the refinement is committed and has its answer."""
     world = World(depth=depth)
     refinement = world.refine()
     assert not world.scheduler.idle
@@ -29,7 +29,7 @@ def test_a_refinement_alone_is_a_launch_like_any_other(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_decodes_alternate_with_refinements(depth: int) -> None:
-    """Whoever decodes waits for one at a time, and none waits for longer than a decode."""
+    """Decodes wait for one refinement at a time, and refinements for one decode."""
     world = World(depth=depth)
     world.submit(FakeTask(seed=LONG_SEED, max_tokens=14))
     world.step()
@@ -40,7 +40,7 @@ def test_decodes_alternate_with_refinements(depth: int) -> None:
 
 
 def test_a_refinement_goes_before_a_prefill() -> None:
-    """It ends a request; a prefill begins one."""
+    """A refinement ends a request, a prefill begins one."""
     world = World()
     world.submit(FakeTask(max_tokens=1))
     world.refine()
@@ -48,8 +48,8 @@ def test_a_refinement_goes_before_a_prefill() -> None:
     assert kinds(world) == [REFINE, PREFILL]
 
 
-def test_a_refinement_holds_no_row() -> None:
-    """All rows and pages may be taken by others meanwhile."""
+def test_a_refinement_needs_no_row() -> None:
+    """Sequences may use all rows and pages meanwhile."""
     world = World(num_rows=1)
     world.submit(FakeTask(seed=LONG_SEED, max_tokens=14))
     world.step()
@@ -60,14 +60,14 @@ def test_a_refinement_holds_no_row() -> None:
     world.drain()
 
 
-def test_whoever_is_told_may_ask_for_the_next() -> None:
-    """A refinement may begin inside the commit of another."""
+def test_a_completed_refinement_may_submit_the_next() -> None:
+    """A refinement may be submitted inside the commit of another."""
     world = World()
     first = world.refine()
-    told = first.done
+    first_done = first.done
 
     def done(refinement: Refinement) -> None:
-        told(refinement)
+        first_done(refinement)
         if len(world.refinements) == 1:
             world.refine()
 
@@ -76,8 +76,8 @@ def test_whoever_is_told_may_ask_for_the_next() -> None:
     assert world.refined == [0, 1]
 
 
-def test_a_picture_waits_for_its_prefill_across_a_refinement() -> None:
-    """An outline refined between two groups of crops leaves the features of both alone."""
+def test_an_image_waits_for_its_prefill_across_a_refinement() -> None:
+    """A refinement between two encodes of an image does not change its features."""
     world = World(crops_per_launch=2)
     world.submit(FakeTask(seed=LONG_SEED, max_tokens=14))
     world.step()

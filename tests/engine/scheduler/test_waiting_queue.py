@@ -1,4 +1,4 @@
-"""The waiting queue: who goes first, who may pass whom, and that nobody waits for ever."""
+"""The waiting queue: order, overtaking, and that no request starves."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from tests.fakes import FakeTask, make_sequence
 
 
 def queue_of(*sequences: Sequence, max_overtakes: int = 16, seconds: float = 1.0) -> WaitingQueue:
-    """A queue to which these were added in this order."""
+    """Return a queue to which these were added in this order."""
     queue = WaitingQueue(max_overtakes=max_overtakes, priority_seconds=seconds)
     for sequence in sequences:
         queue.add(sequence)
     return queue
 
 
-def anybody(sequence: Sequence) -> bool:
-    """Everybody fits."""
+def any_fits(sequence: Sequence) -> bool:
+    """Let every sequence fit."""
     return True
 
 
 def drained(queue: WaitingQueue) -> list[int]:
-    """Who leaves, in order, when everybody fits."""
+    """Return the order of service when every sequence fits."""
     order = []
-    while (sequence := queue.first(anybody)) is not None:
+    while (sequence := queue.first(any_fits)) is not None:
         queue.take(sequence)
         order.append(sequence.seq_id)
     return order
 
 
 def test_a_higher_priority_goes_first() -> None:
-    """Of those who came together the highest priority is served first, equals as they came."""
+    """Of simultaneous requests the highest priority is first; equal ones keep their order."""
     priorities = [0, -100, 5, 0, 100, 5]
     queue = queue_of(*(make_sequence(n, priority=each) for n, each in enumerate(priorities)))
     assert drained(queue) == [4, 2, 5, 0, 3, 1]
 
 
 def test_waiting_makes_up_for_priority() -> None:
-    """`n` steps of priority pass who came less than `n * priority_seconds` before, nobody older."""
+    """`n` steps of priority are worth arriving `n * priority_seconds` earlier, no more."""
     low = make_sequence(0, arrival=10.0)
     sooner = make_sequence(1, arrival=14.9, priority=10)
     later = make_sequence(2, arrival=15.1, priority=10)
     assert drained(queue_of(low, sooner, later, seconds=0.5)) == [1, 0, 2]
 
 
-def test_priorities_may_be_worth_nothing() -> None:
-    """With 0 seconds a step the queue is first come, first served."""
+def test_priorities_may_be_ignored() -> None:
+    """With 0 seconds per step of priority the queue is first come, first served."""
     late, early = make_sequence(0, arrival=2.0, priority=100), make_sequence(1, arrival=1.0)
     assert drained(queue_of(late, early, seconds=0.0)) == [1, 0]
 
 
-def test_who_goes_ahead_by_priority_overtakes_nobody() -> None:
-    """A request that ranks first is no overtaker, and one that blocks does not block it."""
+def test_going_first_by_priority_is_no_overtaking() -> None:
+    """A request that ranks first does not overtake, and is not blocked by a later one."""
     large, small = make_sequence(0), make_sequence(1)
     urgent = make_sequence(2, priority=1)
     queue = queue_of(large, small, max_overtakes=1)
@@ -73,19 +73,19 @@ def test_who_goes_ahead_by_priority_overtakes_nobody() -> None:
     assert queue.first(fits) is urgent
     queue.take(urgent)
     assert queue.first(fits) is None
-    assert queue.first(anybody) is large
+    assert queue.first(any_fits) is large
 
 
-def test_a_removed_sequence_overtook_nobody() -> None:
-    """Who is given up while it waits does not count against those before it."""
+def test_a_removed_sequence_does_not_overtake() -> None:
+    """A request aborted while it waits does not count as overtaking."""
     first, second, third = (make_sequence(n) for n in range(3))
     queue = queue_of(first, second, third, max_overtakes=1)
     queue.remove(second)
     assert queue.first(lambda sequence: sequence is third) is third
 
 
-def test_who_lacks_an_adapter_slot_blocks_only_adapters() -> None:
-    """Those without one pass, however many and however often; those with one wait their turn."""
+def test_a_missing_adapter_slot_blocks_only_adapters() -> None:
+    """Sequences without an adapter overtake without limit; ones with an adapter are blocked."""
     lacking = [make_sequence(n, adapter="x") for n in range(3)]
     served, plain = make_sequence(3, adapter="y"), make_sequence(4)
     queue = queue_of(*lacking, served, plain, max_overtakes=1)
@@ -93,30 +93,30 @@ def test_who_lacks_an_adapter_slot_blocks_only_adapters() -> None:
     def lacks_slot(sequence: Sequence) -> bool:
         return sequence.adapter.key == "x"
 
-    assert queue.first(anybody, lacks_slot) is served
+    assert queue.first(any_fits, lacks_slot) is served
     queue.take(served)
     other = make_sequence(5, adapter="y")
     queue.add(other)
-    assert queue.first(anybody, lacks_slot) is plain, "overtaken once, adapters wait"
+    assert queue.first(any_fits, lacks_slot) is plain, "overtaken once, adapters wait"
     queue.take(plain)
-    assert queue.first(anybody, lacks_slot) is None
+    assert queue.first(any_fits, lacks_slot) is None
     queue.add(make_sequence(6))
     assert queue.first(lambda s: s is not lacking[0], lacks_slot) is not None
-    assert queue.first(anybody) is lacking[0], "a slot is free again"
+    assert queue.first(any_fits) is lacking[0], "a slot is free again"
 
 
 def test_adapters_beyond_the_slots_take_turns() -> None:
-    """More adapters than slots are all served, while others with and without one come and go."""
+    """More adapters than slots are all served, among requests with and without adapters."""
     world = World(num_adapter_slots=1, num_rows=3, max_overtakes=2)
     for number in range(24):
         world.submit(FakeTask(seed=1, max_tokens=6), adapter=("x", "", "y", "x")[number % 4])
     world.drain()
     started = [int(name[1:]) for name in world.sink.started_ids]
     adapted = [number for number in started if number % 4 != 1]
-    assert started != sorted(started), "somebody went ahead of who lacked a slot"
-    assert max(number - place for place, number in enumerate(adapted)) <= 2 * 24 // 4
+    assert started != sorted(started), "no request overtook one without a slot"
+    assert max(number - index for index, number in enumerate(adapted)) <= 2 * 24 // 4
     writes = [row for plan in world.runner.plans for row in plan.rows if row.work.write_adapter]
-    assert len(writes) < len(adapted), "an adapter that stands in its slot is not written again"
+    assert len(writes) < len(adapted), "an adapter was written again although it was in its slot"
 
 
 sequences = st.lists(
@@ -130,7 +130,7 @@ sequences = st.lists(
 def test_positions_and_counts_are_those_of_a_sorted_list(
     drawn: list[tuple[int, int, str]], taken: list[int]
 ) -> None:
-    """Order, positions and the tenants' counts agree with a plain list, whoever leaves."""
+    """Order, positions and counts by tenant agree with a sorted list, whatever is removed."""
     made = [
         make_sequence(n, priority=priority, arrival=float(arrival), tenant=tenant)
         for n, (priority, arrival, tenant) in enumerate(drawn)
@@ -161,11 +161,11 @@ def test_positions_and_counts_are_those_of_a_sorted_list(
     every=st.floats(0.05, 1.0),
     large=st.booleans(),
 )
-def test_nobody_starves(flood: int, priority: int, every: float, large: bool) -> None:
-    """A stream of higher priorities that never ends passes one below only for so long.
+def test_no_request_starves(flood: int, priority: int, every: float, large: bool) -> None:
+    """An endless stream of higher priorities overtakes a low one only for a limited time.
 
-    One of them is served whenever the next one comes. The low one, even where it does not fit while
-    others may pass it, goes before all who arrive later than what their priority is worth.
+    One of them is served per arrival. The low one, even if it does not fit while others may
+    overtake it, is served before all that arrive later than their priority is worth.
     """
     flood_priority = max(flood, priority + 1)
     low = make_sequence(0, arrival=0.0, priority=priority)
@@ -185,8 +185,8 @@ def test_nobody_starves(flood: int, priority: int, every: float, large: bool) ->
     raise AssertionError("the low one was never served")
 
 
-def test_a_tenant_has_its_own_share() -> None:
-    """QUOTA_EXCEEDED names the quota and the tenant; other tenants still get in."""
+def test_a_tenant_has_its_own_quota() -> None:
+    """QUOTA_EXCEEDED names quota and tenant; other tenants are still admitted."""
     world = World(max_waiting_per_tenant=2)
     for tenant in ("a", "", "a", ""):
         world.submit(tenant=tenant)
@@ -201,14 +201,14 @@ def test_a_tenant_has_its_own_share() -> None:
             "retry_after_ms": "1",
         }
     world.submit(tenant="b")
-    world.step()  # the first of "a" runs now, and waits no more
+    world.step()  # the first of "a" runs now
     world.submit(tenant="a")
     world.scheduler.drain()
     world.check_rest()
 
 
-def test_a_high_priority_is_not_refused_for_those_behind_it() -> None:
-    """Whether a deadline can be met is judged by who goes first, not by the whole queue."""
+def test_a_deadline_is_judged_by_the_requests_ahead() -> None:
+    """A high priority is not refused because of requests after it in the queue."""
     world = World(num_rows=1)
     world.submit(FakeTask(max_tokens=1))
     world.step()

@@ -11,7 +11,7 @@ MS = 1_000_000
 
 
 def make_step(index, *, rows=2, kind=LaunchKind.DECODE, zombies=0, drafted=0, accepted=0, riding=0):
-    """A step of 10 ms: forward 0-6, sampling 7-8, copy until 8.5, host work of 1 ms in all."""
+    """Return a step of 10 ms: forward 0-6, sampling 7-8, copy until 8.5, host work of 1 ms."""
     at = index * 10 * MS
     plan = Plan(kind, tuple(ScheduledSequence(make_sequence(i), 1) for i in range(rows)), riding)
     record = StepRecord(

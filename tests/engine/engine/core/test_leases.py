@@ -1,4 +1,4 @@
-"""Pictures that callers have the engine hold."""
+"""Leases of images in the engine."""
 
 import math
 import time
@@ -9,8 +9,8 @@ from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageDropped
 from tests.engine.engine.core.world import GatedFrontend, World, png
 
 
-def test_a_held_picture_answers_as_its_bytes_do(world):
-    """Uploading a picture and naming it gives what sending it gives; dropped, it is unknown."""
+def test_a_leased_image_gives_the_result_of_its_bytes(world):
+    """A leased image named by its id gives the result of its bytes; once dropped, it is unknown."""
     world.submit("a", DetectTask(object="x"), world.encoded(png()), cache_image=False)
     (by_bytes,) = world.run("a")
     named = CachedImage(image_id=world.hold(png()).image.image_id)
@@ -25,16 +25,16 @@ def test_a_held_picture_answers_as_its_bytes_do(world):
     assert type(world.error("c")).__name__ == "ImageNotFound"
 
 
-def test_a_running_request_keeps_its_picture(world):
-    """A picture that is dropped while a request waits for it answers that request all the same."""
+def test_a_running_request_keeps_its_image(world):
+    """A request keeps its image when that is dropped before the request runs."""
     named = CachedImage(image_id=world.hold(png()).image.image_id)
     world.submit("a", DetectTask(object="x"), named)
     world.core.drop(DropImage(request_id="d", image_id=named.image_id, owner="me"))
     assert isinstance(world.run("a")[0], Done)
 
 
-def test_the_loop_wakes_for_the_end_of_a_hold(world):
-    """An idle engine lets a picture go when its time is over, and not only when it is asked."""
+def test_the_loop_wakes_for_the_end_of_a_lease(world):
+    """An idle engine frees an image at the end of its lease."""
     held = world.hold(png(), ttl=0.05)
     assert world.core.next_deadline() == held.until
     assert world.core.load().images_cached == 1
@@ -45,8 +45,8 @@ def test_the_loop_wakes_for_the_end_of_a_hold(world):
     assert world.core.next_deadline() == math.inf
 
 
-def test_a_hold_ends_on_time_however_late_the_loop_is(world):
-    """Who asks behind the end is told so, also where the loop has not come round since."""
+def test_a_lease_ends_on_time_however_late_the_loop_is(world):
+    """A request after the expiry gets `ImageNotFound` even if the loop has not run since."""
     held = world.hold(png(), ttl=0.05)
     while time.monotonic() < held.until:
         time.sleep(0.01)
@@ -54,8 +54,8 @@ def test_a_hold_ends_on_time_however_late_the_loop_is(world):
     assert type(world.error("late")).__name__ == "ImageNotFound"
 
 
-def test_holds_wait_in_the_same_queue(assembly):
-    """Pictures to be held are refused like requests when too many of both wait."""
+def test_leases_wait_in_the_same_queue(assembly):
+    """Pending leases count against the queue limit like requests."""
     world = World(assembly, max_waiting=1, preprocess_threads=1)
     gated = GatedFrontend(assembly.frontend)
     world.core._preprocessor._frontend = gated

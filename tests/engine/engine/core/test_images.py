@@ -1,4 +1,4 @@
-"""Pictures of requests: known, new, kept and let go."""
+"""Images of requests: cached, new, kept and freed."""
 
 import dataclasses
 import gc
@@ -24,8 +24,8 @@ from tests.engine.engine.core.world import EITHER_KIND, GatedFrontend, World, pn
 
 
 @EITHER_KIND
-def test_picture_is_cached_by_content_and_by_id(world):
-    """The same bytes, and the id that was given for them, are hits with the same answer."""
+def test_image_is_cached_by_content_and_by_id(world):
+    """The same bytes and their id are hits with the same result."""
     world.submit("a", DetectTask(object="x"), world.encoded(png()))
     (first,) = world.run("a")
     world.submit("b", DetectTask(object="x"), world.encoded(png()))
@@ -39,8 +39,8 @@ def test_picture_is_cached_by_content_and_by_id(world):
 
 
 @pytest.mark.parametrize("by", ["bytes", "id"])
-def test_a_known_picture_needs_no_thread(world, by):
-    """With nothing to run, a request on a known picture is ready when it has been submitted."""
+def test_a_known_image_needs_no_thread(world, by):
+    """In an idle engine, a request on a cached image is scheduled by `submit`."""
     world.submit("a", DetectTask(object="x"), world.encoded(png()))
     (first,) = world.run("a")
     while world.core.busy:
@@ -53,8 +53,8 @@ def test_a_known_picture_needs_no_thread(world, by):
     assert world.of("b", Started)
 
 
-def test_bytes_are_not_hashed_between_ticks(world):
-    """While others run, a picture's bytes are left to a thread, also when they are known."""
+def test_bytes_are_not_hashed_between_steps(world):
+    """While other requests run, a thread hashes the bytes, even those of a cached image."""
     world.submit("a", DetectTask(object="x"), world.encoded(png()))
     (first,) = world.run("a")
     while world.core.busy:
@@ -69,8 +69,8 @@ def test_bytes_are_not_hashed_between_ticks(world):
     assert done.result == first.result
 
 
-def test_uncached_picture_leaves_nothing(world):
-    """With cache_image off neither the picture nor its prefix is kept."""
+def test_uncached_image_leaves_nothing(world):
+    """Without `cache_image` neither the image nor its prefix is kept."""
     world.submit("a", DetectTask(object="x"), world.encoded(png()), cache_image=False)
     (done,) = world.run("a")
     assert world.core.load().images_cached == 0
@@ -80,8 +80,8 @@ def test_uncached_picture_leaves_nothing(world):
     assert type(world.error("b")).__name__ == "ImageNotFound"
 
 
-def test_raw_picture_answers_like_its_file(world):
-    """Raw pixels and the PNG of them are the same picture."""
+def test_raw_image_answers_like_its_file(world):
+    """Raw pixels and their PNG give the same result."""
     data = png()
     pixels = np.asarray(Image.open(io.BytesIO(data)))
     raw = RawImage(
@@ -97,8 +97,8 @@ def test_raw_picture_answers_like_its_file(world):
     assert raw_done.result == png_done.result
 
 
-def test_oriented_picture(world):
-    """ImageInfo gives the size as displayed."""
+def test_oriented_image(world):
+    """`ImageInfo` has the displayed size."""
     exif = Image.Exif()
     exif[0x0112] = 6
     world.submit("r", CaptionTask(), world.encoded(png(exif=exif.tobytes())))
@@ -107,23 +107,23 @@ def test_oriented_picture(world):
 
 
 class WatchedFrontend(GatedFrontend):
-    """A frontend that knows which of its pictures are still in memory."""
+    """A frontend that knows which of its images are still in memory."""
 
     def __init__(self, frontend):
         super().__init__(frontend)
-        self.pictures = []
+        self.images = []
         self.gate.set()
 
     def prepare_image(self, *arguments):
-        """Remember the picture without holding it."""
+        """Keep a weak reference to the image."""
         image = super().prepare_image(*arguments)
-        self.pictures.append(weakref.ref(image.pixels.pixels_NHWC))
+        self.images.append(weakref.ref(image.pixels.pixels_NHWC))
         return image
 
 
 @pytest.mark.parametrize("question", ["hello", "too long " * 2000], ids=["answered", "refused"])
-def test_a_picture_goes_with_its_request(assembly, question):
-    """Nothing but a cache holds a picture when its request has ended, not even as garbage."""
+def test_an_image_is_freed_with_its_request(assembly, question):
+    """Only a cache keeps an image after its request has ended, not even a garbage cycle."""
     frontend = WatchedFrontend(assembly.frontend)
     world = World(dataclasses.replace(assembly, frontend=frontend))
     gc.disable()
@@ -131,6 +131,6 @@ def test_a_picture_goes_with_its_request(assembly, question):
         world.submit("r", QueryTask(question=question), world.encoded(png()), cache_image=False)
         world.run("r")
         world.close()  # the threads that prepared it have ended, too
-        assert [picture() for picture in frontend.pictures] == [None]
+        assert [image() for image in frontend.images] == [None]
     finally:
         gc.enable()
