@@ -79,7 +79,6 @@ def _files(path: Path) -> tuple[Path, ...]:
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
-    """List the existing files that an index names."""
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         files = tuple(index.parent / Path(name).name for name in names)

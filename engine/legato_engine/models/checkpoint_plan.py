@@ -99,7 +99,6 @@ def _problems(moves: Iterable[Move], expected: Mapping[str, torch.Tensor]) -> li
 
 
 def _of_parameter(name: str, given: list[Move], wanted: torch.Tensor) -> list[str]:
-    """List the problems of the tensors for one parameter."""
     full = tuple(wanted.shape)
     if not given:
         return [f"{name}: missing, expected {list(full)}"]

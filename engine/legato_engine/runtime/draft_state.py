@@ -151,5 +151,4 @@ class DraftState:
 
 
 def _powers(limit: int) -> list[int]:
-    """Powers of two below `limit`."""
     return [1 << bit for bit in range(limit.bit_length()) if 1 << bit < limit]

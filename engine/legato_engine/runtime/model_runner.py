@@ -229,7 +229,6 @@ class ModelRunner:
         return self._resources.rank(max((row.sequence.adapter.rank for row in rows), default=0))
 
     def _grow(self, index: int, decodes: Sequence[ScheduledSequence]) -> None:
-        """Add the pages to the page table that these decodes are the first to use."""
         slot = self._slots[index]
         if self._staging.grown(slot, decodes):
             slot.grown.upload(self._device.compute)
@@ -251,7 +250,6 @@ def _by_row(
 
 
 def _needs(rows: Sequence[ScheduledSequence]) -> tuple[bool, bool, bool]:
-    """Whether any row is not greedy, has a payload, wants log-probabilities."""
     sampled = payload = logprobs = False
     for row in rows:
         task = row.sequence.task

@@ -131,7 +131,6 @@ def _frontend(
 
 
 def _limited(config: DecoderConfig, max_context: int) -> DecoderConfig:
-    """Limit the context, by default to `DEFAULT_CONTEXT`."""
     wanted = max_context or min(config.max_context, DEFAULT_CONTEXT)
     if not 2 <= wanted <= config.max_context:
         raise InvalidField(

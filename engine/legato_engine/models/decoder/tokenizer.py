@@ -85,7 +85,6 @@ def _parse(data: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
 
 
 def _decoders(data: dict[str, Any]) -> set[str]:
-    """List the types of the decoder's steps."""
     decoder = data.get("decoder") or {}
     return {step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step}
 

@@ -79,7 +79,6 @@ def _scale(_name: str, shape: torch.Size) -> float:
 
 
 def _parts(network: DecoderNetwork) -> dict[str, _Part]:
-    """Map stored names to places for all of the network's tensors."""
     packed = {name: m for name, m in network.named_modules() if isinstance(m, PackedLinear)}
     parts: dict[str, _Part] = {}
     for name, tensor in network.state_dict().items():

@@ -103,7 +103,6 @@ def find(source: ModelSource) -> ModelBundle:
 
 
 def _read_shipped(source: ModelSource, _: Preset) -> MoondreamBundle:
-    """Read a folder with a configuration beside the weights."""
     folder = Path(source.weights) if source.weights else shipped("legato_tiny")
     try:
         config = parse_config((folder / "config.json").read_bytes())
@@ -138,7 +137,6 @@ def _bundle(
 
 
 def _limited(config: MoondreamConfig, max_context: int) -> MoondreamConfig:
-    """Limit the context; 0: the model's own."""
     if not max_context:
         return config
     if not config.prefix_length < max_context <= config.text.max_context:

@@ -212,7 +212,6 @@ def tiny_random3_config() -> MoondreamConfig:
 
 
 def _stand_in_templates() -> Templates:
-    """Make templates of single letters of the stand-in tokenizer."""
     return Templates(
         caption=CaptionTemplates(
             short=(1, 120, 2, 136, 3), normal=(1, 120, 2, 131, 3), long=(1, 120, 2, 129, 3)

@@ -65,7 +65,6 @@ class Region(nn.Module):
         return _logprobs(self._size_logits(hidden_TD), bin_T2).sum(-1)
 
     def _coord_logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, bins]."""
         logits_TN: torch.Tensor = self.coord_decoder(self._normed(hidden_TD))
         return logits_TN
 

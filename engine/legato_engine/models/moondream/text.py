@@ -78,7 +78,6 @@ class TextBlock(nn.Module):
         self._write(self._norm(terms)[1], where, positions_T, cache)
 
     def _norm(self, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream and its norm."""
         if len(terms) == 1:
             return terms[0], self.ln(terms[0])
         return row_ops.add3_norm(*terms, self.ln)
@@ -90,7 +89,6 @@ class TextBlock(nn.Module):
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> Heads:
-        """Return queries, keys and values; write the latter two."""
         qkv: torch.Tensor = self.attn.qkv(normed)
         qkv_T3HE = qkv.view(normed.shape[0], 3, cache.k_NHSE.shape[1], -1)
         if self.attn.tau is not None:
@@ -194,7 +192,6 @@ class Text(nn.Module):
         return logits_BV.float()
 
     def _cache(self, terms: Terms, where: ops.Span, positions_T: torch.Tensor, kv: KVCache) -> None:
-        """Write the last block's keys and values."""
         last = len(self.blocks) - 1
         block = self.blocks[last]
         assert isinstance(block, TextBlock), "a decoder has one kind of block"

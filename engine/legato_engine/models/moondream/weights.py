@@ -66,7 +66,6 @@ def random_weights(
 
 
 def _uses_kv_scales(stored: Sequence[Header], num_layers: int, kv_dtype: str) -> bool:
-    """Whether keys and values are stored in e4m3, by the checkpoint's scales."""
     if kv_dtype == "model":
         return False
     missing = layouts.missing_kv_scales(stored, num_layers)
@@ -84,7 +83,6 @@ def _uses_kv_scales(stored: Sequence[Header], num_layers: int, kv_dtype: str) ->
 
 
 def _check_kv_scales(network: Network) -> None:
-    """Check that scales are positive and finite."""
     scale_L2 = network.text.kv_scales()
     if scale_L2 is None:
         return

@@ -98,7 +98,6 @@ def _tangents(closed: Points, cuts: Sequence[int], *, smooth: bool) -> list[tupl
 
 
 def _strokes(points: Points, out: Points, back: Points, tolerance: float) -> list[Stroke]:
-    """Fit strokes to points; both ends are exact."""
     chord = points[-1] - points[0]
     offset = points - points[0]
     length = np.hypot(*chord)

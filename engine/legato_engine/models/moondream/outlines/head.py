@@ -199,7 +199,6 @@ class Head(nn.Module):
         return logits, self.iou_head(tokens_BQE[:, self._num_masks])
 
     def _masks(self, tokens_BME: torch.Tensor, upsampled_BCYX: torch.Tensor) -> torch.Tensor:
-        """[B, M, Y, X] masks of the upsampled image."""
         cells_BPC = upsampled_BCYX.flatten(2).transpose(1, 2)
         query_BMC = self.final_q_proj(tokens_BME)
         seen = self.final_attn_up(self.final_norm_up(query_BMC), cells_BPC, cells_BPC)
@@ -210,7 +209,6 @@ class Head(nn.Module):
 
 
 def _mlp(*dims: int) -> nn.Sequential:
-    """Stack linear layers with gelus between them."""
     layers: list[nn.Module] = []
     for first, second in pairwise(dims):
         layers += [nn.Linear(first, second), nn.GELU()]
@@ -218,7 +216,6 @@ def _mlp(*dims: int) -> nn.Sequential:
 
 
 def _mask_encoder(dim: int) -> nn.Sequential:
-    """Halve the resolution four times, by `conv1` to `conv4`."""
     encoder, channels = nn.Sequential(), 1
     for number, (part, groups) in enumerate(_MASK_CHANNELS, start=1):
         halving = nn.Conv2d(channels, dim // part, 3, stride=2, padding=1)

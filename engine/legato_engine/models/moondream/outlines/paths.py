@@ -66,7 +66,6 @@ def _count(
 
 
 def _strokes(path: str) -> Iterator[tuple[str, list[float]]]:
-    """Split a path into commands with one group of numbers each."""
     command, numbers = "", list[float]()
     for piece in _PIECE.findall(path):
         if piece.isalpha():

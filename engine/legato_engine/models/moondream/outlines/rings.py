@@ -90,7 +90,6 @@ def _any_of_three(mask_HW: Mask, axis: int) -> Mask:
 def _following(
     starts: npt.NDArray[np.int64], turns: npt.NDArray[np.int64], side: int
 ) -> npt.NDArray[np.int64]:
-    """Return the index of the step that follows each step."""
     keys = _keys(starts, turns, side)
     order = np.argsort(keys)
     ends = starts + _STEPS[turns]

@@ -68,7 +68,6 @@ def _read(path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _sizes(path: Path, stored: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """Return width and number of masks."""
     tokens = stored.get("mask_tokens")
     if tokens is None or tokens.dim() != 2:
         return _DIM, _NUM_MASKS
