@@ -15,7 +15,7 @@ from torch import nn
 
 from legato_engine.errors import InvalidField
 from legato_engine.models.checkpoint_files import Header, opened
-from legato_engine.models.checkpoint_plan import Move, Place, Rename, dtype_name, plan
+from legato_engine.models.checkpoint_plan import Destination, Move, Rename, dtype_name, plan
 
 _MAPPED_BYTES = 16 * 2**20  # of a mapping, unless one tensor is larger
 _GIB = 2**30
@@ -45,7 +45,7 @@ def load(
     for part in _mappings(moves):
         with opened(part[0].header.file) as stored:
             for move in part:
-                _carry(network, move.place, stored(move.header.name), device)
+                _carry(network, move.destination, stored(move.header.name), device)
                 meter.add(move.header.num_bytes)
     meter.finish()
 
@@ -147,15 +147,19 @@ def _mappings(moves: Sequence[Move]) -> Iterator[list[Move]]:
         yield part
 
 
-def _carry(network: nn.Module, place: Place, stored: torch.Tensor, device: torch.device) -> None:
+def _carry(
+    network: nn.Module, destination: Destination, stored: torch.Tensor, device: torch.device
+) -> None:
     """Copy a tensor to the device as stored, and cast it there into the parameter or its rows."""
-    path, _, leaf = place.name.rpartition(".")
+    path, _, leaf = destination.name.rpartition(".")
     module = network.get_submodule(path)
     if getattr(module, leaf).is_meta:
-        assign(network, place.name, torch.empty_like(getattr(module, leaf), device=device))
+        assign(network, destination.name, torch.empty_like(getattr(module, leaf), device=device))
     target: torch.Tensor = getattr(module, leaf)
-    source = stored.t() if place.transposed else stored.flatten() if place.flat else stored
-    if place.first_row is not None:
-        target = target[place.first_row : place.first_row + source.shape[0]]
+    source = (
+        stored.t() if destination.transposed else stored.flatten() if destination.flat else stored
+    )
+    if destination.first_row is not None:
+        target = target[destination.first_row : destination.first_row + source.shape[0]]
     with torch.no_grad():
         target.copy_(source.to(device))

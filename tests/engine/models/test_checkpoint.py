@@ -12,7 +12,7 @@ import torch
 from legato_engine.errors import InvalidField
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint_files import headers
-from legato_engine.models.checkpoint_plan import Place
+from legato_engine.models.checkpoint_plan import Destination
 from safetensors.torch import save_file
 from torch import nn
 
@@ -145,9 +145,9 @@ def test_names_rows_and_axes_follow_the_layout(tensors, tmp_path):
 
     def layout(name):
         known = {
-            "upper": Place("table", first_row=0),
-            "lower": Place("table", first_row=3),
-            "old.layers.1.weight": Place("layers.1.weight", transposed=True),
+            "upper": Destination("table", first_row=0),
+            "lower": Destination("table", first_row=3),
+            "old.layers.1.weight": Destination("layers.1.weight", transposed=True),
             "rope.inv_freq": None,
         }
         return known.get(name, name.removeprefix("old."))
@@ -194,7 +194,7 @@ def test_two_names_of_one_parameter_are_named(tensors, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("places", "problem"),
+    ("rows", "problem"),
     [
         (
             {"upper": 0, "lower": 2},
@@ -207,15 +207,15 @@ def test_two_names_of_one_parameter_are_named(tensors, tmp_path):
         ),
     ],
 )
-def test_rows_that_do_not_make_a_parameter_are_named(tensors, tmp_path, places, problem):
+def test_rows_that_do_not_make_a_parameter_are_named(tensors, tmp_path, rows, problem):
     """Parts must not overlap, leave rows out or exceed the parameter."""
     first, second = tensors.pop("table").split([3, 4])
     path = write_single(tensors | {"upper": first.clone(), "lower": second.clone()}, tmp_path)
 
     def layout(name):
-        if name not in places:
+        if name not in rows:
             return name
-        return None if places[name] is None else Place("table", places[name])
+        return None if rows[name] is None else Destination("table", rows[name])
 
     assert problems(path, layout) == [problem]
 

@@ -18,7 +18,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.layers.linear import PackedLinear
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint_files import Header, headers, opened
-from legato_engine.models.checkpoint_plan import Place
+from legato_engine.models.checkpoint_plan import Destination
 from legato_engine.models.decoder.network import DecoderNetwork
 
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # in old checkpoints; `Rope` computes it
@@ -27,9 +27,9 @@ _GAINS = re.compile(r"norm\.weight$")
 
 
 class _Part(NamedTuple):
-    """A stored tensor's place, and the rows that it fills there."""
+    """A stored tensor's destination, and the rows that it fills there."""
 
-    place: Place
+    destination: Destination
     num_rows: int
 
 
@@ -52,10 +52,10 @@ def load_weights(
     if network.config.tied_head:
         _check_tied(stored, network.checkpoint_name("embed_tokens.weight"))
 
-    def rename(name: str) -> str | Place | None:
+    def rename(name: str) -> str | Destination | None:
         if _DERIVED.search(name) or (name == _HEAD and network.config.tied_head):
             return None
-        return parts[name].place if name in parts else name
+        return parts[name].destination if name in parts else name
 
     checkpoint.load(network, stored, rename, device, memory=memory, progress=progress)
     return network.eval()
@@ -84,12 +84,12 @@ def _parts(network: DecoderNetwork) -> dict[str, _Part]:
     for name, tensor in network.state_dict().items():
         module, _, kind = name.rpartition(".")
         if module not in packed:
-            parts[network.checkpoint_name(name)] = _Part(Place(name), tensor.shape[0])
+            parts[network.checkpoint_name(name)] = _Part(Destination(name), tensor.shape[0])
             continue
         parent, row = module.rpartition(".")[0], 0
         for part, num_rows in packed[module].parts.items():
             stored = network.checkpoint_name(f"{parent}.{part}.{kind}")
-            parts[stored] = _Part(Place(name, row), num_rows)
+            parts[stored] = _Part(Destination(name, row), num_rows)
             row += num_rows
     return parts
 
@@ -98,7 +98,7 @@ def _check_rows(stored: Sequence[Header], parts: dict[str, _Part]) -> None:
     """Check sizes, because a part with too many rows would overwrite the next one."""
     for header in stored:
         part = parts.get(header.name)
-        if part is None or part.place.first_row is None:
+        if part is None or part.destination.first_row is None:
             continue
         if header.shape[:1] != (part.num_rows,):
             shape = f"shape {list(header.shape)}, expected {part.num_rows} rows"

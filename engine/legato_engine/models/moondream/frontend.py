@@ -1,4 +1,4 @@
-"""Moondream's half that never touches the device: pictures and skills."""
+"""The Moondream frontend: images, prompts and tasks."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from legato_engine.models.checkpoint_files import Header
-from legato_engine.models.checkpoint_plan import Place, Rename
+from legato_engine.models.checkpoint_plan import Destination, Rename
 
 _TOWER = r"vision_encoder\.encoder\.model\.visual\."
 _LAYER = r"text_model\.transformer\.h\.(\d+)\."
@@ -56,21 +56,21 @@ _TAU_HALF = re.compile(r"(text\.blocks\.\d+\.attn\.tau\.)w([qv])")
 
 
 def rename(num_heads: int, *, kv_scales: bool = False) -> Rename:
-    """Map stored names to places; without `kv_scales`, scales of keys and values are unused."""
+    """Map stored names to destinations; without `kv_scales`, those scales are unused."""
 
-    def place(stored: str) -> str | Place | None:
+    def destination(stored: str) -> str | Destination | None:
         name = _plain(stored)
         if scale := _KV_SCALE.fullmatch(name):
             ours = f"text.blocks.{scale[1]}.attn.{scale[2]}"
-            return Place(ours, flat=True) if kv_scales else None
+            return Destination(ours, flat=True) if kv_scales else None
         if name in _TABLES:
-            return Place(_TABLES[name], transposed=True)
+            return Destination(_TABLES[name], transposed=True)
         name = _by_rule(name)
         if half := _TAU_HALF.fullmatch(name):
-            return Place(f"{half[1]}wqwv", first_row=0 if half[2] == "q" else num_heads)
+            return Destination(f"{half[1]}wqwv", first_row=0 if half[2] == "q" else num_heads)
         return name
 
-    return place
+    return destination
 
 
 def has_fp8_experts(headers: Iterable[Header]) -> bool:

@@ -44,7 +44,7 @@ def load_head(path: Path, vision: VisionConfig, like: torch.Tensor) -> Head:
         raise _unusable(path, f"is no refiner for this model: {error}") from None
     for move in moves:
         tensor = stored[move.header.name].to(like.device, like.dtype, copy=True)
-        checkpoint.assign(head, move.place.name, tensor)
+        checkpoint.assign(head, move.destination.name, tensor)
     return head.eval()
 
 
