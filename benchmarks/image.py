@@ -1,6 +1,6 @@
-"""The way of a picture, stage by stage: hash, decode, resize and tile, and what the device does.
+"""The stages of an image: hash, decode, resize and tile, and the work on the device.
 
-Shape legend: H, W and C rows, columns and channels of a picture, N crops, T patches of a crop,
+Shape legend: H, W and C rows, columns and channels of an image, N crops, T patches of a crop,
 P values of a patch, V the 256 levels of a channel.
 """
 
@@ -35,10 +35,10 @@ Stages = dict[str, float | None]
 
 
 def host_stages(jpeg: bytes, config: VisionConfig, repeats: int) -> Stages:
-    """Medians in ms of what one core does before the device sees anything.
+    """Return medians in ms of the work of one core before the device starts.
 
-    Decoding three times: as fast as it goes; after a pause, as a lone caller's picture meets the
-    core; and after a pause into memory that nobody touched before.
+    Decoding is measured three times: back to back; after a pause, as for a single caller; and after
+    a pause into memory that was never touched before.
     """
     memory = PixelMemory(host_slab(3 * MAX_PIXELS))
     fresh: list[Pixels] = []
@@ -62,9 +62,9 @@ def host_stages(jpeg: bytes, config: VisionConfig, repeats: int) -> Stages:
 def device_stages(
     assembly: Assembly, pixels_HWC: Pixels, config: VisionConfig, repeats: int
 ) -> Stages:
-    """Medians in ms on the device; a stage that this device or picture does not have is None.
+    """Return medians in ms on the device; None for a stage that this device or image lacks.
 
-    `picture to embeddings` is the model's own way from what its frontend prepares.
+    `picture to embeddings` is the model's own path from the frontend's output.
     """
     height, width = pixels_HWC.shape[:2]
     key = content_key(pixels_HWC.tobytes())
@@ -77,7 +77,7 @@ def device_stages(
 
 
 def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> float:
-    """The tower and the projection without graphs."""
+    """Measure tower and projection without graphs."""
     device, model, count = assembly.device, assembly.model, prepared.num_crops
     if count == 0:
         return device_ms(device, lambda: model.prefix_embeddings(prepared), repeats)
@@ -98,7 +98,7 @@ def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> floa
 def _cut_stages(
     assembly: Assembly, pixels_HWC: Pixels, config: VisionConfig, repeats: int
 ) -> Stages:
-    """Upload and the kernels that resize, cut and patch, where there are any."""
+    """Measure the upload and the kernels that resize, cut and patch, where there are any."""
     device = assembly.device
     height, width = pixels_HWC.shape[:2]
     tiling = select_tiling(height, width, config)
@@ -126,7 +126,7 @@ def _cut_stages(
 
 
 def host_ms(work: Callable[[], object], repeats: int, pause: float = 0.0) -> float:
-    """Median milliseconds of `work` on this thread, `pause` seconds before each.
+    """Return median milliseconds of `work` on this thread, `pause` seconds before each.
 
     One run before them is not counted.
     """
@@ -140,7 +140,7 @@ def host_ms(work: Callable[[], object], repeats: int, pause: float = 0.0) -> flo
 
 
 def device_ms(device: Device, work: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds between two events of the compute stream around `work`."""
+    """Return median milliseconds between two events of the compute stream around `work`."""
 
     def enqueue() -> None:
         work()
@@ -156,7 +156,7 @@ def device_ms(device: Device, work: Callable[[], object], repeats: int) -> float
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure every size and record; without `--device-stages` the host's part alone."""
+    """Measure every size and record; without `--device-stages` only the host stages."""
     arguments = _parse(argv)
     bundle = registry.resolve(arguments.model, random_weights=True)
     vision = bundle.config.vision
@@ -188,8 +188,8 @@ def main(argv: Sequence[str]) -> int:
         ]
         for row in rows
     ]
-    heads = ("picture", "tiles", "JPEG kB", *(f"{name}, ms" for name in names))
-    title = f"The way of a picture: {bundle.config.name} on {arguments.device}, one host thread"
+    heads = ("image", "tiles", "JPEG kB", *(f"{name}, ms" for name in names))
+    title = f"Stages of an image: {bundle.config.name} on {arguments.device}, one host thread"
     figures = {"model": bundle.config.name, "rows": rows, "failures": failures}
     record.write(arguments.name, title, figures, [record.table(heads, cells)])
     return 1 if failures else 0

@@ -49,7 +49,9 @@ class Provenance:
 def of_tree(root: Path = ROOT) -> Provenance:
     """Find the commit of the tree at `root`, by git or by its stamp."""
     if (root / ".git").exists():
-        return _by_git(root)
+        provenance = _by_git(root)
+        if provenance.commit:  # a copied .git file may point to a repository that is not here
+            return provenance
     stamp = root / STAMP
     return _by_stamp(root, stamp.read_text()) if stamp.exists() else Provenance("")
 

@@ -1,4 +1,4 @@
-"""What one pipelined decode tick costs the host, on a device that does nothing."""
+"""Host time of one pipelined scheduler step, on a device that does nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PROMPT = (PromptToken(1), PromptToken(2))
 
 
 class NullRunner:
-    """A device that is done at once; every row's token is prepared."""
+    """A device that is done at once; every row has a prepared token."""
 
     def __init__(self, max_rows: int) -> None:
         tokens = [RowTokens((SampledToken(7, (0.5, 0.25)),))] * max_rows
@@ -78,7 +78,7 @@ class LastRecords:
 
 
 class BareTask:
-    """The least a skill can do; `spoken` says whether every token gives an event or none."""
+    """The smallest task; `spoken` says whether every token emits an event."""
 
     has_payload = False
     reasoning_tokens = 0
@@ -105,7 +105,7 @@ class BareTask:
 
 
 def detect(max_tokens: int) -> Task:
-    """A real skill: a box every third token, without end."""
+    """Return a real task: a box every third token, without end."""
     tokens = SpecialTokens(
         bos=0, eos=0, answer=3, thinking=4, coord=5, size=6, ground_start=8, ground_end=9
     )
@@ -123,7 +123,7 @@ TASKS: dict[str, Callable[[int], Task]] = {
 
 
 def ticks(make_task: Callable[[int], Task], streams: int, count: int) -> list[int]:
-    """Nanoseconds of `count` ticks, each of which launches and commits one decode of `streams`."""
+    """Return nanoseconds of `count` steps; each launches and commits one decode of `streams`."""
     length = WARM_UP + count + 2 * streams + 4
     requests = RequestTable(wake=lambda: None)
     sink = OutputSink("tick", requests, send=_encoded, finish=lambda request, done: _encoded(done))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks.peers import EARLIER
 from benchmarks.publish.records import Records, Row
 from benchmarks.record import table
 
@@ -241,8 +240,8 @@ def headline(records: Records) -> str:
         ["**Legato**", *_kernels(records, "step", "**"), "**" + _lone_call(records) + "**"],
         ["least time to read the bytes", *_kernels(records, "floor"), "-"],
     ]
-    for peer, steps, source in peers(records):
-        total = _reference_total(records) if "compiled" in source else "-"
+    for peer, steps, _ in peers(records):
+        total = _reference_total(records) if peer.endswith("implementation, compiled") else "-"
         rows.append([peer, *steps, total])
     heads = (
         "NVIDIA H200, bfloat16, random weights",
@@ -277,28 +276,28 @@ def _kernels(records: Records, field: str, mark: str = "") -> Iterator[str]:
 def peers(records: Records) -> Iterator[tuple[str, list[str], str]]:
     """Yield name, steps by number of streams, and source of each peer."""
     for peer in records.figures("h200/peers")["peers"]:
-        rows, link = peer["rows"], records.link("h200/peers")
-        versions = peer["versions"]
-        name = peer["name"]
-        if peer["peer"] == "transformers":
-            name = name.replace("transformers", f"transformers {versions['transformers']}")
-        if peer["peer"] == "moondream":
-            rows = [row for row in rows if row["compiled"]]
-            name, link = f"{name}, compiled", f"{link}, compiled"
+        rows, name, source = peer["rows"], peer["name"], records.link("h200/peers")
         if not rows:
-            rows = peer["not_of_this_run"] or EARLIER[peer["peer"]]
-            date = records.date("h200/peers")
-            name = f"{name} {rows[0]['version']}, another H200, by {date}, **not of this run**"
-            link = "none"
+            rows, source = peer["not_of_this_run"], "none"
+        if peer["peer"] == "moondream":
+            rows, name = [row for row in rows if row["compiled"]], f"{name}, compiled"
+        if not rows:
+            continue
+        for package, version in peer["versions"].items():
+            if name.startswith(package):
+                name = f"{package} {version.partition('+')[0]}{name.removeprefix(package)}"
+        if source == "none":
+            version, date = rows[0].get("version", ""), records.date("h200/peers")
+            name = f"{name} {version}".strip() + f", another H200, by {date}, **not of this run**"
         steps = {row["streams"]: f"{row['step_ms']:.2f}" for row in rows}
-        yield name, [steps.get(n, "-") for n in STREAMS], link
+        yield name, [steps.get(n, "-") for n in STREAMS], source
 
 
 def _reference_total(records: Records) -> str:
     """Return what the reference implementation takes for an image and three tokens."""
-    peers = {peer["peer"]: peer for peer in records.figures("h200/peers")["peers"]}
-    totals = [row["total_ms"] for row in peers["moondream"]["rows"] if row["compiled"]]
-    return f"{totals[0]:.1f}, without a server"
+    found = {peer["peer"]: peer for peer in records.figures("h200/peers")["peers"]}
+    totals = [row["total_ms"] for row in found["moondream"]["rows"] if row["compiled"]]
+    return f"{totals[0]:.1f}, without a server" if totals else "-"
 
 
 def _lone_call(records: Records) -> str:

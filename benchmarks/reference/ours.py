@@ -1,4 +1,4 @@
-"""The engine with the same checkpoint: its own answers, and the reference's fed to it again.
+"""The engine with the same checkpoint: its own answers, and a replay of the reference's.
 
 Shape legend: T positions of one forward, D width, V vocabulary.
 """
@@ -36,7 +36,7 @@ _RUNNING = 8
 
 
 class WatchedTask:
-    """A `tasks.Task` that remembers what it was given."""
+    """A `tasks.Task` that records its tokens."""
 
     def __init__(self, inner: Task) -> None:
         self._inner = inner
@@ -73,7 +73,7 @@ class WatchedTask:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What the engine made of a case: its prompt, every token, and the result."""
+    """The engine's output for a case: its prompt, every token, and the result."""
 
     prompt: tuple[Token, ...]
     tokens: tuple[Token, ...]
@@ -114,7 +114,7 @@ class Engine:
         self._assembly.device.close()
 
     def prepare(self, image: Image.Image, size: Size) -> PreparedImage:
-        """Crops of a picture, whose key is its size."""
+        """Return crops of an image, whose key is its size."""
         key = f"{size[0]}x{size[1]}"
         info = ImageInfo(image_id=key, width=size[0], height=size[1], cache_hit=False)
         return self._assembly.frontend.prepare_image(image, key, info)
@@ -127,7 +127,7 @@ class Engine:
         images: Mapping[Size, PreparedImage],
         budget: Callable[[Case], int | None],
     ) -> list[Answer]:
-        """All cases through one scheduler, as many at a time as may run."""
+        """Run all cases through one scheduler, as many at a time as may run."""
         scheduler = self._assembly.scheduler(SilentSink(), pipeline_depth=2)
         tasks: list[WatchedTask] = []
         for index, case in enumerate(cases):
@@ -150,10 +150,10 @@ class Engine:
     def replay(
         self, image: PreparedImage | None, prompt: Sequence[Token], fed: Sequence[Sequence[Token]]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """[T, D] residual stream and [V] float32 logits of a prompt, then of each pass behind it.
+        """Return [T, D] residual stream and [V] float32 logits of a prompt, then of later passes.
 
-        The passes are decode steps; one of several tokens gives the last's logits. `prefix_PD` and
-        `prefix_hidden_PD` are those of the picture until the next one's replay.
+        The passes are decode steps; one of several tokens gives the last token's logits.
+        `prefix_PD` and `prefix_hidden_PD` are those of the image until the next replay.
         """
         with torch.inference_mode():
             position = self._hold(image)
@@ -171,7 +171,7 @@ class Engine:
                 yield hidden_TD, self._model.logits(hidden_TD[-1:])[0]
 
     def value(self, hidden_D: torch.Tensor, token_id: int) -> tuple[float, float]:
-        """What the region heads read there."""
+        """Return what the region heads read there."""
         with torch.inference_mode():
             token_1 = torch.tensor([token_id], device=self._device)
             heads = self._model.capabilities.values
@@ -181,7 +181,7 @@ class Engine:
         return first, second
 
     def _hold(self, image: PreparedImage | None) -> int:
-        """Have a prefix in the cache; its length."""
+        """Put a prefix into the cache, and return its length."""
         key = "" if image is None else image.key
         if self._held != key:
             self.prefix_PD = self._embed_prefix(image)
@@ -200,7 +200,7 @@ class Engine:
         return self._model.embed(torch.tensor(ids, device=on), torch.tensor(values, device=on))
 
     def _embed_prefix(self, image: PreparedImage | None) -> torch.Tensor:
-        """BOS and the picture, by the encoder where the device cuts it."""
+        """Embed BOS and the image, by the encoder if the device cuts it."""
         if image is None or image.num_crops == 0:
             return self._model.prefix_embeddings(image)
         encoding = self._model.capabilities.images

@@ -1,8 +1,8 @@
-"""What speculation buys: fixed blocks beside policies, on real answers and on known quality.
+"""Block sizes and policies next to plain decoding, on real and on synthetic requests.
 
-The same requests run once plainly and then with each setting, and their tokens are compared. Real
-ones are captions of pictures and questions about them, by the engine's own proposals. Synthetic
-ones are answers whose tokens are proposed right at known rates, by a replay of the plain run.
+The same requests run once plainly and once with each setting, and their tokens are compared. Real
+requests are captions of images and questions about them, drafted by the engine's own proposer.
+Synthetic requests are drafted by an oracle, right at known rates, from the plain run's tokens.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ WORKLOADS = (REAL, *PROFILES)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Load:
-    """A workload: fresh requests each time, `at_once` together, 0: all of them."""
+    """A workload: a factory of fresh requests, run `at_once` together (0: all)."""
 
     name: str
     make: Callable[[], list[EngineSequence]]
     at_once: int
 
     def run(self, assembly: Assembly, num_waves: int = 0) -> Run:
-        """To their ends; the first waves alone, if so many are wanted."""
         requests = self.make()
         few = num_waves * self.at_once or len(requests)
         return Run(assembly, requests[:few], self.at_once)
@@ -54,10 +53,10 @@ class _Load:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure; of `repeats` runs the fastest counts.
+    """What to measure; the fastest of `repeats` runs counts.
 
-    `length` is of synthetic answers and `context` the position of their first token (0: as it
-    comes); there are at least `fewest`, run in waves of as many as there are streams. `workloads`
+    `length` is that of synthetic answers, `context` the position of their first token (0: after the
+    prompt). At least `fewest` requests run, in waves of as many as there are streams. `workloads`
     are `REAL` and names of `PROFILES`.
     """
 
@@ -71,13 +70,16 @@ class Plan:
 
 
 def measure(assembly: Assembly, plan: Plan) -> list[Figures]:
-    """Every workload and setting, plain decoding first; nobody else uses the assembly meanwhile.
+    """Measure every workload and setting, plain decoding first.
 
-    Raises `InvalidField` for a setting or workload that does not exist.
+    Raises:
+        InvalidField: a setting or workload is unknown.
     """
     unknown = [name for name in plan.workloads if name not in WORKLOADS]
     if unknown:
-        raise InvalidField(f"there are {', '.join(WORKLOADS)}, no {unknown[0]}", field="workloads")
+        raise InvalidField(
+            f"unknown workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}", field="workloads"
+        )
     rows: list[Figures] = []
     for streams in plan.streams:
         config = msgspec.structs.replace(assembly.config, max_running=streams)
@@ -92,7 +94,6 @@ def measure(assembly: Assembly, plan: Plan) -> list[Figures]:
 
 
 def _real(off: Assembly, plan: Plan) -> list[Figures]:
-    """Real requests with every setting."""
     if REAL not in plan.workloads:
         return []
     make = partial(real_requests, off, sample_images(off))
@@ -102,7 +103,7 @@ def _real(off: Assembly, plan: Plan) -> list[Figures]:
 
 
 def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
-    """The profiles with every setting; one replay knows the answers of one after the other."""
+    """The profiles with every setting; one oracle learns each profile's tokens in turn."""
     names = [name for name in plan.workloads if name in PROFILES]
     if not names:
         return []
@@ -116,7 +117,7 @@ def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
         for name in names
     ]
     most = max(len(load.make()) for load in loads)
-    replay, proposer = _replay(off, room=(most, off.model.max_context))
+    oracle, proposer = _oracle(off, capacity=(most, off.model.max_context))
     speculative = {setting: speculating(off, setting, proposer) for setting in plan.settings}
     rows: list[Figures] = []
     for load in loads:
@@ -124,7 +125,7 @@ def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
         cramped = cache_for(off, profile, requests)
         plain = _plain(cramped, load, plan)
         rates = [rate for rate, _ in zip(cycle(profile.rates), requests, strict=False)]
-        replay.know(list(map(_history, plain.sequences, plain.tokens)), rates=rates)
+        oracle.know(list(map(_history, plain.sequences, plain.tokens)), rates=rates)
         changed = (
             (setting, cache_for(each, profile, requests)) for setting, each in speculative.items()
         )
@@ -132,16 +133,16 @@ def _synthetic(off: Assembly, plan: Plan) -> list[Figures]:
     return rows
 
 
-def _replay(assembly: Assembly, room: tuple[int, int]) -> tuple[OracleProposer, Proposer]:
-    """A replay that knows nobody yet, and what proposes by it here."""
+def _oracle(assembly: Assembly, capacity: tuple[int, int]) -> tuple[OracleProposer, Proposer]:
+    """An oracle without known sequences, and its proposer for this device."""
     on = assembly.device.torch_device
     vocab_size = assembly.model.vocab_size
-    replay = OracleProposer([[UNKNOWN]], on, rates=[1.0], vocab_size=vocab_size, room=room)
+    oracle = OracleProposer([[UNKNOWN]], on, rates=[1.0], vocab_size=vocab_size, capacity=capacity)
     if on.type != "cuda":
-        return replay, replay
+        return oracle, oracle
     from benchmarks.speculation.oracle_kernel import OracleKernel
 
-    return replay, OracleKernel(*replay.tables)
+    return oracle, OracleKernel(*oracle.tables)
 
 
 def _compare(
@@ -160,7 +161,7 @@ def _compare(
 
 
 def _plain(off: Assembly, load: _Load, plan: Plan) -> Run:
-    load.run(off, num_waves=1)  # nothing is cold in what is timed
+    load.run(off, num_waves=1)  # warm-up
     return _fastest(off, load, plan.repeats)
 
 

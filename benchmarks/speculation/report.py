@@ -17,17 +17,17 @@ _SHOWN = 8  # requests of a row
 
 
 def write(name: str, figures: dict[str, Any]) -> Path:
-    """The record, its plots and the series they were drawn from; returns the Markdown's path."""
+    """Write the record, its plots and their series; return the path of the Markdown."""
     model, rows = figures["model"], figures["rows"]
     title = f"Speculation: {model['name']} ({model['dtype']}) on {model['device']}"
     series = [row.pop("series") for row in rows]
     names = [f"{name}_{kind}.svg" for kind in _PLOTS]
-    pictures = [f"![{kind}]({each})" for kind, each in zip(_PLOTS, names, strict=True)]
+    images = [f"![{kind}]({each})" for kind, each in zip(_PLOTS, names, strict=True)]
     parts = [
         *_note(model["device"]),
         *("## Speed", "", _speed(rows), "", "## Proposals and pages", "", _pages(rows), ""),
         *("## Blocks that requests settle at", "", _settled(rows), ""),
-        *("## Over the time of a run, the most streams", "", *pictures),
+        *("## Over the time of a run, the most streams", "", *images),
     ]
     path = record.write(name, title, figures, parts)
     drawn = [{**row, "series": each} for row, each in zip(rows, series, strict=True)]
@@ -114,7 +114,7 @@ def _pages(rows: Sequence[Row]) -> str:
 
 
 def _settled(rows: Sequence[Row]) -> str:
-    """Means over the last quarter of the first requests, of the policies that choose."""
+    """Mean blocks over the last quarter of the first requests, for adaptive policies."""
     return record.table(
         (*_HEAD, "by request"),
         [
@@ -145,7 +145,6 @@ def _load(row: Row) -> tuple[str, int]:
 
 
 def _blocks(rows: Sequence[Row]) -> Iterator[Panel]:
-    """Tokens proposed, by request, of the policies that choose."""
     return _by_request(rows, "tokens proposed", 1)
 
 
@@ -164,12 +163,10 @@ def _by_request(rows: Sequence[Row], y_name: str, field: int) -> Iterator[Panel]
 
 
 def _pressure(rows: Sequence[Row]) -> Iterator[Panel]:
-    """Pages that live requests hold."""
     return _by_setting(rows, "ms", "share of KV pages", lambda row: row["series"]["kv_use"])
 
 
 def _latency(rows: Sequence[Row]) -> Iterator[Panel]:
-    """Times between two tokens of a request."""
     return _by_setting(
         rows,
         "percentile",

@@ -1,4 +1,4 @@
-"""One run of a workload with some speculation, and what it came to."""
+"""One run of a workload with one setting, and its figures."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from legato_engine.tasks import SampledToken, Task
 _PERCENTILES = (50, 95, 99)
 _MS = 1e3
 _NS_PER_US, _NS_PER_MS = 1e3, 1e6
-_SETTLED = 4  # a request's last part of so many
-_SURE = 1.96  # standard errors on either side that hold 95 of a hundred
+_SETTLED = 4  # a request is settled in its last quarter
+_SURE = 1.96  # standard errors of a 95 % interval
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Series:
-    """A run over its time, in milliseconds since its start.
+    """A run over time, in milliseconds since its start.
 
-    By request, for each of its verifies: when it was committed, how many tokens it had proposed,
-    and the average acceptance that followed. For each decode: the share of all KV pages that live
-    requests hold. `gaps_ms` are the percentiles 0 to 100 of the time between two tokens.
+    `blocks` has, by request and verification: the time of the commit, the number of draft tokens,
+    and the average acceptance after it. `kv_use` is the share of KV pages held by live requests, by
+    decode. `gaps_ms` are the percentiles 0 to 100 of the time between two tokens.
     """
 
     blocks: list[list[tuple[float, int, float]]]
@@ -43,18 +43,18 @@ class Series:
 class Figures:
     """One setting on one workload.
 
-    Times are in milliseconds, `tick_us` in microseconds of the host. `tokens_per_second` counts the
-    time of prefills too, `decode_tokens_per_second` what is committed while all requests of a wave
-    decode. Where more wait than there are streams, that is from the first token to the last.
-    `first_token_ms` counts from a request's submission, `gap_ms` is between two tokens of a request
-    as they are delivered: those of a block come together. `forward_ms` and `sample_ms` are of the
-    device, medians over decodes of the most rows. Blocks are what was really proposed;
-    `settled_blocks` are their means over the last quarter of each request. `tokens_per_verify` is
-    what a row committed a step. `acceptance` is of the tokens proposed, `right` of those that were
-    tried, which is all up to the first wrong one; `right_within` holds the rate behind it in 95 of
-    a hundred samples. `kv_hit_rate` and `fragmentation` are the cache's own over the run,
-    `kv_peak` the largest share of its pages that live requests held. `identical`: every token is
-    that of the plain run.
+    Times are in milliseconds, `tick_us` in microseconds of the host. `tokens_per_second` includes
+    prefills; `decode_tokens_per_second` counts only while all requests of a wave decode (from first
+    to last token if more requests wait than there are streams). `first_token_ms` starts at the
+    submission. `gap_ms` is between two tokens of a request as delivered, and the tokens of a block
+    arrive together. `forward_ms` and `sample_ms` are device times, medians over decodes of the most
+    rows.
+
+    Block sizes are those really proposed; `settled_blocks` are means over the last quarter of each
+    request. `tokens_per_verify` is what a row commits per step. `acceptance` is of the tokens
+    proposed, `right` of the tokens tried (all up to the first wrong one), and `right_within` its 95
+    % interval. `kv_hit_rate` and `fragmentation` are the cache's own; `kv_peak` is the largest
+    share of pages held by live requests. `identical`: every token equals the plain run's.
     """
 
     workload: str
@@ -86,7 +86,7 @@ class Figures:
 
 
 class RecordedTask:
-    """Another task, whose tokens and the times of their commits are kept."""
+    """A task that keeps its tokens and the times of their commits."""
 
     def __init__(self, inner: Task) -> None:
         self._inner = inner
@@ -113,7 +113,7 @@ class RecordedTask:
         return self._inner.constraint()
 
     def consume(self, token: SampledToken) -> Sequence[Event]:
-        """What the inner task makes of the token."""
+        """Record the token and pass it on."""
         self.tokens.append(token.token_id)
         self.times.append(time.perf_counter())
         return self._inner.consume(token)
@@ -124,7 +124,7 @@ class RecordedTask:
 
 
 class Run(SilentSink):
-    """Some fresh sequences, run to their ends in waves of `at_once`; 0: all in one."""
+    """Fresh sequences, run to their ends in waves of `at_once` (0: all at once)."""
 
     def __init__(
         self, assembly: Assembly, sequences: Sequence[EngineSequence], at_once: int = 0
@@ -150,7 +150,7 @@ class Run(SilentSink):
         self._start = time.perf_counter()
         for index, (sequence, task) in enumerate(zip(sequences, self._tasks, strict=True)):
             sequence.task = task
-            sequence.seq_id = index  # among those of one age it says who keeps its pages
+            sequence.seq_id = index  # breaks ties of eviction between requests of one age
         for wave in self._waves:
             for sequence in sequences[wave]:
                 self._submitted.append(time.perf_counter())
@@ -159,7 +159,7 @@ class Run(SilentSink):
         self.seconds = time.perf_counter() - self._start
 
     def committed(self, record: StepRecord) -> None:
-        """Keep a decode's record, the device's times, and where the policy and the cache stand."""
+        """Record a decode: device times, and the state of policy and cache."""
         if record.launch.plan.kind is not LaunchKind.DECODE:
             return
         self._records.append(record)
@@ -176,11 +176,11 @@ class Run(SilentSink):
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Those of each request."""
+        """The tokens of each request."""
         return [task.tokens for task in self._tasks]
 
     def figures(self, workload: str, streams: int, setting: str, plain: Run) -> Figures:
-        """What it came to, beside the plain run of the same requests."""
+        """The run's figures next to the plain run of the same requests."""
         records, tasks = self._records, self._tasks
         rows = sum(len(each.launch.plan.rows) - each.zombies for each in records)
         drafted, accepted = (sum(map(of, records)) for of in (_drafted, _accepted))
@@ -223,7 +223,6 @@ class Run(SilentSink):
         )
 
     def _decode_rate(self) -> float:
-        """Tokens a second; see `Figures`."""
         tokens, seconds = 0, 0.0
         for wave in self._waves:
             tasks = self._tasks[wave]
@@ -249,7 +248,7 @@ class Run(SilentSink):
         return Series(blocks, self._kv_use, np.percentile(gaps, range(101)).tolist())
 
     def _device_times(self) -> tuple[float, float]:
-        """Of forwards and samplings, in milliseconds; what fewer rows take says nothing."""
+        """Milliseconds of forwards and samplings, of decodes with the most rows."""
         most = max(len(record.launch.plan.rows) for record in self._records)
         times = [
             each
@@ -265,9 +264,8 @@ class Run(SilentSink):
 
 
 def interval(accepted: int, tried: int) -> tuple[float, float]:
-    """Rates that such a share of independent draws is likely from, in 95 of a hundred samples.
-
-    Wilson's: it stays within 0 and 1 where few were tried; all rates where none was.
+    """The 95 % interval of a rate, by Wilson, which stays within 0 and 1; all rates without a
+    sample.
     """
     if not tried:
         return 0.0, 1.0

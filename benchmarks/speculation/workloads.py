@@ -1,14 +1,9 @@
-"""What speculation is measured on: real requests, and answers proposed at known rates.
+"""Workloads of the speculation benchmark: real requests, and answers drafted at known rates.
 
-A profile says how well its requests' tokens are foreseen, how long their answers are, and how much
-of the KV cache there is for them.
-
-What a lone rate is worth can be read only where the sample has that rate. So profiles of 0.4, 0.6
-and 0.8 have five times the requests: among a multiple of five the proposer has exactly so many
-fifths of each place right (`speculative.replay`, which also says why nothing is expected of its
-luck that is not of independent draws). Of 20 requests of 110 tokens the share accepted of the
-tokens tried has a standard deviation of 0.003 to 0.005 with blocks of one to three and of 0.002
-with blocks of seven, so that it lies within 0.01 of the rate.
+Profiles with a single rate have five times the requests, because the oracle meets its rates exactly
+over multiples of five sequences (see `OracleProposer`). Over 20 requests of 110 tokens the accepted
+share of the tokens tried has a standard deviation of 0.003 to 0.005 with blocks of one to three,
+and of 0.002 with blocks of seven, so it lies within 0.01 of the rate.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ from legato_engine.sequence import Sequence as EngineSequence
 from PIL import Image
 
 FEWEST = 4
-"""Requests of a profile, so that all its rates are met."""
+"""Requests of a profile, so that all its rates occur."""
 
 _MEASURED = 5
 
@@ -50,11 +45,11 @@ _SHORTAGE = 0.4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
-    """Requests whose next tokens are foreseen at `rates`, one for each request in turn.
+    """Requests whose tokens are drafted right at `rates`, one rate per request in turn.
 
-    Answers are `length` tokens long; 0: as the plan says. With `pressure` the cache has pages for
-    a part of what so many requests come to need, twice as many requests wait for it, and all of
-    them begin with the same words. There are `times` as many requests as the plan says.
+    Answers have `length` tokens (0: the plan's). With `pressure` the cache has pages for only a
+    part of what the requests need, twice as many requests wait, and all begin with the same words.
+    There are `times` as many requests as in the plan.
     """
 
     rates: tuple[float, ...]
@@ -76,18 +71,18 @@ PROFILES = {
 
 
 def at_once(assembly: Assembly, profile: Profile) -> int:
-    """How many requests of a profile are there at a time."""
+    """Requests of a profile that are submitted together."""
     return assembly.config.max_running * (1 + profile.pressure)
 
 
 def synthetic_requests(
     assembly: Assembly, profile: Profile, *, length: int, context: int = 0, fewest: int = FEWEST
 ) -> list[EngineSequence]:
-    """Questions without a picture, answered with `length` tokens unless the profile knows better.
+    """Questions without an image, answered with the profile's or `length` tokens.
 
-    As many waves of them as make up `fewest`, times the profile's. No two begin alike, but under
-    pressure. A `context` is the position of the first token of each answer; 0 leaves it to the
-    prompt.
+    There are as many whole waves as make up `fewest`, times the profile's factor. All begin
+    differently, except under pressure. `context` is the position of each answer's first token; 0
+    leaves it to the prompt.
     """
     wave = at_once(assembly, profile)
     count = wave * -(-fewest * profile.times // wave)
@@ -103,7 +98,7 @@ def synthetic_requests(
 
 
 def cache_for(assembly: Assembly, profile: Profile, requests: Sequence[EngineSequence]) -> Assembly:
-    """The same with as many pages as the profile leaves it; the longest request always fits."""
+    """The assembly with the pages that the profile allows; the longest request always fits."""
     if not profile.pressure:
         return assembly
     page_size = assembly.config.page_size
@@ -114,41 +109,41 @@ def cache_for(assembly: Assembly, profile: Profile, requests: Sequence[EngineSeq
 
 
 def sample_images(assembly: Assembly) -> list[PreparedImage]:
-    """The pictures that come with legato-tiny."""
+    """The images that come with legato-tiny."""
     folder = shipped(_SHIPPED) / "samples"
-    return [_prepared(assembly, path) for path in sorted(folder.iterdir()) if _is_picture(path)]
+    return [_prepared(assembly, path) for path in sorted(folder.iterdir()) if _is_image(path)]
 
 
-def _is_picture(path: Path) -> bool:
+def _is_image(path: Path) -> bool:
     return path.suffix in (".png", ".jpg", ".webp")
 
 
 def _prepared(assembly: Assembly, path: Path) -> PreparedImage:
     with Image.open(path) as opened:
-        picture = opened.convert("RGB")
-    width, height = picture.size
+        pixels = opened.convert("RGB")
+    width, height = pixels.size
     info = ImageInfo(image_id=path.name, width=width, height=height, cache_hit=False)
-    return assembly.frontend.prepare_image(np.asarray(picture), path.name, info)
+    return assembly.frontend.prepare_image(np.asarray(pixels), path.name, info)
 
 
-def real_requests(assembly: Assembly, pictures: Sequence[PreparedImage]) -> list[EngineSequence]:
-    """A caption of each length and two questions for every picture; greedy."""
+def real_requests(assembly: Assembly, images: Sequence[PreparedImage]) -> list[EngineSequence]:
+    """A caption of each length and two questions for every image; greedy."""
     tasks: list[TaskSpec] = [CaptionTask(length=length) for length in CaptionLength]
     tasks += [QueryTask(question=question) for question in _QUESTIONS]
     return [
-        _sequence(assembly, f"{picture.key}-{index}", task, picture)
-        for picture in pictures
+        _sequence(assembly, f"{image.key}-{index}", task, image)
+        for image in images
         for index, task in enumerate(tasks)
     ]
 
 
 def _sequence(
-    assembly: Assembly, request_id: str, task: TaskSpec, picture: PreparedImage | None
+    assembly: Assembly, request_id: str, task: TaskSpec, image: PreparedImage | None
 ) -> EngineSequence:
     request = Request(
         request_id=request_id,
         task=task,
-        image=None if picture is None else CachedImage(image_id=picture.key),
+        image=None if image is None else CachedImage(image_id=image.key),
         sampling=SamplingParams(temperature=0.0, seed=0),
     )
-    return make_sequence(assembly.frontend, request, picture)
+    return make_sequence(assembly.frontend, request, image)

@@ -109,8 +109,8 @@ class Sequence:
     """A request's life on the device.
 
     The zombie rule: `finalized` is set once, when the last token is committed or the request ends
-    early. `inflight_refs` counts the launches that name the sequence. When it is finalized and no
-    launch names it, and only then, its pages, row and adapter slot are released.
+    early. `inflight_refs` counts the launches that name the sequence. Its pages, row and adapter
+    slot are released when it is finalized and no launch names it.
 
     `preempted` is set while a live sequence gives up its pages: no new launch names it, and it
     waits again after those in flight are committed.

@@ -71,6 +71,13 @@ def test_a_packed_tree_names_its_commit(tree: Path) -> None:
     assert provenance.recordable(packed(tree)) == commit
 
 
+def test_a_copied_worktree_uses_its_stamp(tree: Path) -> None:
+    """The `.git` file of a worktree may be copied without its repository."""
+    commit = provenance.recordable(tree)
+    (packed(tree) / ".git").write_text("gitdir: /nowhere\n")
+    assert provenance.recordable(tree) == commit
+
+
 def test_a_file_changed_after_packing_is_noticed(tree: Path) -> None:
     """The stamp does not vouch for a file that is not the commit's."""
     (packed(tree) / "engine" / "step.py").write_text("STEP = 2\n")

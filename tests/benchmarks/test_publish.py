@@ -18,7 +18,7 @@ ROOT = publish.ROOT
 OUTPUTS = publish.outputs(ROOT)
 RECORD = re.compile(r"\]\(([^)\s]*benchmarks/results/[^)\s]+\.(?:md|json))\)")
 
-# Records of before records had to name a commit of this repository, cited with that remark.
+# Records from before the rule that a record names a commit; the page says so beside their links.
 WITHOUT_COMMIT = {
     "h200/adapters": "not recorded",
     "reference_moondream2_full_h200_2026-11-21": "not recorded",
@@ -42,10 +42,11 @@ def commits(name: str) -> set[str]:
     return {member["surroundings"].get("commit") or "" for member in members}
 
 
-def exists(commit: str) -> bool:
-    """Say whether this repository has the commit."""
-    command = ("git", "-C", str(ROOT), "cat-file", "-e", f"{commit}^{{commit}}")
-    return bool(commit) and subprocess.run(command, check=False, stderr=-3).returncode == 0
+def git(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run git in the repository."""
+    return subprocess.run(
+        ("git", "-C", str(ROOT), *command), capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("path", OUTPUTS, ids=lambda path: path.name)
@@ -55,7 +56,7 @@ def test_tables_and_drawings_are_current(path: Path) -> None:
 
 
 def test_every_table_is_shown() -> None:
-    """Each table that can be made stands in a document."""
+    """Each table is in a document."""
     texts = "".join((ROOT / name).read_text() for name in publish.DOCUMENTS)
     assert set(re.findall(r"<!-- table: (\w+) -->", texts)) == set(tables.TABLES)
 
@@ -63,17 +64,11 @@ def test_every_table_is_shown() -> None:
 @pytest.mark.parametrize("name", cited())
 def test_records_name_a_commit_of_this_repository(name: str) -> None:
     """Each record that the documents cite exists, and so does its commit."""
-    if (
-        subprocess.run(
-            ("git", "-C", str(ROOT), "rev-parse", "--is-shallow-repository"),
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.strip()
-        != "false"
-    ):
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("needs the whole history: this is a shallow clone, or there is no git")
-    known = all(exists(commit) for commit in commits(name))
+    known = all(
+        git("cat-file", "-e", f"{each}^{{commit}}").returncode == 0 for each in commits(name)
+    )
     assert known != (name in WITHOUT_COMMIT), f"{name}: {commits(name)}"
 
 
@@ -96,6 +91,22 @@ def test_drawings_are_well_formed(path: Path) -> None:
     """Each drawing is XML with a title that a screen reader can tell."""
     root = ElementTree.fromstring(OUTPUTS[path])
     assert root.findtext("{http://www.w3.org/2000/svg}title")
+
+
+def test_an_absent_peer_is_marked(tmp_path: Path) -> None:
+    """A peer's earlier figures are marked as not of the record's run, with the latest date."""
+    peer = {"peer": "vllm", "name": "vLLM", "versions": {}, "rows": []}
+    earlier = [{"streams": 1, "step_ms": 1.65, "version": "0.24.0"}]
+    document = {
+        "surroundings": {"date": "2026-11-21T12:00:00+00:00", "commit": "abc1234"},
+        "figures": {"peers": [peer | {"not_of_this_run": earlier}, peer | {"not_of_this_run": []}]},
+    }
+    path = tmp_path / "benchmarks" / "results" / "h200" / "peers.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(document))
+    ((name, steps, source),) = tables.peers(Records(tmp_path))
+    assert name == "vLLM 0.24.0, another H200, by 2026-11-21, **not of this run**"
+    assert (steps, source) == (["1.65", "-", "-"], "none")
 
 
 def test_a_stale_document_is_found(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from tests.gpu.test_kernels import (
     ROWS,
     World,
     chosen,
+    decode_batch,
     error,
-    places,
     read,
     written,
 )
@@ -105,7 +105,7 @@ def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
     slot_B = adapted.slot_R[inputs.row_B]
     x_BD, _ = world.empty(MAX_TOKENS)
     world.kernels.embed(inputs, x_BD)
-    before, where = world.snapshot(), places(inputs)
+    before, where = world.snapshot(), decode_batch(inputs)
     hidden_BD, logits_BV = adapted.forward(inputs, adapted.slot_R)
     wide = KVCache(*read(before))
     again = KVCache(wide.k_LNHSE.clone(), wide.v_LNHSE.clone())
@@ -124,7 +124,7 @@ def test_a_step_with_adapters_is_as_exact_as_torch(adapted: Adapted) -> None:
 
 
 def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(adapted: Adapted) -> None:
-    """Alone, in any batch, and without an adapter as in a step that knows of none."""
+    """Alone, in any batch, and without an adapter as in a step without adapters."""
     inputs = adapted.world.inputs()
     count = len(inputs.row_B)
     before = adapted.world.snapshot()

@@ -1,4 +1,4 @@
-"""On a GPU: attention to pages is exact, and a token has its own result in whatever group.
+"""On a GPU: attention to pages is exact, and a token's result is the same in any group.
 
 Shape legend: B tokens, H heads, E head dim, D = H * E, F width of the output's rows, R rows of the
 page table, M pages per row, N pages, S positions per page, P positions of a row.
@@ -35,7 +35,7 @@ WIDTH = HEADS * HEAD_DIM
 EDGES = (0, 1, 7, 14, 15, 16, 17, 127, 128, 255, 256, 511, 512, 513, 850, CONTEXT - 9)
 """Positions at the ends of pages, steps and tracks."""
 FAR = (4094, 4095, 4096, 4097, 4607, 4608, 5000, 8191, 8192, 12288, 16384, MAX_CONTEXT - 9)
-"""The same behind the steps whose pages a warp knows at first."""
+"""The same after the steps whose pages a warp holds at first."""
 WORLDS = {
     "pages of 16": (16, CONTEXT, torch.bfloat16),
     "pages of 32": (32, CONTEXT, torch.bfloat16),
@@ -70,7 +70,7 @@ MIXTURES = (
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Pages of random keys and values, dealt in random order to rows; and the kernel."""
+    """Random keys and values in pages, assigned to rows in random order; and the kernel."""
 
     attention: Attention
     k_NHSE: torch.Tensor
@@ -85,7 +85,7 @@ class World:
 
     @property
     def edges(self) -> tuple[int, ...]:
-        """Positions to try."""
+        """Positions to test."""
         return EDGES if self.context == CONTEXT else EDGES + FAR
 
     def attend(self, q_BD: torch.Tensor, positions: StepPositions) -> torch.Tensor:
@@ -99,7 +99,7 @@ class World:
         return out_BF[:batch, :WIDTH].clone()
 
     def positions(self, tokens: Sequence[int], seed: int) -> StepPositions:
-        """So many tokens of each of some rows: in order, or the last of them first."""
+        """The given number of tokens of each of some rows, in order or the last first."""
         rng = random.Random(seed)
         row, position, fresh = [], [], []
         for name, count in zip(rng.sample(range(ROWS), len(tokens)), tokens, strict=True):
@@ -204,7 +204,7 @@ def test_it_is_as_exact_as_torch(world, tokens, scale):
 
 @pytest.mark.parametrize("tokens", MIXTURES)
 def test_a_token_has_the_same_bits_in_any_group(world, tokens):
-    """Alone or beside others of its row, in whatever order, however a head is shared."""
+    """Alone or with others of its row, in any order, however a head is shared."""
     positions, q_BD = world.positions(tokens, seed=sum(tokens)), queries(sum(tokens), 3)
     alone_BD = torch.cat(
         [
@@ -222,7 +222,7 @@ def test_a_token_has_the_same_bits_in_any_group(world, tokens):
 
 @pytest.mark.parametrize("groups", LAYOUTS)
 def test_padding_gets_zeros(world, groups):
-    """What writes only behind its own position changes nobody's bits, and is alike."""
+    """Padding, which writes only beyond its own position, changes no other token's bits."""
     positions, q_BD = world.positions((1, 5, 3, 8), seed=6), queries(17, 9)
     expected_BD = world.attend(q_BD, replace(positions, num_groups=groups))
     for idle in ([0], [3], [1, 2, 3, 4, 5], [8, 16], list(range(1, 17))):
@@ -238,7 +238,7 @@ def test_padding_gets_zeros(world, groups):
 
 
 @pytest.mark.parametrize("start", [*range(18), 127, 128, 1023, 1024, 2040, *FAR])
-def test_every_place_of_a_page_can_be_the_last(world, start):
+def test_every_slot_of_a_page_can_be_the_last(world, start):
     """Eight tokens from any position on have the bits that they have alone."""
     if start + 8 > world.context:
         pytest.skip("rows are shorter")
@@ -258,8 +258,8 @@ def test_every_place_of_a_page_can_be_the_last(world, start):
 
 @pytest.mark.parametrize("groups", LAYOUTS)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_lies_behind_a_position_never_reaches_it(world, groups, poison):
-    """A token keeps its bits when all that follows it is no number, its own group's included."""
+def test_later_positions_never_reach_a_token(world, groups, poison):
+    """A token keeps its bits when everything after it is NaN, its own group included."""
     positions = replace(world.positions((3, 8, 1, 5), seed=4), num_groups=groups)
     q_BD = queries(17, 8)
     expected_BD = world.attend(q_BD, positions)
@@ -279,8 +279,8 @@ def test_what_lies_behind_a_position_never_reaches_it(world, groups, poison):
 
 @pytest.mark.parametrize("which", ["keys", "values"])
 @pytest.mark.parametrize("groups", LAYOUTS)
-def test_what_is_seen_and_no_number_is_told(world, groups, which):
-    """A token that sees one has none in that head, and keeps its bits in the others."""
+def test_nan_that_is_attended_to_is_reported(world, groups, which):
+    """A token that attends to NaN has NaN in that head, and its own bits in the others."""
     row_B, position_B = torch.tensor([[5], [850]], device=DEVICE)
     positions, q_BD = (
         StepPositions(row_B, position_B, position_B, world.table_RM, groups),

@@ -1,6 +1,6 @@
-"""On a GPU: the two launches around a forward do what torch's operations do.
+"""On a GPU: the launches around a forward do what torch's operations do.
 
-Shape legend: R rows of the state, B tokens of a step, K proposed tokens, C positions, D width.
+Shape legend: R rows of the state, B tokens of a step, K draft tokens, C positions, D width.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ pytestmark = [
 ]
 
 
-class Told:
-    """Proposes what it was told to."""
+class Scripted:
+    """A proposer of fixed draft tokens."""
 
     def __init__(self, says_RK):
         self.says_RK = says_RK
 
     def propose(self, history, draft_RK):
-        """Say it."""
+        """Copy them."""
         draft_RK.copy_(self.says_RK)
 
 
 class Side:
-    """Drafts over a slot, by kernels or by torch, from one random state."""
+    """Draft state over a slot, by kernels or by torch, from one random state."""
 
     def __init__(self, device, seed, by_kernels):
         draw = torch.Generator().manual_seed(seed)
@@ -53,7 +53,7 @@ class Side:
         gaps_RK = ints(ROWS + 1, BLOCK, low=0, high=8) == 0
         says_RK[gaps_RK] = ints(ROWS + 1, BLOCK, low=-2, high=VOCABULARY + 3)[gaps_RK]
         self.drafts = DraftState(
-            Told(says_RK),
+            Scripted(says_RK),
             num_rows=ROWS,
             max_context=CONTEXT,
             vocab_size=VOCABULARY,
@@ -105,7 +105,7 @@ class Side:
 
 @pytest.mark.parametrize("lengths", [(1, 4), (2, 3), (1, 1)])
 def test_lookup_is_what_torch_does(lengths):
-    """Random words of a few kinds, prefixes, gaps and newest places: the same proposals."""
+    """Random tokens of a few kinds, prefixes, gaps and newest positions: the same drafts."""
     draw = torch.Generator().manual_seed(sum(lengths))
     shape = (60, 300)
     tokens_RC = torch.randint(0, 5, shape, generator=draw)
@@ -128,8 +128,9 @@ def test_lookup_is_what_torch_does(lengths):
 
 @pytest.mark.parametrize("context", [120, 700, 900])
 def test_the_oracle_is_what_torch_does(context):
-    """Rows that go on as one of many, that part from it at any place, or that nobody is like; where
-    the tables are shorter than a row, and where they are longer.
+    """Rows that continue like a known sequence, deviate from it anywhere, or match none.
+
+    The tables are shorter than a row, and longer.
     """
     draw = torch.Generator().manual_seed(context)
     known = torch.randint(0, 40, (50, 700), generator=draw)
@@ -160,7 +161,7 @@ def test_the_oracle_is_what_torch_does(context):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_launches_are_what_torch_does(seed):
-    """Random rows, blocks, gaps, ends and luck: the same places, counts, tokens and states."""
+    """Random rows, blocks, gaps, ends and outcomes: the same positions, tokens and states."""
     device = CudaDevice(0)
     draw = random.Random(seed)
     rows = draw.sample(range(ROWS), draw.randint(1, ROWS))

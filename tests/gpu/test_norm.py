@@ -94,7 +94,7 @@ def test_a_sum_and_its_quantised_norm_are_the_reference(dim):
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_without_a_second_term_there_is_the_norm_alone(dim):
-    """It goes where it is asked for, and x stays as it is, whoever takes the norm."""
+    """The norm is written to `out`, and x is unchanged."""
     layer = layer_norm(dim)
     exact = copy.deepcopy(layer).float()
     for x_TK in (rows(729, dim), rows(1, dim), rows(7, dim + 1)[:, :dim]):

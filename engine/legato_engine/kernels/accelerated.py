@@ -1,6 +1,6 @@
-"""What a GPU does in a launch or two where torch takes many: sampling, drafting, cutting images.
+"""Stages that a GPU runs in a launch or two: sampling, drafting, cutting images.
 
-Functions return None, or an implementation with torch, where the device has no such kernels.
+Without such kernels functions return None, or an implementation with torch.
 """
 
 from __future__ import annotations

@@ -28,6 +28,46 @@ class _Admitted:
     work: PrefillWork
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Batch:
+    """A shared prefill launch in the making."""
+
+    limits: BatchLimits
+    decodes: tuple[ScheduledSequence, ...]
+    max_images: int
+    images: list[ScheduledSequence] = dataclasses.field(default_factory=list)  # to compute
+    others: list[ScheduledSequence] = dataclasses.field(default_factory=list)
+    num_tokens: int = 0  # of the prompts
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether one more row and the tokens of its prompt fit."""
+        num_rows = len(self.decodes) + len(self.images) + len(self.others)
+        num_tokens = len(self.decodes) + self.num_tokens + _max_scheduled_tokens(sequence)
+        return (
+            self.limits.prompts > 1
+            and num_rows < self.limits.sampled
+            and num_tokens <= self.limits.tokens
+        )
+
+    def accepts(self, sequence: Sequence, *, computes_image: bool) -> bool:
+        """Whether its prompt, and its image if it computes one, may be added."""
+        num_images = len(self.images) + computes_image
+        num_prompts = len(self.others) + (not computes_image) + min(1, num_images)
+        if num_prompts > self.limits.prompts or not self.has_room(sequence):
+            return False
+        return not computes_image or (num_images <= self.max_images and sequence.num_crops > 0)
+
+    def add(self, admitted: _Admitted, *, computes_image: bool) -> None:
+        """Add the prompt of an admitted sequence."""
+        self.num_tokens += _max_scheduled_tokens(admitted.sequence)
+        (self.images if computes_image else self.others).append(_schedule(admitted))
+
+    def plan(self) -> Plan:
+        """Return the plan of the launch."""
+        rows = (*self.decodes, *self.images, *self.others)
+        return Plan(LaunchKind.PREFILL, rows, len(self.decodes))
+
+
 class PrefillPlanner:
     """Admits sequences in the order of the `WaitingQueue`, as far as they fit.
 
@@ -94,40 +134,34 @@ class PrefillPlanner:
             return self._encode(first, max_crops)
         self._encoding = None
         self._manager.planned(first.sequence)
-        max_images = 0 if streaming or not self._may_add_images(decodes) else self._limits.images
-        if not self._fits(first.sequence, len(decodes), len(decodes)):
-            decodes = ()
-        prompts = self._gather(first, len(decodes), max_images)
-        return Plan(LaunchKind.PREFILL, (*decodes, *prompts), len(decodes))
+        batch = _Batch(self._limits, decodes, self._max_images(first, decodes, streaming))
+        if not batch.has_room(first.sequence):
+            batch = dataclasses.replace(batch, decodes=())
+        batch.add(first, computes_image=_computes_image(first))
+        self._fill(batch)
+        return batch.plan()
 
-    def _gather(
-        self, first: _Admitted, num_decodes: int, max_images: int
-    ) -> list[ScheduledSequence]:
-        """Collect the prompts of a launch with `num_decodes` decodes, images to compute first."""
-        limits = self._limits
-        row, num_tokens = _schedule(first), num_decodes + _max_scheduled_tokens(first.sequence)
-        computes_image = first.sequence.image_prefix_length > 0 and bool(first.work.compute_pages)
-        if computes_image and not first.sequence.num_crops:
-            max_images = 0  # the encoder does not support this image
-        images, others = ([row], []) if computes_image else ([], [row])
-        while limits.prompts > 1 and (sequence := self._next()) is not None:
-            num_rows = num_decodes + len(images) + len(others)
-            if not self._fits(sequence, num_tokens, num_rows):
-                break
+    def _fill(self, batch: _Batch) -> None:
+        """Admit sequences into a shared launch until the next one does not fit."""
+        while self._limits.prompts > 1 and (sequence := self._next()) is not None:
             cached = self._manager.finds_image_prefix(sequence)
-            num_images = len(images) + (not cached)
-            if len(others) + cached + min(1, num_images) > limits.prompts:
-                break
-            if not cached and (num_images > max_images or not sequence.num_crops):
-                break
-            num_tokens += _max_scheduled_tokens(sequence)
-            row = _schedule(self._admit(sequence))
-            if cached:
-                others.append(row)
-            else:
+            if not batch.accepts(sequence, computes_image=not cached):
+                return
+            batch.add(self._admit(sequence), computes_image=not cached)
+            if not cached:
                 self._manager.planned(sequence)
-                images.append(row)
-        return [*images, *others]
+
+    def _max_images(
+        self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], streaming: bool
+    ) -> int:
+        """Return how many images may share the launch, 0 to add none."""
+        if streaming or self._limits.images == 1:
+            return 0
+        if _computes_image(first) and not first.sequence.num_crops:
+            return 0  # the encoder does not support it
+        enough_wait = len(self._queue) >= self._limits.min_queue_length
+        all_short = all(row.sequence.progress.num_launched < _SHORT_ANSWER for row in decodes)
+        return self._limits.images if enough_wait and all_short else 0
 
     def _next(self) -> Sequence | None:
         if self._manager.rows_free == 0:
@@ -151,27 +185,16 @@ class PrefillPlanner:
         row = ScheduledSequence(sequence, sequence.prefix_length, 0, part)
         return Plan(LaunchKind.ENCODE, (row,))
 
-    def _may_add_images(self, decodes: tuple[ScheduledSequence, ...]) -> bool:
-        """Whether enough requests wait, and all answers in the launch are short."""
-        if self._limits.images == 1 or len(self._queue) < self._limits.min_queue_length:
-            return False
-        return all(row.sequence.progress.num_launched < _SHORT_ANSWER for row in decodes)
-
-    def _fits(self, sequence: Sequence, num_tokens: int, num_rows: int) -> bool:
-        """Whether its prompt fits into a launch of `num_tokens` tokens in `num_rows` rows."""
-        limits = self._limits
-        return (
-            limits.prompts > 1
-            and num_rows < limits.sampled
-            and num_tokens + _max_scheduled_tokens(sequence) <= limits.tokens
-        )
-
 
 def _is_split(admitted: _Admitted, max_crops: int) -> bool:
     work = admitted.work
     if max_crops == 0 or not work.compute_pages:
         return False
     return (work.first_crop or max_crops) < admitted.sequence.num_crops
+
+
+def _computes_image(admitted: _Admitted) -> bool:
+    return admitted.sequence.image_prefix_length > 0 and bool(admitted.work.compute_pages)
 
 
 def _max_scheduled_tokens(sequence: Sequence) -> int:

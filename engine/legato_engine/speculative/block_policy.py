@@ -1,4 +1,4 @@
-"""How many tokens a request proposes next: adaptive speculative block sizing."""
+"""Block size policies: how many tokens a request proposes next."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PRESSURE_RATIO = 0.85
 """Share of the page pool in use above which it is under pressure."""
 
 
-class Drafter(Protocol):
-    """What a policy knows and decides of a request, in the kernel's descriptor or in the engine."""
+class BlockState(Protocol):
+    """A request's block size and the statistics that it is chosen from."""
 
     ema_acceptance_rate: float  # float32, as on the device
     accepted_weight: float
@@ -26,54 +26,54 @@ class Drafter(Protocol):
 
     @property
     def num_left(self) -> int:
-        """Tokens it may still generate."""
+        """Tokens that the request may still generate."""
         ...
 
     @property
     def under_pressure(self) -> bool:
-        """Whether the pool was nearly full when it was last looked at."""
+        """Whether the page pool was nearly full at the last check."""
         ...
 
 
 class BlockPolicy(Protocol):
-    """Decides `current_block_size` of each request, from what its verifies gave."""
+    """Chooses `current_block_size` of each request from the results of its verifications."""
 
-    def begin(self, request: Drafter) -> None:
-        """It is about to propose for the first time, or again after a preemption."""
+    def begin(self, request: BlockState) -> None:
+        """Prepare a request that will propose for the first time, or again after a preemption."""
         ...
 
-    def update(self, request: Drafter, accepted: int, proposed: int) -> None:
-        """It proposed `proposed` tokens, of which the first `accepted` were right."""
+    def update(self, request: BlockState, accepted: int, proposed: int) -> None:
+        """Learn that the first `accepted` of `proposed` draft tokens were right."""
         ...
 
-    def allot(self, requests: Sequence[Drafter]) -> None:
-        """These are about to propose; a policy may weigh them against each other."""
+    def allot(self, requests: Sequence[BlockState]) -> None:
+        """Revise the block sizes of requests that propose together."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FixedBlockPolicy:
-    """Always the same block."""
+    """A constant block size."""
 
     block_size: int
 
-    def begin(self, request: Drafter) -> None:
-        """Propose `block_size`."""
+    def begin(self, request: BlockState) -> None:
+        """Set the block size."""
         request.current_block_size = self.block_size
 
-    def update(self, request: Drafter, accepted: int, proposed: int) -> None:
-        """Nothing is learnt."""
+    def update(self, request: BlockState, accepted: int, proposed: int) -> None:
+        """Do nothing."""
 
-    def allot(self, requests: Sequence[Drafter]) -> None:
-        """Nothing is weighed."""
+    def allot(self, requests: Sequence[BlockState]) -> None:
+        """Do nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdaptiveBlockPolicy:
-    """The seed's rule: a moving average of the share accepted chooses one of three sizes.
+    """The seed's rule: one of three sizes by a moving average of the share accepted.
 
-    `first_block` is proposed before anything is known. Under KV pressure no more than
-    `pressure_block` is proposed.
+    `first_block` applies before the first verification. Under KV pressure the size is at most
+    `pressure_block`.
     """
 
     first_block: int = 4
@@ -85,20 +85,20 @@ class AdaptiveBlockPolicy:
     high: float = 0.80
     low: float = 0.50
 
-    def begin(self, request: Drafter) -> None:
-        """What the launch says, under the cap; a request that comes back keeps what it learnt."""
+    def begin(self, request: BlockState) -> None:
+        """Set the first size; after a preemption, the size by what was learnt before."""
         block = self.size(request) if request.block_size_history else self.first_block
         request.current_block_size = self.capped(block, request)
 
-    def update(self, request: Drafter, accepted: int, proposed: int) -> None:
-        """As `update_block_size`."""
+    def update(self, request: BlockState, accepted: int, proposed: int) -> None:
+        """See `update_block_size`."""
         update_block_size(self, request, accepted, proposed)
 
-    def allot(self, requests: Sequence[Drafter]) -> None:
-        """Each request decides for itself."""
+    def allot(self, requests: Sequence[BlockState]) -> None:
+        """Do nothing: each request's size depends on that request alone."""
 
-    def size(self, request: Drafter) -> int:
-        """The block for the request's average and flags as they are."""
+    def size(self, request: BlockState) -> int:
+        """The size by the request's average and pressure."""
         average = request.ema_acceptance_rate
         if average >= f32(self.high):
             block = self.max_block
@@ -108,21 +108,20 @@ class AdaptiveBlockPolicy:
             block = self.min_block
         return self.capped(block, request)
 
-    def capped(self, block: int, request: Drafter) -> int:
+    def capped(self, block: int, request: BlockState) -> int:
         """`block`, or less under pressure."""
         return min(block, self.pressure_block) if request.under_pressure else block
 
 
 def update_block_size(
-    policy: AdaptiveBlockPolicy, request: Drafter, accepted: int, proposed: int
+    policy: AdaptiveBlockPolicy, request: BlockState, accepted: int, proposed: int
 ) -> None:
-    """Learn from one verify and choose the next block; touches nothing but the request.
+    """Update a request's average with one verification, then its block size.
 
-    `accepted / proposed` falls as the block grows: with a share `a` of the tokens right, a block of
-    B is accepted for `(a + a^2 + ... + a^B) / B` of its length. The rule is the seed's all the
-    same.
+    The rule follows the seed, although `accepted / proposed` falls as blocks grow: with a share `a`
+    of the tokens right, `(a + a^2 + ... + a^B) / B` of a block of B are accepted.
     """
-    assert 0 <= accepted <= proposed, f"{accepted} of {proposed} accepted"
+    assert 0 <= accepted <= proposed, f"{accepted} of {proposed} tokens accepted"
     rate = f32(accepted / proposed) if proposed else 0.0
     alpha = f32(policy.alpha)
     kept = f32(f32(1.0 - alpha) * request.ema_acceptance_rate)

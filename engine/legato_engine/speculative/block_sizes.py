@@ -1,4 +1,4 @@
-"""The policies of the specification, deciding for the engine's sequences."""
+"""Block policies applied to the engine's sequences."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from legato_engine.speculative.costs import CostTable
 
 
 class PolicyBlockSizes:
-    """A `scheduler.block_sizes.BlockSizes` by one of the specification's policies.
+    """A `scheduler.block_sizes.BlockSizes` over a block policy.
 
-    The policy's state stays with the sequence. Pressure is looked at when a launch is planned, as
-    often as the specification does, and what a launch accepted is learnt when it is committed.
+    A sequence's policy state is kept with the sequence. Pressure is read when a launch is planned;
+    accepted tokens are learnt from when it is committed.
     """
 
     def __init__(self, policy: BlockPolicy) -> None:
@@ -53,9 +53,12 @@ class PolicyBlockSizes:
 
 
 def block_sizes(setting: str, costs: CostTable | None) -> PolicyBlockSizes | None:
-    """What decides how much is proposed, None with `off`; `costs` are what `budget` weighs by.
+    """Return the block sizes for a `--speculation` setting, None for `off`.
 
-    Raises what `largest_block` raises.
+    `costs` are required by `budget`, which weighs draft tokens by them.
+
+    Raises:
+        InvalidField: the setting is unknown, see `largest_block`.
     """
     block = largest_block(setting)
     if setting == SPECULATION_OFF:
@@ -63,6 +66,6 @@ def block_sizes(setting: str, costs: CostTable | None) -> PolicyBlockSizes | Non
     if setting == "seed":
         return PolicyBlockSizes(AdaptiveBlockPolicy(max_block=block))
     if setting == "budget":
-        assert costs is not None, "proposals are weighed against what a step costs"
+        assert costs is not None, "the budget policy needs the costs of steps"
         return PolicyBlockSizes(TokenBudgetPolicy(costs, max_block=block))
     return PolicyBlockSizes(FixedBlockPolicy(block))

@@ -1,4 +1,4 @@
-"""What an iteration costs, in seconds of a device that was measured."""
+"""Costs of a step, in seconds of a measured device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _COUNT = operator.itemgetter(0)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CostTable:
-    """Seconds of one iteration, by the positions that its forward is fed.
+    """Seconds of one step by the number of positions in its forward.
 
-    `steps` are (positions, seconds) measured on a device, linear between them and beyond the last
-    two. `prefill` is the cost of one prompt position, `propose` that of one more token of the
-    longest block: a draft speaks for all rows at once, one token after the other.
+    `steps` are measured (positions, seconds), interpolated linearly and extrapolated from the last
+    two. `prefill` is the cost of one prompt position. `propose` is the cost of one more token in
+    the longest block, because a proposer drafts one token at a time for all rows.
     """
 
     steps: tuple[tuple[int, float], ...]
@@ -37,8 +37,8 @@ class CostTable:
 H200_MOONDREAM2 = CostTable(
     steps=((8, 0.842e-3), (32, 1.05e-3), (64, 1.6e-3), (256, 4.0e-3)), prefill=6e-6
 )
-"""Positions in one forward of Moondream 2's decoder at a context of 850.
+"""Steps of Moondream 2's decoder at a context of 850.
 
-Up to 8 positions cost what one does (measured, benchmarks/results/h200); what lies beyond is an
-estimate until verification of several tokens a row has been measured.
+Up to 8 positions cost what one does (measured, benchmarks/results/h200); larger numbers are
+estimates.
 """

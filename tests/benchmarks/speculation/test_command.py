@@ -3,6 +3,7 @@
 import pytest
 from legato_engine.errors import InvalidField
 
+from benchmarks.provenance import ALLOW_DIRTY
 from benchmarks.speculation import command, comparison
 from benchmarks.speculation.workloads import PROFILES, REAL, synthetic_requests
 
@@ -19,7 +20,7 @@ WORKLOADS = (REAL, "0.8", "0.4", "near the end")
 
 
 def test_every_setting(monkeypatch):
-    """Every setting stands beside plain decoding, with the same tokens and its own figures."""
+    """Every setting is compared with plain decoding: the same tokens, its own figures."""
     monkeypatch.setattr(comparison, "sample_images", lambda assembly: [])
     profile = PROFILES["0.4"]
     monkeypatch.setattr(
@@ -57,7 +58,7 @@ def test_every_setting(monkeypatch):
 
 
 def test_settings_under_pressure():
-    """With pages for a part of the requests they give way to each other, and answers stay."""
+    """With too few pages requests preempt each other, and results stay the same."""
     options = ("--streams", "4", "--length", "48", "--settings", "fixed:8,seed")
     rows = figures(*options, "--workloads", "under pressure")["rows"]
     assert all(row["identical"] for row in rows)
@@ -69,6 +70,7 @@ def test_settings_under_pressure():
 def test_the_command_prints_its_tables(tmp_path, monkeypatch, capsys):
     """The record's tables go to the terminal too."""
     monkeypatch.setenv("LEGATO_RESULTS", str(tmp_path))
+    monkeypatch.setenv(ALLOW_DIRTY, "1")
     options = ("--streams", "1", "--settings", "fixed:2", "--requests", "1", "--workloads", "0.6")
     assert command.main([*OPTIONS, *options]) == 0
     assert "identical" in capsys.readouterr().out
@@ -76,5 +78,5 @@ def test_the_command_prints_its_tables(tmp_path, monkeypatch, capsys):
 
 def test_an_unknown_workload_is_refused():
     """The error names the workload."""
-    with pytest.raises(InvalidField, match=r"no 0\.5"):
+    with pytest.raises(InvalidField, match=r"unknown workload '0\.5'"):
         figures("--streams", "1", "--settings", "fixed:2", "--workloads", "0.5")

@@ -1,4 +1,4 @@
-"""The proposer of known quality has that quality, and recognises whom it speaks for."""
+"""The oracle proposer has the quality that it is given, and recognises its rows."""
 
 from statistics import fmean
 
@@ -16,7 +16,7 @@ PROMPT = (PromptToken(3), PromptToken(4))
 
 
 def test_a_history_is_prefix_prompt_and_tokens():
-    """It stands where the device has it: nothing for the prefix, then ids by position."""
+    """A history is laid out as on the device: nothing for the prefix, then ids by position."""
     assert known_history(3, PROMPT, [8, 9]) == [UNKNOWN, UNKNOWN, UNKNOWN, 3, 4, 8, 9]
 
 
@@ -59,8 +59,9 @@ def answers(count, length):
 @pytest.mark.parametrize("block", [1, 3, 7])
 @pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
 def test_tokens_that_are_tried_are_right_as_often_as_asked(rate, block):
-    """Of what a verify compares, up to the first wrong one, the share accepted is the rate: no
-    block, and no place behind a wrong token, is luckier than another.
+    """Of the tokens tried, up to the first wrong one, the share accepted is the rate.
+
+    It depends neither on the block size nor on the position after a wrong token.
     """
     known = answers(1, 6000)
     proposer = OracleProposer(known, CPU, rates=[rate], vocab_size=2000)
@@ -138,7 +139,7 @@ def test_sequences_share_luck_evenly():
 def test_another_run_can_be_known():
     """What it knows is exchanged in place; of those before nothing is left."""
     first, second = known_history(0, PROMPT, [5, 6, 7, 8]), known_history(0, PROMPT, [5, 9])
-    proposer = OracleProposer([first], CPU, rates=[1.0], vocab_size=100, room=(2, 8))
+    proposer = OracleProposer([first], CPU, rates=[1.0], vocab_size=100, capacity=(2, 8))
     tokens_RC = torch.tensor([[3, 4, 5, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN]])
     said = []
     for known in ([first], [second], [second, first]):

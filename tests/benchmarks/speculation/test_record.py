@@ -3,13 +3,15 @@
 import json
 
 from benchmarks import speculation
+from benchmarks.provenance import ALLOW_DIRTY
 
 MODEL = ("--model", "random-tiny", "--device", "cpu", "--threads", "1", "--repeats", "1")
 
 
 def test_a_record_has_tables_plots_and_series(tmp_path, monkeypatch, capsys):
-    """Figures and plots stand beside each other, and the plots are of what the policies chose."""
+    """The record has tables, plots and series, and the plots show the policies' choices."""
     monkeypatch.setenv("LEGATO_RESULTS", str(tmp_path))
+    monkeypatch.setenv(ALLOW_DIRTY, "1")
     options = ("--streams", "2", "--length", "24", "--settings", "fixed:2,seed", "--requests", "1")
     assert speculation.main([*MODEL, *options, "--workloads", "0.8,under pressure"]) == 0
     names = {path.name for path in tmp_path.iterdir()}

@@ -222,7 +222,7 @@ def test_a_kernel_that_spills_is_seen(cache, monkeypatch):
 
 ROWS_PROBE = """#include "row_major_gemm.cuh"
 using R = Rows<{width}, {size}>;
-static_assert(R::CHUNK == {chunk} && R::STAGE == {stage} && R::BEHIND == {behind}, "rows");
+static_assert(R::CHUNK == {chunk} && R::STAGE == {stage} && R::PADDING == {padding}, "rows");
 extern "C" __global__ void probe() {{}}
 """
 
@@ -232,7 +232,7 @@ extern "C" __global__ void probe() {{}}
 def test_the_header_agrees_on_rows(cache, monkeypatch, width, size):
     """A stage of rows that are not packed is as large as the launches count it."""
     rows = Rows(width, size)
-    sizes = {"chunk": rows.chunk, "stage": rows.stage, "behind": rows.behind}
+    sizes = {"chunk": rows.chunk, "stage": rows.stage, "padding": rows.padding}
     probe = ROWS_PROBE.format(width=width, size=size, **sizes)
     texts = compiler.sources() | {"probe.cu": probe}
     monkeypatch.setattr(compiler, "sources", lambda: texts)

@@ -1,6 +1,6 @@
-"""The CUDA source of the picture kernels, on the CPU: as C++ for its bits, by NVRTC for its syntax.
+"""The CUDA source of the image kernels, on the CPU: as C++ for its bits, by NVRTC for its syntax.
 
-One thread stands for all of a grid, for the loops stride over it.
+One thread runs the whole grid, because the loops stride over it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_patches_are_those_of_the_host(kernels, height, width, tiling, spare):
     )
     staged = stage(pixels_HWC, plan, host)
     assert (staged.pixels.numel(), staged.num_words) == (pixels_HWC.size, plan.num_words)
-    num_between = sum(3 * h * w for h, w in (target.between for target in plan.targets))
+    num_between = sum(3 * h * w for h, w in (target.intermediate_size for target in plan.targets))
     between = torch.empty(num_between, dtype=torch.uint8)
     call(kernels.image_first_pass, host.pixels, host.plan, between)
     wide_NTP = torch.full((plan.num_crops + spare, 16, 592), 7, dtype=torch.bfloat16)
@@ -147,7 +147,7 @@ def test_stitched_features_are_those_of_the_model(kernels, tiling):
 
 
 def test_averages_round_as_torch_does(kernels):
-    """Ties go to even, and what is not a number stays so."""
+    """Ties go to even, and NaN stays NaN."""
     bits_D = torch.tensor([0x3F80, 0x3F81, 0x3F82, 0x3F83, 0x7F80, 0x7FC0], dtype=torch.int16)
     features_NTD = torch.zeros(3, 16, 6, dtype=torch.bfloat16)
     features_NTD[:, 0::2] = bits_D.view(torch.bfloat16)

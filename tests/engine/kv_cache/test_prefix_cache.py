@@ -44,7 +44,7 @@ def test_a_partial_last_page_is_copied_by_miss_and_hit() -> None:
 
 
 def test_a_prefix_shorter_than_a_page_shares_only_through_its_copy() -> None:
-    """With no full page, the whole table is private and the entry holds one page."""
+    """Without a full page, all pages of the sequence are private and the tree has one page."""
     manager = KVCacheManager(17, PAGE, 2)
     first = sequence(0, 3)
     work = admit(manager, first)

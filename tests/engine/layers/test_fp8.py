@@ -21,7 +21,7 @@ from legato_engine.layers.mlp import MLP
 from legato_engine.models.moondream.presets import moondream2_config, tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
 
-HALF_STEP = 2.0**-4  # of e4m3: three bits behind the leading one, rounded to nearest
+HALF_STEP = 2.0**-4  # of e4m3: three bits after the leading one, rounded to nearest
 LAYER_ERROR = 0.045  # of one layer: both factors off by 2.6 % root mean square, and a margin
 TOWER_ERROR = 0.15  # of two blocks and the projector
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_a_row_of_zeros_is_zeros():
 
 
 def test_a_value_that_is_no_number_stays_none():
-    """NaN and infinity in a row make that row's outputs not finite, and no other's."""
+    """NaN and infinity make their row's outputs not finite, and no other row's."""
     x_TK = torch.randn(3, 32)
     x_TK[0, 3], x_TK[2, 5] = float("nan"), float("inf")
     out_TO = Fp8Linear(layer(32, 16))(x_TK)

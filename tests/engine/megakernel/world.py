@@ -76,7 +76,7 @@ def random_requests(draw: random.Random) -> list[RequestDescriptor]:
 
 
 def check_pages(machine: Machine) -> None:
-    """Every page is accounted for: held by those who list it, once each, or free."""
+    """Every page is held once by each request that lists it, or free."""
     listed: dict[int, set[int]] = {page: set() for page in range(machine.pages.num_pages)}
     for request in machine.requests:
         assert len(set(request.page_ids)) == len(request.page_ids), "a page is listed twice"

@@ -105,6 +105,7 @@ def test_images_share_a_launch_while_many_requests_wait() -> None:
     assert plan("a", "b", "c", streaming=True) == [0]
     assert plan(None, "b", "c") == [1, 2, 0]
     assert plan(None, "b", "c", min_queue_length=9) == [0]
+    assert plan(None, "b", images=1, min_queue_length=0) == [0]
     assert plan("host", "b", "c") == [0]
     assert plan("a", "host", "c") == [0]
 

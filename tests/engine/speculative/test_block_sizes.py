@@ -82,7 +82,7 @@ def test_a_sequence_learns_as_a_descriptor_does(outcomes, setting):
 
 
 def test_the_budget_sees_what_is_left():
-    """Nothing is proposed behind the last token that could still be launched."""
+    """Nothing is proposed beyond the last token that could still be launched."""
     sizes, one = block_sizes("budget", COSTS), sequence(max_tokens=4)
     assert sizes is not None
     assert sizes.allot([one], kv_use=0.0) == [2]

@@ -10,7 +10,7 @@ from tests.engine.megakernel.world import make, rates
 
 
 def budget():
-    """One that has seen nobody yet."""
+    """A policy without any counts."""
     return TokenBudgetPolicy(H200_MOONDREAM2)
 
 
@@ -81,7 +81,7 @@ def test_who_is_likelier_proposes_more():
 
 
 def test_a_new_request_is_believed_to_do_as_the_others():
-    """As far as they are known: nobody pays again for what the first has learnt."""
+    """New requests start from the rate that earlier requests have shown."""
     policy = budget()
     (first,) = running(1, policy)
     assert first.accepted_weight / first.tried_weight == pytest.approx(0.8)
@@ -96,11 +96,11 @@ def test_a_draft_is_paid_by_the_longest_block():
     """It speaks for all rows at once: what one proposes, the others propose for nothing more."""
     costs = CostTable(steps=((1, 1.0), (64, 1.0)), prefill=0.0, propose=0.2)
     policy = TokenBudgetPolicy(costs)
-    alone, *company = running(9, policy)
+    alone, *others = running(9, policy)
     policy.allot([alone])
     by_itself = alone.current_block_size
-    policy.allot([alone, *company])
-    sizes = {each.current_block_size for each in (alone, *company)}
+    policy.allot([alone, *others])
+    sizes = {each.current_block_size for each in (alone, *others)}
     assert sizes == {by_itself}
     assert 0 < by_itself < policy.max_block
 

@@ -261,7 +261,7 @@ def ends_with(run, token_id):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_eos_inside_a_block(assembly, depth):
-    """What was accepted behind the end is nobody's: the answer, its reason and its count."""
+    """Tokens accepted after the end change neither the answer, nor its reason, nor its count."""
     task = QueryTask(question="what is it?")
     whole = Run(assembly, temperature=1.0)
     whole.submit("r", task)
@@ -363,7 +363,7 @@ def test_the_seed_tells_two_requests_of_one_batch_apart(assembly):
 
 
 class Foolish:
-    """A proposer that says what is no token, or what nobody asked for."""
+    """A proposer of invalid and of surplus tokens."""
 
     def __init__(self, token):
         self._token = token
@@ -382,4 +382,4 @@ def test_no_proposal_can_do_harm(assembly, token):
     run = mixed(changed, draw=random.Random(0))
     assert run.answers == plain.answers
     drafts = [row.num_drafts for record in run.records for row in record.launch.plan.rows]
-    assert run.total("drafted") <= sum(drafts) / 2, "what stands behind a gap was proposed"
+    assert run.total("drafted") <= sum(drafts) / 2, "tokens after a gap were proposed"

@@ -1,7 +1,7 @@
-"""Adapters in a decode step: what B(A x) adds to both maps of a layer's MLP, each token its own.
+"""Low-rank adapters of a decode step's MLPs: B(A x) of each token's own slot.
 
 Shape legend: B tokens, D width, F inner width, M values of a row whose last F are inner, I and O a
-map's inputs and outputs, S slots, R ranks of a slot's room, or rows of the token state.
+map's inputs and outputs, S slots, R ranks of a slot, or rows of the token state.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from legato_engine.kernels.low_rank import LowRankMap, MlpSlots
 
 _WARPS = 8
 _OUTPUTS = 64  # of a thread block
-_TOKENS = 4  # of a thread block, where there are several
-_LONG_PARTS = 4  # that the inner activations are cut into, a warp each
+_TOKENS = 4  # of a thread block, for batches of several
+_LONG_PARTS = 4  # of the inner activations, one warp each
 _MOST_TURNS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """Which slot each row reads, int64, and the slots' own ranks; slot 0 is none."""
+    """The slot of each row (int64), and the slots' own ranks; slot 0 is none."""
 
     slot_R: torch.Tensor
     rank_S: torch.Tensor
 
 
 class LowRank:
-    """The kernels for one model's MLPs, and the memory between them; steps must not overlap."""
+    """The kernels for one model's MLPs, and their scratch memory; steps must not overlap."""
 
     def __init__(self, dim: int, ff_dim: int, max_rank: int, device: torch.device) -> None:
         self._max_rank = max_rank
@@ -47,7 +47,7 @@ class LowRank:
     def inner(
         self, x_BD: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """[B, F] float32: what the first map gives more for the norm of the residual stream."""
+        """The change of the first map, [B, F] float32, for the normed residual stream."""
         inputs = x_BD, x_BD.shape[1], *weights.norm, weights.fc1.a_SRI
         self._shrink_in.launch(inputs, slots, row_B, self._low_BR)
         return self._expand(self._expand_in, weights.fc1, slots, row_B, self._inner_BF)
@@ -55,7 +55,7 @@ class LowRank:
     def outer(
         self, mixed_BM: torch.Tensor, weights: MlpSlots, slots: Slots, row_B: torch.Tensor
     ) -> torch.Tensor:
-        """[B, D] float32: the same of the second map; its inputs are the last F of each row."""
+        """The change of the second map, [B, D] float32; its inputs are the last F of each row."""
         stride, a_SRF = mixed_BM.shape[1], weights.fc2.a_SRI
         inputs = mixed_BM[:, stride - a_SRF.shape[-1] :], stride, None, None, a_SRF
         self._shrink_out.launch(inputs, slots, row_B, self._low_BR)
@@ -78,13 +78,15 @@ class LowRank:
 
 
 class _Shrink:
-    """A's kernels. Every warp has a rank and a part of the inputs; how tokens are dealt to thread
-    blocks changes no bits.
+    """The kernels of A x.
+
+    Each warp takes one rank and a part of the inputs. The assignment of tokens to thread blocks
+    does not affect the bits.
     """
 
     def __init__(self, width: int, parts: int, max_rank: int, *, norm: bool) -> None:
         self._max_rank = max_rank
-        self._pairs = _WARPS // parts  # of a rank and a token, in a thread block
+        self._pairs = _WARPS // parts  # (rank, token) pairs of a thread block
         sizes = {"RANKS": max_rank, "WIDTH": width, "NORM": int(norm), "PARTS": parts}
         self._kernels = {
             tokens: Module("low_rank_adapters.cu", {**sizes, "TOKENS": tokens}).kernel("shrink")
@@ -94,10 +96,10 @@ class _Shrink:
     def launch(
         self, inputs: tuple[Argument, ...], slots: Slots, row_B: torch.Tensor, low_BR: torch.Tensor
     ) -> None:
-        """Enqueue; `inputs` are the kernel's own up to A."""
+        """Enqueue; `inputs` are the kernel's first arguments, up to A."""
         batch = len(row_B)
         tokens = 1 if batch == 1 else max(self._kernels)
-        # As many turns as keep the warps of one wave busy: each saves reading A again.
+        # As many turns as keep one wave of warps busy: each turn reads A once less.
         wave = skinny_gemm.num_processors() * 2 * self._pairs
         turns = min(_MOST_TURNS, max(1, self._max_rank * batch // wave))
         ranks = self._pairs // tokens
@@ -108,7 +110,7 @@ class _Shrink:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepAdapters:
-    """All layers' adapters for one step."""
+    """The adapters of all layers for one step."""
 
     kernels: LowRank
     layers: Sequence[MlpSlots]
@@ -124,7 +126,6 @@ class StepAdapters:
 
 
 def _expands(outputs: int, max_rank: int) -> dict[int, Kernel]:
-    """B's kernels by the tokens of a thread block."""
     sizes = {"RANKS": max_rank, "OUTPUTS": outputs}
     return {
         tokens: Module("low_rank_adapters.cu", {**sizes, "TOKENS": tokens}).kernel("expand")

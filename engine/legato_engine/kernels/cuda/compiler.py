@@ -1,4 +1,4 @@
-"""CUDA C++ to machine code, once per machine: NVRTC, and a cache of what it made."""
+"""CUDA C++ to machine code by NVRTC, cached on disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compile_source(
 
 
 def cache_folder() -> pathlib.Path:
-    """Where compiled kernels are kept: `LEGATO_KERNEL_CACHE`, else below the user's cache."""
+    """The folder of compiled kernels: `LEGATO_KERNEL_CACHE`, else in the user's cache folder."""
     if folder := os.environ.get("LEGATO_KERNEL_CACHE"):
         return pathlib.Path(folder)
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -106,7 +106,7 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 
 
 def _store(path: pathlib.Path, code: bytes) -> None:
-    """The file appears complete or not at all; a cache that cannot be written is no failure."""
+    """Write atomically; an unwritable cache is not an error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

@@ -1,4 +1,4 @@
-// Tokens, and the values that they carry, encoded into the residual stream.
+// Embeddings of tokens, or of the values that they carry, as the first residual stream.
 //
 // Constants: DIM width, SCALAR_FEATURES and PAIR_FEATURES frequencies, SCALAR and PAIR token ids. B tokens.
 #include "skinny_gemm.cuh"

@@ -7,8 +7,8 @@
 // count; slot 0 is none. Token b reads slot `slots[rows[b]]`. A token and one of its experts are a pair, as in
 // expert_routes.cuh; a thread block has a token at a time, a warp a pair.
 //
-// Sums run over inputs, ranks and a token's experts in an order that the sizes fix: a token's change has the same bits
-// whoever is beside it, and costs what its own rank does.
+// Sums run over inputs, ranks and a token's experts in an order fixed by the sizes: a token's change has the same bits
+// in every batch. Its cost depends on its own rank.
 #include "expert_choice.cuh"
 #include "low_rank.cuh"
 
@@ -26,10 +26,9 @@ __device__ __forceinline__ int load_fresh_int(const int* address) {
 #ifdef WIDTH
 static_assert(WIDTH % 8 == 0, "unsupported sizes");
 
-// low [B * ACTIVE, RANKS] float32 = A x, as far as each token's own rank goes; x is the tokens' [B, WIDTH] where
-// FIRST, else the pairs' [B * ACTIVE, WIDTH]. A thread block has every gridDim.x-th rank. FIRST chooses the experts
-// by `logits` and leaves them in `experts` [B, ACTIVE]; otherwise the kernel in front has let this one begin only after
-// they were there.
+// low [B * ACTIVE, RANKS] float32 = A x, up to each token's own rank; x is the tokens' [B, WIDTH] if FIRST, else the
+// pairs' [B * ACTIVE, WIDTH]. A thread block has every gridDim.x-th rank. FIRST chooses the experts by `logits` and
+// writes them to `experts` [B, ACTIVE]; otherwise the preceding kernel let this one begin only after they were written.
 extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 3) expert_shrink(
     const bf16* x, const float* logits, const bf16* a, const i64* ranks, const i64* slots, const i64* rows, int* experts,
     float* low, int batch) {
@@ -69,8 +68,8 @@ static_assert(OUTPUTS % OUTS == 0, "unsupported sizes");
 // FIRST: change [B * ACTIVE, OUTPUTS] float32 = B low of each pair. Else: change [B, OUTPUTS], the sum over a token's
 // experts by their `shares` [B, ACTIVE]. Tokens without an adapter are left out. A thread block has every gridDim.y-th
 // token.
-// FIRST: what follows may begin when the kernel in front of the one before has ended. Else: the kernels in front have
-// let this one begin only after all was there that it reads.
+// FIRST: later kernels may begin once the kernel two before has ended. Else: the preceding kernels let this one begin
+// only after all its inputs were written.
 extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 4) expert_expand(
     const float* low, const int* experts, const float* shares, const bf16* b, const i64* ranks, const i64* slots,
     const i64* rows, float* change, int batch) {
@@ -89,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 4) expert_expand(
       const bf16* from = b + row_of(slot, load_fresh_int(experts + pair)) * OUTPUTS + column;
       const float* lows = low + (i64)pair * RANKS;
       float sum[8] = {};
-      // Loads that the compiler leaves where they are: all of a turn are under way at once.
+      // Volatile, so that all loads of a turn are in flight at once.
       for (int rank = sub; rank < count; rank += STEP * AHEAD) {
         uint4 values[AHEAD];
         float factors[AHEAD];
@@ -134,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(ACTIVE * 32, 4) expert_expand(
     }
     token = next, slot = next_slot, count = next_count;
   }
-  // One block ends behind the kernel in front, and so does this one; the others leave their room to the next.
+  // One block waits for the end of the preceding kernel, so that this one ends after it; the others free their place.
   if (!FIRST && blockIdx.x == 0 && blockIdx.y == 0) wait_previous();
 }
 #endif

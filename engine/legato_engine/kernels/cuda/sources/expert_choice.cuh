@@ -1,4 +1,4 @@
-// Which experts one token goes to, found by a warp.
+// The experts of one token, chosen by a warp.
 //
 // Constants: EXPERTS, at most 64, ACTIVE of them for a token, at most 8.
 #pragma once

@@ -1,4 +1,4 @@
-// Which experts take which tokens, known to a whole thread block.
+// The tokens of each expert, shared by a thread block.
 //
 // Constants: EXPERTS, at most 64, ACTIVE of them for a token, at most 8; TILES groups of 8 tokens.
 #pragma once
@@ -27,7 +27,7 @@ struct Routes {
     }
   }
 
-  // The workers, when `expert` is there: the rest. What follows needs a barrier of whoever reads it.
+  // The workers, after `expert` is written: the rest. Readers need a barrier afterwards.
   __device__ __forceinline__ void group(int batch) {
     const int lane = threadIdx.x % 32;
     if (threadIdx.x < EXPERTS) tokens[threadIdx.x] = 0u;

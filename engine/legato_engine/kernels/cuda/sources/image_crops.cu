@@ -1,8 +1,8 @@
-// A picture of 8-bit RGB to the vision tower's patches, and the tower's features to one grid.
+// An 8-bit RGB image to the vision tower's patches, and the tower's features to one grid.
 //
 // Sizes by definition: GRID patches on a side of a crop, PATCH pixels on a side of a patch, MARGIN
 // patches that a tile shares with each neighbour, and the layout of a plan (kernels/cut_plan.py says
-// what its words mean). All launches are the same for every picture: loops stride over the grid.
+// what its words mean). All launches are the same for every image: loops stride over the grid.
 
 constexpr int SIDE = GRID * PATCH;
 constexpr int WINDOW = (GRID - 2 * MARGIN) * PATCH;
@@ -53,8 +53,7 @@ __device__ Pixel weighted(const unsigned char* bytes, int step, const int* weigh
     return out;
 }
 
-// The first pass of both targets: one pixel of `between` per thread. The canvas lies behind the
-// whole picture.
+// The first pass of both targets: one pixel of `between` per thread. The canvas follows the whole image.
 extern "C" __global__ void image_first_pass(
     const unsigned char* __restrict__ pixels, const int* __restrict__ plan,
     unsigned char* __restrict__ between) {
@@ -78,7 +77,7 @@ extern "C" __global__ void image_first_pass(
 
 // The second pass, cut into crops and patches: one pixel of `patches` [num_crops, TOKENS, step], whose
 // first 3 * PATCH_PIXELS values are written, per thread, as `levels` has it for 8 bits. Crops that the
-// picture lacks are zeros.
+// image lacks are zeros.
 extern "C" __global__ void image_patches(
     const unsigned char* __restrict__ between, const int* __restrict__ plan,
     const unsigned short* __restrict__ levels, unsigned short* __restrict__ patches, int step, int num_crops) {
@@ -130,7 +129,7 @@ __device__ int tile_of(int at, int tiles) {
     return tile < tiles ? tile : tiles - 1;
 }
 
-// Features [N, TOKENS, D] of crops to `joined` [TOKENS, 2 * D]: those of the whole picture, then
+// Features [N, TOKENS, D] of crops to `joined` [TOKENS, 2 * D]: those of the whole image, then
 // those of the tiles, stitched and averaged over windows to the size of a crop. Both are bfloat16 in
 // pairs. One block per token; `tiling` starts with rows and columns.
 extern "C" __global__ void stitch_pool(

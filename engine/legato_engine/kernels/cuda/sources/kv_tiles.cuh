@@ -1,5 +1,5 @@
-// Keys and values as they lie in pages, and a step's of them in shared memory, in the layouts of tensor cores: bf16,
-// or e4m3 in units of a layer's scale, which meet the tensor cores as fp16.
+// Keys and values of a step, from pages to shared memory to the layouts of tensor cores: bf16, or e4m3 in units of a
+// layer's scale, which is widened to fp16.
 //
 // Constant: KV_BYTES of an element, 2 or 1. In a warp lane = 4g + t.
 #pragma once
@@ -130,14 +130,14 @@ struct Values {
   }
 };
 
-// The finite ones of a word's bf16, or of its e4m3, which have no infinities.
+// A word with its values that are not finite set to zero (e4m3 has NaN only).
 __device__ __forceinline__ u32 finite(u32 word) {
   if (NARROW) return word & ~((((word & 0x7f7f7f7fu) + 0x01010101u) >> 7 & 0x01010101u) * 0xffu);
   const u32 exponents = ~word & 0x7f807f80u;
   return word & ((exponents & 0xffffu ? 0xffffu : 0u) | (exponents >> 16 ? 0xffff0000u : 0u));
 }
 
-// Zeros for values that are no numbers: 0 times those is none either.
+// Replaces values that are not finite by zeros, because 0 times them is NaN.
 __device__ __forceinline__ void clean(Element* values) {
   uint4* at = reinterpret_cast<uint4*>(values) + threadIdx.x % 32;
 #pragma unroll 1

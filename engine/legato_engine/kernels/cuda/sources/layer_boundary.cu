@@ -1,6 +1,6 @@
-// The end of one layer and the beginning of the next in one kernel, for up to 8 tokens: `layer_out` and `layer_in`. The
-// copies of weights run on from the one map to the other while thread blocks wait for each other's part of x; and the
-// first begins with what the layer's own beginning left, while attention still runs.
+// The end of one layer and the beginning of the next in one kernel, for up to 8 tokens: `layer_out` and `layer_in`.
+// Weights of the next map are copied while thread blocks wait for each other's part of x. The first map begins with the
+// inner activations, while attention still runs.
 //
 // Constants: those of layer_maps.cuh with TILES 1, and PARTS that the inputs of `layer_out` are cut into. `stages` is how
 // many stages of weights shared memory holds. All thread blocks run at once, each on a processor of its own.
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
     add_out(ring, sums, mixed, proj_bias, fc2_bias, x, now[-1].in, step, batch);
   else
     wait_previous();
-  // Nobody looks at these any more, or yet.
+  // No thread block reads these counters now.
   if (blockIdx.x == 0 && index == 0 && threadIdx.x == 0) progress[last - 1].in[0] = 0;
   if (blockIdx.x == 0 && index == last)
     for (int i = threadIdx.x; i < last; i += WORKERS) {
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) layer_boundary(
       held[chunk].of[0][half] = g < batch ? load_fresh(from + chunk * IN_CHUNK + half * 32) : uint4{0, 0, 0, 0};
 #pragma unroll 1
   for (int block = 0; block < count; block++) {
-    const int turn = block & (WARPS - 1);  // another warp each time: none falls behind
+    const int turn = block & (WARPS - 1);  // another warp each time, to balance the work
     if (block > 0 && warp == turn) prepared = prepare(first + block * step);
     float4 sum[1] = {};
 #pragma unroll

@@ -1,4 +1,4 @@
-// What the kernels of a layer's maps share: sizes, the order of rows, and what is done with the first maps' sums.
+// Shared by the kernels of a layer's maps: sizes, the order of rows, and the epilogue of the first maps.
 //
 // Constants: DIM width, FF inner width, HEADS heads of 64, ROTARY rotated dimensions of a head (32), PAGE positions
 // per page, PAGES pages of a row's table, TILES groups of 8 tokens.
@@ -26,7 +26,7 @@ __device__ __forceinline__ int qkv_row(int block, int g, int& partner) {
   return head + part * 16 + g;
 }
 
-// Where a token's keys and values go in its first head, and its position.
+// The offset of a token's keys and values in its first head, and its position.
 struct Slot {
   i64 offset;
   int position;

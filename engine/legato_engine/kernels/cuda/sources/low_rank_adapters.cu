@@ -1,11 +1,12 @@
 // Low-rank changes of a layer for a few tokens, each by its own adapter: B (A x), `shrink` and then `expand`.
 //
 // Constants: RANKS that a slot has room for; `shrink`: WIDTH inputs of A, cut into PARTS, NORM whether A reads
-// the layer norm of x; `expand`: OUTPUTS of B. TOKENS is how many a thread block serves. Slot s holds A [RANKS, WIDTH] and B [RANKS, OUTPUTS] as bf16, of
-// which the first `ranks[s]` count; slot 0 is none. Token b reads slot `slots[rows[b]]`.
+// the layer norm of x; `expand`: OUTPUTS of B. TOKENS is how many a thread block serves. Slot s holds A [RANKS, WIDTH]
+// and B [RANKS, OUTPUTS] as bf16, of which the first `ranks[s]` count; slot 0 is none. Token b reads slot
+// `slots[rows[b]]`.
 //
-// Sums run over inputs and ranks in an order that the sizes fix: a token's change has the same bits whoever is
-// beside it, and costs what its own rank does.
+// Sums run over inputs and ranks in an order fixed by the sizes: a token's change has the same bits in every batch. Its
+// cost depends on its own rank.
 #include "low_rank.cuh"
 
 constexpr int WARPS = 8;
@@ -55,7 +56,7 @@ __device__ __forceinline__ float normed_dot(const Values& a, const Values& x, co
 
 // low [B, RANKS] float32 = A x, as far as each token's own rank goes; x [B, stride], scale and shift [WIDTH].
 // A warp has one rank, one part of the inputs, and `turns` tokens; while their slot stays, it keeps A's part.
-// Adapters do not change while kernels run, so that is read ahead of the kernel in front.
+// Adapters do not change while kernels run, so A is read before the preceding kernel has ended.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) shrink(
     const bf16* x, int stride, const bf16* scale, const bf16* shift, const bf16* a, const i64* ranks, const i64* slots,
     const i64* rows, float* low, int batch, int turns) {

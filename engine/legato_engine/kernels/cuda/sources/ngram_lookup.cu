@@ -1,12 +1,12 @@
-// Prompt lookup: what followed when these words stood here before.
+// Prompt lookup: the tokens that followed an earlier occurrence of the last ones.
 //
-// R rows, C positions. Histories [R, C] hold -1 where no token is known.
+// R rows, C positions. Histories [R, C] hold -1 for unknown tokens.
 #include "common.cuh"
 
 constexpr int THREADS = 256;
 
-// Up to `count` tokens a row into drafts [R, stride], from behind the latest place before the newest token that ends in
-// the same tokens; most of them win, up to `longest`, and less than `shortest` are none. A block is a row.
+// Up to `count` tokens a row to drafts [R, stride], from after the latest earlier position that ends in the same tokens
+// as the newest; longer matches win, up to `longest`, and fewer than `shortest` tokens are no match. A block is a row.
 extern "C" __global__ void __launch_bounds__(THREADS) lookup(const i64* histories, const i64* newest_places, i64* drafts,
                                                              int context, int stride, int count, int shortest,
                                                              int longest) {
@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lookup(const i64* historie
   const int row = blockIdx.x, thread = threadIdx.x;
   const i64* history = histories + (i64)row * context;
   const int newest = (int)newest_places[row];
-  int best = -1;  // tokens that agree, then the place
+  int best = -1;  // number of matching tokens, then the position
   for (int place = thread; place < newest; place += THREADS) {
     int agreed = 0;
     while (agreed < longest && agreed <= place) {
@@ -29,6 +29,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) lookup(const i64* historie
   __syncthreads();
   for (int warp = 0; warp < THREADS / 32; warp++) best = max(best, best_of_warps[warp]);
   if (thread >= count) return;
-  const int end = best % context;  // where they repeat, so does what follows
+  const int end = best % context;  // a repeating match is continued periodically
   drafts[(i64)row * stride + thread] = best < 0 ? -1 : history[end + 1 + thread % (newest - end)];
 }

@@ -10,8 +10,8 @@ constexpr int SLICES = IN_CHUNK / GROUP;       // a warp's inputs of a token are
 constexpr int SLICE = IN_CHUNKS * GROUP;       // values of one
 static_assert(SLICES <= WARPS, "a warp has one slice");
 
-// Of a slice of which lanes t = lane % 4 have 8 values of each 32: their sum, and of the squares of what they are off
-// their mean. All four lanes get both; at(chunk, half) are the lane's values.
+// The sum of a slice, and of the squared deviations from its mean. Lanes t = lane % 4 have 8 values of each 32, given by
+// at(chunk, half); all four lanes get both sums.
 template <class At>
 __device__ __forceinline__ float2 slice_moments(At at) {
   float sum[4] = {}, squares[4] = {};
@@ -40,7 +40,7 @@ __device__ __forceinline__ float2 slice_moments(At at) {
   return {total, off};
 }
 
-// Of a slice's squares what they are off the whole token's mean.
+// A slice's squared deviations from the whole token's mean.
 __device__ __forceinline__ float about(float2 slice, float mean) {
   const float off = __fsub_rn(__fmul_rn(slice.x, 1.f / SLICE), mean);
   return __fmaf_rn(__fmul_rn(off, off), (float)SLICE, slice.y);
@@ -76,10 +76,10 @@ struct Folded {
   float2 low, high;
 };
 
-// The frame of a kernel whose blocks of rows all read the normed batch; finish(block, tile, sum, prepare(block),
-// moments). early(token) runs for each token, a lane a token, ahead of the kernel in front's results.
-// also(inputs, moments) runs once in all workers, while the inputs lie in shared memory; each warp has
-// measured its own tokens by then. A cluster of SHARED thread blocks reads the batch once.
+// The frame of a kernel whose blocks of rows all read the normed batch; each ends with finish(block, tile, sum,
+// prepare(block), moments). early(token) runs for each token, one lane each, before the preceding kernel's results are
+// needed. also(inputs, moments) runs once in all workers, while the inputs are in shared memory; each warp has measured
+// its own tokens by then. A cluster of SHARED thread blocks reads the batch once.
 template <int SHARED, class Early, class Prepare, class Finish, class Also>
 __device__ __forceinline__ void normed_blocks(
     int blocks, const bf16* weights, int stages, const bf16* x, int batch, Early early, Prepare prepare,

@@ -1,4 +1,4 @@
-// Attention of a step's tokens to paged keys and values; tokens of one row share one reading of them.
+// Attention of a step's tokens to paged keys and values, which tokens of one row read once.
 //
 // Constants: HEADS heads of 64, PAGE positions per page (a multiple of 16), PAGES pages of a row's table,
 // DIM = HEADS * 64, MIXED the stride of the output, SPLITS thread blocks (a cluster) per head of a group, KV_BYTES
@@ -12,10 +12,10 @@
 // line v % 8, of whose four tracks it is number v / 8. A line is (first + second) + (third + fourth), and a head's
 // result the sum of its lines in their order: the same bits however tracks are dealt to warps. A warp has two tracks of
 // a line, and a thread block all lines; with SPLITS it has half as many warps, and with four of them one track a warp.
-// Each warp keeps a ring of its own full; old positions are copied while the kernel in front still runs.
-// A warp knows the pages of 32 of its line's tiles at a time, and asks for the next of them ahead.
-// A thread block that has heads to itself fills its rings across them; one of a cluster has little to read, and
-// keeps what it computed in its rings.
+// Each warp fills a ring of its own; old positions are copied while the preceding kernel still runs.
+// A warp holds the pages of 32 of its line's tiles at a time, and prefetches the next.
+// A thread block with whole heads fills its rings across them; one of a cluster has little to read, and keeps its
+// results in its rings.
 #include "paged_attention.cuh"
 
 constexpr int LINES = 8;
@@ -27,15 +27,15 @@ static_assert(PAGE % TILE == 0 && HEADS * HEAD == DIM, "unsupported sizes");
 constexpr int KNOWN = 32 / STEP_TILES;  // steps of a line whose pages a warp knows, one of a tile a lane
 constexpr bool LONG = PAGES * PAGE > STEP * LINES * KNOWN;
 
-// Successive tokens of one row: they end at positions `least` to `last`; from `old` on the step itself writes.
+// Consecutive tokens of one row, at positions `least` to `last`; the step itself writes positions from `old` on.
 struct Group {
   int first, size, least, last, old;
   // Steps of a line.
   __device__ int count(int line) const { return last / STEP < line ? 0 : (last / STEP - line) / LINES + 1; }
 };
 
-// One head of one group, as a warp sees it: `count` steps of its line. Lane i knows the page of tile i from that of
-// step `known` on.
+// One head of one group in a warp: `count` steps of its line. Lane i holds the page of tile i, counted from step
+// `known`.
 struct Pair {
   int index, head, last, old, count, known, page;
   i64 row;
@@ -106,8 +106,8 @@ __device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
 
 // q [B, DIM]; keys and values [pages, HEADS, PAGE, 64], of e4m3 in units of `scales`[0] and [1], which others have
 // none of; row, position [B]; table [rows, PAGES]; out [B, MIXED].
-// `fresh` [B]: from this position on, keys and values are written by the step itself; behind the token's own it
-// marks padding, whose output is zeros. At most 32 tokens.
+// `fresh` [B]: from this position on, keys and values are written by the step itself; beyond the token's own position
+// it marks padding, whose output is zeros. At most 32 tokens.
 extern "C" __global__ void __launch_bounds__(
     WARPS * 32, SPLITS == 2 || (SPLITS == 4 && (LONG || NARROW)) ? 2 : 1) attend(
     const bf16* q, const Element* keys, const Element* values, const float* scales, const i64* rows,
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(
   Stage* ring = rings + warp * stages;
   u64* full = reinterpret_cast<u64*>(rings + WARPS * stages) + warp * stages;
   Part* beside = reinterpret_cast<Part*>(reinterpret_cast<u64*>(rings + WARPS * stages) + WARPS * stages);
-  // What a warp has computed: there are two places; in a cluster the second is for lines of this block's tokens.
+  // The warps' results, in two buffers; in a cluster the second one is for lines of this block's tokens.
   auto parts = [&](int of, int buffer) {
     if (SPLITS > 1) return reinterpret_cast<Part*>(rings + of * stages) + buffer * most;
     return beside + (buffer * WARPS + of) * most;
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(
       for (int i = turn; i < count; i += TURNS) {
         const int first = (line + i * LINES) * STEP;
         barrier_wait(full + take, phase);
-        // What only some tokens see may be anything; what none sees is zero.
+        // Values that no token sees are zeroed.
         if (group.least < group.last && first + STEP > group.least + 1) clean(ring[take].values);
         attend_step(track, ring[take], query, unit, left - first, right - first);
         __syncwarp();
@@ -251,12 +251,12 @@ extern "C" __global__ void __launch_bounds__(
         if (l == 0) *reinterpret_cast<float2*>(&whole.top) = sum.end;
       }
       __syncwarp();
-      cluster_arrive();  // what peers have was read, and is stored here
+      cluster_arrive();  // the peers' results have been read and stored here
     }
     const Group later = group_of(index + step);
     query = load_query(index + step, later);
     __syncthreads();
-    // A warp a token, another one each time: none falls behind.
+    // A warp per token, another one each time, to balance the work.
     const int token = (warp + round) % WARPS * SPLITS + rank;
     if (token < group.size) {
       auto slice = [&](int of) {
@@ -286,9 +286,9 @@ extern "C" __global__ void __launch_bounds__(
     if (SPLITS == 1) {
       buffer ^= 1;
     } else {
-      cluster_wait();  // nobody leaves while a peer reads
+      cluster_wait();  // no block exits while a peer reads its memory
       if (index + step < batch.pairs) {
-        __syncthreads();  // nor fills its ring again while a warp does
+        __syncthreads();  // nor refills its ring while a warp reads it
         ahead = batch.pair(index + step, table);
         ahead_turn = ahead_step = turn_begin;
         if (LONG) next_known = KNOWN, next_page = batch.page(ahead, KNOWN, table);

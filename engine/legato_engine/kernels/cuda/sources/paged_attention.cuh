@@ -1,5 +1,4 @@
-// A step's keys and values against up to eight queries; and what softmaxes over some positions leave,
-// added up.
+// A step's keys and values for up to eight queries, and the merging of softmaxes over parts of the positions.
 //
 // In a warp lane = 4g + t. Columns of all products are tokens; unused ones hold zeros, or see nothing.
 #pragma once
@@ -7,7 +6,7 @@
 
 constexpr float SCALE = 0.125f * 1.4426950408889634f;  // 1 / sqrt(64), for powers of two
 
-// What the softmax of one token over some positions leaves: `out` is still to be divided by `sum`.
+// A token's softmax over some positions: `out` is still to be divided by `sum`.
 struct Part {
   float out[HEAD];
   float top, sum;
@@ -47,7 +46,7 @@ __device__ __forceinline__ float power_of_two(float x) {
   return y;
 }
 
-// How two parts are weighed to be added; what has no positions weighs nothing.
+// The weights of two parts in their sum; a part without positions has weight 0.
 struct Weights {
   float top, first, second;
   __device__ __forceinline__ Weights(float a, float b) : top(fmaxf(a, b)) {

@@ -1,4 +1,4 @@
-// Weights as a checkpoint has them, a row after another, streamed to the products of skinny_gemm.cuh: bf16, or e4m3.
+// Weights in the checkpoint's row-major layout for the products of skinny_gemm.cuh: bf16, or e4m3.
 //
 // A stage is CHUNK inputs of 16 rows. The copy engine takes about 35 ns for a copy however short it is, so a stage
 // comes in few: one for each row, or for several where they are whole. Tokens lie in shared memory beside it.
@@ -18,12 +18,12 @@ struct Rows {
   static constexpr int TOGETHER = CHUNKS > 1 ? 1 : BYTES > 1024 ? 2 : 4;  // rows that are copied as one
   static constexpr int PIECE = TOGETHER * BYTES + 64;                     // from one copy to the next
   static constexpr int STAGE = 16 / TOGETHER * PIECE;
-  // A lane reads 16 bytes at a time, and no bank of shared memory is asked twice.
+  // A lane reads 16 bytes at a time, without bank conflicts.
   static constexpr int LANE = SIZE == 1 ? 16 : 8;  // inputs from a lane's to the next lane's
   static constexpr int HALF = SIZE == 1 ? 8 : 32;  // from its first eight to the others
-  static constexpr int BEHIND = SIZE == 1 ? 8 : 32;  // values behind a token's inputs
+  static constexpr int PADDING = SIZE == 1 ? 8 : 32;  // values between the inputs of tokens
 
-  // Which of eight rows stands at `g` of a product: neighbours there come from copies that do.
+  // The row at `g` of a product, of eight: adjacent ones come from adjacent copies.
   static __device__ __forceinline__ int row(int g) {
     if (TOGETHER == 1) return g;
     return TOGETHER == 2 ? (g & 4) | (g & 1) << 1 | (g >> 1 & 1) : (g & 1) << 2 | g >> 1;

@@ -45,7 +45,7 @@ struct Row {
     }
   }
 
-  // The whole row is on its way before any of it is used; what lies beyond its end is 0.
+  // All loads of the row are issued before the first is used; values beyond its end are 0.
   __device__ __forceinline__ void load(const bf16* source) {
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
@@ -55,7 +55,7 @@ struct Row {
     }
   }
 
-  // The same of x + y, rounded, and written over x; all of both is on its way before any of it is used.
+  // Loads x + y, rounded, and writes it to x; all loads are issued before the first is used.
   __device__ __forceinline__ void load_sum(bf16* x, const bf16* y) {
     uint4 sums[HELD], terms[HELD];
 #pragma unroll
@@ -79,7 +79,7 @@ struct Row {
     }
   }
 
-  // The same of x + y + z, rounded once, and written over y.
+  // Loads x + y + z, rounded once, and writes it to y.
   __device__ __forceinline__ void load_sum3(const bf16* x, bf16* y, const bf16* z) {
     uint4 terms[3][HELD];
     const bf16* const sources[3] = {x, y, z};
@@ -180,12 +180,12 @@ __device__ __forceinline__ void quantise(const Row& row, unsigned char* out, flo
   }
 }
 
-// Which row is this warp's, and its share of it; whole warps lie beyond the last row, and with several rows
-// in a block there are no barriers.
+// This warp's row, and this thread's index in it. Whole warps lie beyond the last row, and blocks of several rows have
+// no barriers.
 __device__ __forceinline__ int row_index() { return blockIdx.x * ROWS + (ROWS > 1 ? threadIdx.x / 32 : 0); }
 __device__ __forceinline__ int row_lane() { return ROWS > 1 ? threadIdx.x % 32 : threadIdx.x; }
 
-// What the kernel in front wrote can be read from here on.
+// The results of the preceding kernel can be read from here on.
 __device__ __forceinline__ void inputs_ready() {
 #if __CUDA_ARCH__ >= 900
   wait_previous();

@@ -1,22 +1,22 @@
-// A few tokens times a large weight matrix, at the speed of its bytes.
+// A few tokens times a large weight matrix, bound by reading its bytes.
 //
 // A block of 16 output rows is the unit of work; CHUNK inputs of it are one stage of a ring in shared
-// memory. One thread keeps the ring full with a bulk copy per stage; it needs nothing but the weights, so it
-// begins before the kernel in front has ended. Eight warps take 64 inputs of each stage.
+// memory. One thread fills the ring with a bulk copy per stage; it needs only weights, so it begins before the
+// preceding kernel has ended. Eight warps take 64 inputs of each stage.
 //
 // Weights are packed (packing.py): a stage is contiguous, and in it the fragments of tensor-core
 // products as lanes hold them. The order of summation is free, so a lane's 16 bytes are 8 successive
 // inputs of one row; the tokens' inputs are read in the same order.
 //
-// Sums run in an order that depends on the sizes alone, never on how many tokens there are: a
-// token's result has the same bits whoever is beside it. Columns without a token hold zeros.
+// Results are batch-invariant: sums run in an order that depends on the sizes only, so a token's bits do not
+// depend on the batch. Columns without a token hold zeros.
 #pragma once
 #include "common.cuh"
 
 constexpr int WARPS = 8;  // that multiply
 constexpr int WORKERS = WARPS * 32;
 constexpr int GROUP = 64;  // inputs of a stage that one warp takes
-constexpr int PAD = 32;    // elements behind each token's inputs: no bank conflicts
+constexpr int PAD = 32;    // elements after each token's inputs, against bank conflicts
 
 extern __shared__ __align__(128) unsigned char shared_memory[];
 
@@ -148,7 +148,7 @@ struct WarpSums {
   }
 };
 
-// Whether registers have room for all inputs of the tokens, so that shared memory is read for them once.
+// Whether all inputs of the tokens fit registers, so that they are read from shared memory once.
 template <int NT>
 constexpr bool HELD = NT <= 2;
 
@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply_blocks(
   const bf16* from = inputs.data + (active ? g * STRIDE + warp * GROUP + t * 8 : 0);
   Tokens<NT> held[HELD<NT> ? INPUTS / CHUNK : 1];
   for (int block = 0; block < count; block++) {
-    const int tile = (warp - block * NT) & (WARPS - 1);  // another warp each time: none falls behind
+    const int tile = (warp - block * NT) & (WARPS - 1);  // another warp each time, to balance the work
     decltype(prepare(block)) prepared;
     if (tile < NT) prepared = prepare(block);
     if (block == 0) barrier_wait(inputs.full, 0);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void multiply_parts(Ring& ring, Ring& inputs, PartSum
         ring.release();
       }
     }
-  workers_sync();  // nobody reads weights any more: the warps' sums take their place
+  workers_sync();  // the weights have been read: the warps' sums take their memory
   auto* warps = reinterpret_cast<WarpSums<NT>*>(ring.data);
 #pragma unroll
   for (int i = 0; i < NP; i++)
@@ -266,14 +266,14 @@ __device__ __forceinline__ void add_parts(int rank, PartSums<NT, NP>& sums, Fini
     }
     finish(tile, all);
   }
-  if (SHARED > 1) cluster_sync();  // nobody leaves while a peer may still read
+  if (SHARED > 1) cluster_sync();  // no block exits while a peer may still read
 }
 
-// Tokens that have a place in shared memory: with one tile only those there are.
+// Tokens that shared memory is laid out for: with one tile only the batch.
 template <int NT>
 __device__ __forceinline__ int columns(int batch) { return NT == 1 ? batch : NT * 8; }
 
-// Zeros for the places behind the batch, which no copy fills.
+// Zeros for the columns beyond the batch, which no copy fills.
 template <int NT>
 __device__ __forceinline__ void clear(bf16* inputs, int stride, int batch) {
   uint4* from = reinterpret_cast<uint4*>(inputs + batch * stride);

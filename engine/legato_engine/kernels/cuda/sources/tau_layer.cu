@@ -1,8 +1,8 @@
-// A layer's first kernels where gains stand on queries and values: the map, then the gains.
+// The first kernels of a layer with gains on queries and values: the map, then the gains.
 //
 // Constants: DIM width, FF inner width of an MLP, HEADS heads of 64, ROTARY rotated dimensions of a head (32),
 // PAGE positions per page, PAGES pages of a row's table, TILES groups of 8 tokens, EXACT whether the gains'
-// gelu is; EXPERTS how many stand in place of this layer's MLP, 0 if it has one, EXPERT_BYTES of their
+// gelu is; EXPERTS that replace this layer's MLP, 0 if it has one, EXPERT_BYTES of their
 // weights; KV_BYTES of a key's or value's element. B tokens, `batch` of them real.
 //
 // Memory: x [B, DIM] residual stream; qkv and features [B, 3 DIM]: queries, keys and values as the map makes
@@ -84,15 +84,15 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) tau_in(
 constexpr int GROUP_TOKENS = WARPS;  // of a thread block of `gains`
 constexpr int VECTORS = ceil_div(QKV / 8, WORKERS);
 
-// q [B, DIM], and the tokens' places in keys and values: queries and values times tanh(w . features) + the
+// q [B, DIM], and the tokens' keys and values in their pages: queries and values times tanh(w . features) + the
 // position's part, queries and keys rotated. `weights` [2 HEADS, 3 DIM]: the queries' rows, then the values';
 // `placed` [positions, HEADS]; `scales`: the units of keys and of values of e4m3. A block is a head of 8 tokens.
-// `behind`: the kernel in front has let this one begin only after `tau_in` had ended, and wrote nothing that
-// is read here; what follows may then begin when that kernel, too, has ended.
+// `follows_experts`: the preceding kernel let this one begin only after `tau_in` had ended, and wrote nothing read here;
+// later kernels may then begin only after that kernel, too, has ended.
 extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(
     const bf16* qkv, const bf16* features, const bf16* weights, const float* placed, const float* cos_table,
     const float* sin_table, const i64* row, const i64* position, const i64* table, bf16* q, Element* keys,
-    Element* values, const float* scales, int batch, int behind) {
+    Element* values, const float* scales, int batch, int follows_experts) {
   __shared__ float2 sums[GROUP_TOKENS][WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x, first = blockIdx.y * GROUP_TOKENS;
   uint4 query_weights[VECTORS], value_weights[VECTORS];
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(
     query_weights[i] = *reinterpret_cast<const uint4*>(weights + (i64)head * QKV + at);
     value_weights[i] = *reinterpret_cast<const uint4*>(weights + (i64)(HEADS + head) * QKV + at);
   }
-  if (!behind) {
+  if (!follows_experts) {
     launch_dependents();
     wait_previous();
   }
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(
     const i64 at = position[token], page = table[row[token] * PAGES + at / PAGE];
     const float here = placed[at * HEADS + head];
     const float query_gain = tanhf(sum.x) + here, value_gain = tanhf(sum.y) + here;
-    // A lane has two dimensions: a pair that is rotated, or two neighbours behind them.
+    // A lane has two dimensions: a rotated pair, or two adjacent ones after the rotated part.
     const bool turns = lane < HALF;
     const int low = turns ? lane : 2 * lane, high = turns ? lane + HALF : 2 * lane + 1;
     const float c = turns ? cos_table[at * HALF + lane] : 1.f, s = turns ? sin_table[at * HALF + lane] : 0.f;
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS, 3) gains(
     values[slot + low] = to_element(to_float(from[2 * DIM + low]) * value_gain, value_unit);
     values[slot + high] = to_element(to_float(from[2 * DIM + high]) * value_gain, value_unit);
   }
-  if (behind) {
+  if (follows_experts) {
     wait_previous();
     launch_dependents();
   }

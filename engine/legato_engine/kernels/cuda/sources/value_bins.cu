@@ -1,4 +1,4 @@
-// Values that tokens carry, read out of the residual stream by two layers.
+// Logits of the bins of tokens' values, from the residual stream by two-layer decoders.
 //
 // Constants: DIM width, INNER inner width, SCALAR_BINS and PAIR_BINS (all of a decoder's outputs), SCALAR and PAIR
 // token ids, TILES groups of 8 tokens; PARTS, CLUSTER and INPUT_STAGES as in layer_maps.cu. B tokens; `stages` is how

@@ -1,7 +1,7 @@
-"""The pictures that benchmarks ask about, charts or photographs, as JPEG files.
+"""The images of the benchmarks, charts or photographs, as JPEG files.
 
-Charts are what the figures of others are of that ours are compared with (ChartQA). Photographs are
-three times as many bytes, and their details draw more power.
+Charts are what published figures of other systems are of (ChartQA). Photographs are three times as
+many bytes, and their details draw more power.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ PHOTO, CHART = "photo", "chart"
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """`--pictures`, which says what they show."""
+    """Add `--pictures`, which selects charts or photographs."""
     parser.add_argument("--pictures", choices=(PHOTO, CHART), default=CHART, help="what they show")
 
 
 def jpegs(kind: str, count: int, size: tuple[int, int], seed: int = 0) -> list[bytes]:
-    """So many different ones of `size` (width, height), reproducible by seed."""
+    """Return different images of `size` (width, height), reproducible by seed."""
     maker = ChartMaker(seed) if kind == CHART else Photographer(seed, max(size))
     return [maker.jpeg(index, size) for index in range(count)]

@@ -31,7 +31,7 @@ def assembly(tmp_path_factory):
 
 
 def asked(run, names, *, adapters=None, logprobs=()):
-    """Questions in text, and one for boxes, each behind another."""
+    """Text questions and one detection, one after another."""
     for number, name in enumerate(names):
         adapter = (adapters or {}).get(name)
         boxes = name == "boxes"
