@@ -20,7 +20,7 @@ from legato_engine.images.decoding import content_key, decode_encoded, image_id
 from legato_engine.images.pixel_memory import PixelMemory, Pixels, host_slab
 from legato_engine.kernels.cut_plan import CutPlan
 from legato_engine.models import registry
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.config import VisionConfig
 from legato_engine.models.moondream.preprocess import crop_geometry, crop_image, select_tiling
 from PIL import Image
@@ -81,14 +81,15 @@ def _embed_ms(assembly: Assembly, prepared: PreparedImage, repeats: int) -> floa
     device, model, count = assembly.device, assembly.model, prepared.num_crops
     if count == 0:
         return device_ms(device, lambda: model.prefix_embeddings(prepared), repeats)
-    encoder = model.picture_encoder(device.pinned, 1)
-    assert encoder is not None, "an image is left whole only for an encoder"
+    encoding = model.capabilities.images
+    assert encoding is not None, "images stay uncropped only for an encoder"
+    encoder = encoding.image_encoder(device.pinned, 1)
     encoder.stage(0, prepared)
     device.compute.submit(lambda: encoder.upload(0))
     device.compute.submit(encoder.cut)
 
     def embed() -> None:
-        encoder.encode(count, taken=False)
+        encoder.encode(count, gathered=False)
         encoder.finish(0)
 
     return device_ms(device, embed, repeats)

@@ -29,7 +29,7 @@ from legato_engine.core import (
 from legato_engine.device.base import Device
 from legato_engine.engine.assembly import Assembly, assemble
 from legato_engine.engine.engine_core import make_sequence
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence as EngineSequence
 

@@ -24,8 +24,8 @@ from legato_engine.engine.request_table import RequestTable
 from legato_engine.ipc.messages import Report, encode
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.moondream.config import SpecialTokens
-from legato_engine.models.moondream.tasks.base import TaskSetup
 from legato_engine.models.moondream.tasks.detect import DetectSkill
+from legato_engine.models.moondream.tasks.skill_task import TaskSetup
 from legato_engine.scheduler.clock import SystemClock
 from legato_engine.scheduler.launch import Launch
 from legato_engine.scheduler.pipeline import Pipeline

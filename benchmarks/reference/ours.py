@@ -22,7 +22,7 @@ from legato_engine.core import (
 )
 from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import make_sequence
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.tasks import SampledToken, Task
@@ -174,7 +174,9 @@ class Engine:
         """Return what the region heads read there."""
         with torch.inference_mode():
             token_1 = torch.tensor([token_id], device=self._device)
-            payload_12 = self._model.payload(hidden_D[None], token_1)
+            heads = self._model.capabilities.values
+            assert heads is not None, "the reference is compared with a Moondream"
+            payload_12 = heads.payload(hidden_D[None], token_1)
         first, second = payload_12[0].tolist()
         return first, second
 
@@ -201,12 +203,13 @@ class Engine:
         """Embed BOS and the image, by the encoder if the device cuts it."""
         if image is None or image.num_crops == 0:
             return self._model.prefix_embeddings(image)
-        encoder = self._model.picture_encoder(self._assembly.device.pinned, 1)
-        assert encoder is not None, "an image is left whole only for an encoder"
+        encoding = self._model.capabilities.images
+        assert encoding is not None, "images stay uncropped only for an encoder"
+        encoder = encoding.image_encoder(self._assembly.device.pinned, 1)
         encoder.stage(0, image)
         encoder.upload(0)
         encoder.cut()
-        encoder.encode(image.num_crops, taken=False)
+        encoder.encode(image.num_crops, gathered=False)
         return encoder.finish(0)
 
 

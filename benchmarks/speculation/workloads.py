@@ -26,7 +26,7 @@ from legato_engine.core import (
 )
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.engine_core import make_sequence
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.moondream.family import shipped
 from legato_engine.sequence import Sequence as EngineSequence
 from PIL import Image

@@ -23,7 +23,7 @@ from legato_engine.engine.assembly import Assembly, assemble
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.low_rank import AdapterRows
-from legato_engine.models.model import Adapter
+from legato_engine.models.capabilities import Adapter
 from legato_engine.models.moondream.presets import moondream2_config, moondream3_config
 from legato_engine.scheduler.sink import SilentSink
 from legato_engine.sequence import Sequence
@@ -106,11 +106,12 @@ def large(folder: Path, request: pytest.FixtureRequest) -> Iterator[Assembly]:
 def adapters(large: Assembly) -> dict[str, Adapter]:
     """Three of different ranks, read as a file would be."""
     text = PRESETS[large.config.model]().text
-    made = {}
+    support, made = large.model.capabilities.adapters, {}
+    assert support is not None
     for seed, (name, rank) in enumerate(RANKS.items()):
         if rank:
             data = safetensors_file(random_adapter(text, rank, seed))
-            made[name] = large.model.read_adapter(data, name, large.config.max_adapter_rank)
+            made[name] = support.read_adapter(data, name, large.config.max_adapter_rank)
     return made
 
 

@@ -88,11 +88,13 @@ class Side:
         """Place lanes, sample, settle; what can be read of it, scratch row and padding left out."""
         staged, batch = self.slot.staged.device, -(-len(lanes) // 8) * 8
         padded = [*lanes, *[(ROWS, 0)] * (batch - len(lanes))]
-        row_B, lane_B = (torch.tensor(part).to(staged["row"]) for part in zip(*padded, strict=True))
-        staged["row"][:batch], staged["lane"][:batch] = row_B, lane_B
+        row_B, draft_index_B = (
+            torch.tensor(part).to(staged["row"]) for part in zip(*padded, strict=True)
+        )
+        staged["row"][:batch], staged["draft_index"][:batch] = row_B, draft_index_B
         self.drafts.place(self.slot, batch, torch.zeros(1, 1, dtype=torch.int64), BLOCK)
         placed = [staged[name][:batch].tolist() for name in STAGED]
-        self.slot.tokens_R[:batch] = self.right_RL[row_B, lane_B]
+        self.slot.tokens_R[:batch] = self.right_RL[row_B, draft_index_B]
         self.drafts.settle(self.slot, batch, self.token_R)
         first = [b for b, (_, lane) in enumerate(padded) if lane == 0]
         outputs = self.slot.outputs.device

@@ -26,7 +26,7 @@ from legato_engine.core import (
 from legato_engine.engine.assembly import Assembly
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.errors import InvalidField
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.sequence import Sequence
 from legato_engine.tasks import Constraint, SampledToken, Task
 

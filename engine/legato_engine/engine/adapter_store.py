@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from legato_engine.errors import AdapterNotFound, AdapterUnusable
 from legato_engine.images.cache import ImageCache
-from legato_engine.models.model import Adapter
+from legato_engine.models.capabilities import Adapter
 
 SUFFIXES = (".safetensors", ".pt")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}")

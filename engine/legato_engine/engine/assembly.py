@@ -31,8 +31,10 @@ from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models import registry
 from legato_engine.models.bundle import ModelBundle
+from legato_engine.models.capabilities import MaskRefiner
 from legato_engine.models.checkpoint_plan import dtype_name
-from legato_engine.models.model import MaskRefiner, Model, ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
+from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 from legato_engine.runtime.kv_pool import allocate, num_pages_for, token_bytes
 from legato_engine.runtime.model_runner import ModelRunner
@@ -145,7 +147,7 @@ class Assembly:
             max_pixels=config.max_image_pixels,
             threads=config.preprocess_threads,
             memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _UNCACHED_PIXELS)),
-            max_inline_pixels=_MAX_INLINE_PIXELS if self.runner.encodes_pictures else 0,
+            max_inline_pixels=_MAX_INLINE_PIXELS if self.runner.encodes_images else 0,
         )
         requests = RequestTable(wake=wake)
         refinements = Refinements(self.refiner, requests, send=send)
@@ -163,7 +165,7 @@ class Assembly:
 
     def _pixel_slab(self, num_bytes: int) -> Pixels:
         """Return memory for decoded images, page-locked if the device reads them there."""
-        if not self.runner.encodes_pictures:
+        if not self.runner.encodes_images:
             return host_slab(num_bytes)
         slab: Pixels = self.device.pinned((num_bytes,), torch.uint8).numpy()
         return slab
@@ -171,11 +173,13 @@ class Assembly:
     def _adapter_store(self) -> AdapterStore | None:
         if self.bank is None:
             return None
+        support = self.model.capabilities.adapters
+        assert support is not None, "a bank is allocated by a model that supports adapters"
         config, values = self.config, self.bank.values_per_slot
         max_rank = config.max_adapter_rank
         on_device = config.adapter_slots * values * self.model.dtype.itemsize
         return AdapterStore(
-            lambda data, key: self.model.read_adapter(data, key, max_rank),
+            lambda data, key: support.read_adapter(data, key, max_rank),
             self.adapter_folders,
             max_values=values,
             # At least what the device holds, so that a swapped-out adapter is not read again.
@@ -248,10 +252,8 @@ def _with_runner(
     folders: tuple[Path, ...],
 ) -> Assembly:
     # Allocated before the KV cache, which takes a share of the free memory.
-    bank = model.adapter_bank(config.adapter_slots, config.max_adapter_rank) if folders else None
-    if bank is None and config.adapters:
-        raise InvalidField(f"{bundle.frontend.name} takes no adapters", field="adapters")
-    refiner = model.mask_refiner(Path(config.refiner)) if config.refiner else None
+    bank = _adapter_bank(config, bundle, model) if folders else None
+    refiner = _refiner(config, bundle, model)
     num_pages = config.num_pages or num_pages_for(
         model, device, config.page_size, config.max_running, config.kv_memory_fraction
     )
@@ -259,8 +261,8 @@ def _with_runner(
     runner, costs = warm_runner(
         config, model, device, kv, bank=bank, refiner=refiner, draft=bundle.draft
     )
-    frontend = bundle.frontend.keeping_pictures() if refiner else bundle.frontend
-    if runner.encodes_pictures:
+    frontend = bundle.frontend.keeping_images() if refiner else bundle.frontend
+    if runner.encodes_images:
         frontend = frontend.resizing_on_device()
     assembly = Assembly(
         config,
@@ -278,6 +280,24 @@ def _with_runner(
     )
     warm_up(frontend, assembly.scheduler(SilentSink(), pipeline_depth=config.pipeline_depth))
     return assembly
+
+
+def _adapter_bank(config: EngineConfig, bundle: ModelBundle, model: Model) -> AdapterBank | None:
+    support = model.capabilities.adapters
+    if support is not None:
+        return support.adapter_bank(config.adapter_slots, config.max_adapter_rank)
+    if config.adapters:
+        raise InvalidField(f"{bundle.frontend.name} takes no adapters", field="adapters")
+    return None
+
+
+def _refiner(config: EngineConfig, bundle: ModelBundle, model: Model) -> MaskRefiner | None:
+    if not config.refiner:
+        return None
+    refiners = model.capabilities.refiners
+    if refiners is None:
+        raise InvalidField(f"{bundle.frontend.name} takes no refiner", field="refiner")
+    return refiners.mask_refiner(Path(config.refiner))
 
 
 def _adapter_folders(config: EngineConfig, bundle: ModelBundle) -> tuple[Path, ...]:

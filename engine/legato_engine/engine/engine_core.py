@@ -36,7 +36,8 @@ from legato_engine.errors import (
     TaskUnsupported,
 )
 from legato_engine.ipc.messages import DropImage, HoldImage, Load
-from legato_engine.models.model import Adapter, ModelFrontend, PreparedImage
+from legato_engine.models.capabilities import Adapter
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.scheduler.scheduler import Scheduler, deadline_of
 from legato_engine.sequence import HostInputs, Sequence, SequenceAdapter, SequenceStatus
 from legato_engine.tasks import Task

@@ -18,7 +18,7 @@ from legato_engine.ipc.messages import (
     ImageDropped,
     ImageHeld,
 )
-from legato_engine.models.model import PreparedImage
+from legato_engine.models.frontend import PreparedImage
 
 _log = structlog.get_logger()
 

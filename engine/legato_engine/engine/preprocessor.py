@@ -28,7 +28,7 @@ from legato_engine.images.decoding import (
 from legato_engine.images.pixel_memory import PixelMemory, Pixels
 from legato_engine.images.raw import check_raw, decode_raw
 from legato_engine.images.seen_images import SeenImages
-from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 
 _MAX_INLINE_BYTES = 512 * 1024  # hashed on the calling thread

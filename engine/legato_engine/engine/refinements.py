@@ -15,7 +15,8 @@ from legato_engine.core import FinishReason, Outline, Request, SegmentResult, Se
 from legato_engine.engine.request_stages import PendingRefinement, ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.ipc.messages import Done, EngineOutput
-from legato_engine.models.model import MaskRefiner, PreparedImage
+from legato_engine.models.capabilities import MaskRefiner
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.launch import Refinement
 from legato_engine.scheduler.scheduler import deadline_of
 

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from legato_engine.core import ImageInfo, Outline, Request, TokenInfo
 from legato_engine.engine.preprocessor import PendingImage, PreprocessedImage
 from legato_engine.ipc.messages import Done, HoldImage
-from legato_engine.models.model import Adapter, PreparedImage
+from legato_engine.models.capabilities import Adapter
+from legato_engine.models.frontend import PreparedImage
 from legato_engine.scheduler.launch import Refinement
 from legato_engine.tasks import Task
 

@@ -14,7 +14,7 @@ from legato_engine.core import (
     SamplingParams,
 )
 from legato_engine.engine.engine_core import make_sequence
-from legato_engine.models.model import ModelFrontend
+from legato_engine.models.frontend import ModelFrontend
 from legato_engine.scheduler.scheduler import Scheduler
 
 _TOKENS = 4

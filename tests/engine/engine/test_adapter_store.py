@@ -10,7 +10,7 @@ import torch
 from legato_engine.engine.adapter_store import AdapterStore
 from legato_engine.errors import AdapterNotFound, AdapterUnusable
 from legato_engine.layers.lora import AdapterWeights, MlpWeights
-from legato_engine.models.model import Adapter
+from legato_engine.models.capabilities import Adapter
 
 MAX_VALUES = 100
 

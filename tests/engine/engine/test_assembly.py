@@ -14,7 +14,7 @@ from legato_engine.core import ImageInfo
 from legato_engine.engine import assembly
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream import family, presets
-from legato_engine.models.moondream.preprocess import Crops, WholeImage
+from legato_engine.models.moondream.preprocess import CroppedImage, WholeImage
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.runtime.model_runner import ModelRunner
 from safetensors.torch import save_file
@@ -23,11 +23,11 @@ CONFIG = EngineConfig(model="random-tiny", device="cpu", threads=1, max_running=
 INFO = ImageInfo(image_id="img", width=300, height=200, cache_hit=False)
 
 
-@pytest.mark.parametrize(("encodes", "kind"), [(None, Crops), (True, WholeImage)])
+@pytest.mark.parametrize(("encodes", "kind"), [(None, CroppedImage), (True, WholeImage)])
 def test_images_are_left_whole_only_for_a_runner_that_encodes_them(monkeypatch, encodes, kind):
     """The runner decides, not the device."""
     if encodes is not None:
-        monkeypatch.setattr(ModelRunner, "encodes_pictures", encodes)
+        monkeypatch.setattr(ModelRunner, "encodes_images", encodes)
         monkeypatch.setattr(assembly, "warm_up", lambda frontend, scheduler: None)
     made = assembly.assemble(CONFIG)
     try:

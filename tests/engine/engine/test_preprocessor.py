@@ -14,7 +14,7 @@ from legato_engine.images.cache import ImageCache
 from legato_engine.images.decoding import content_key, decode_file, image_id, inspect
 from legato_engine.images.pixel_memory import PixelMemory, host_slab
 from legato_engine.images.seen_images import SeenImages
-from legato_engine.models.model import ModelFrontend, PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from PIL import Image

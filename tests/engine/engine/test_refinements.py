@@ -123,7 +123,7 @@ class Gate:
     def __call__(self, outline, image):
         """Wait, and fail after a minute."""
         if not self.entered.is_set():
-            self.pixels = weakref.ref(image.pixels.picture)
+            self.pixels = weakref.ref(image.pixels.original)
         self.entered.set()
         assert self._open.wait(60)
         return self._then(outline, image)

@@ -41,7 +41,7 @@ class DraftKernels:
 
     def place(self, state: DraftTensors, staged: Mapping[str, torch.Tensor], batch: int) -> None:
         """Give each staged lane its token and position; `staged` is a slot's, int64."""
-        fed = ("row", "lane", "source", "token", "position", "fresh")
+        fed = ("row", "draft_index", "source", "token", "position", "fresh")
         names = (*fed, "sample_row", "sample_position")
         self._place.launch(
             (-(-batch // _THREADS), 1, 1),
@@ -70,7 +70,12 @@ class DraftKernels:
             (batch, 1, 1),
             _THREADS,
             [
-                *(state.draft_RK, staged["sample_row"], staged["lane"], staged["sample_position"]),
+                *(
+                    state.draft_RK,
+                    staged["sample_row"],
+                    staged["draft_index"],
+                    staged["sample_position"],
+                ),
                 *(sampled_B, hidden_BD, state.tokens_RC, state.position_R, token_R),
                 *(state.hidden_RD, outputs["count"], outputs["proposed"]),
                 *(batch, state.tokens_RC.shape[1], width // _VECTOR_BYTES, state.scratch_row),

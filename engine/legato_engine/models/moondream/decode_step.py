@@ -136,5 +136,4 @@ class MoondreamStep:
 
 
 def _passes(batch: int) -> list[slice]:
-    """Slices of a batch that are as large as one pass over the weights can serve."""
     return [slice(i, min(i + MAX_TOKENS, batch)) for i in range(0, batch, MAX_TOKENS)]

@@ -104,7 +104,6 @@ def _mlp_slots(block: TextBlock, bank: AdapterBank, layer: int) -> MlpSlots:
 
 
 def _expert_slots(config: MoondreamConfig, text: Text, bank: AdapterBank) -> ExpertSlotSet | None:
-    """The slots of the layers with experts, which follow those with an MLP."""
     experts = bank.weights.experts
     if experts is None:
         return None

@@ -1,4 +1,4 @@
-"""What a question is to a text model, for tests: the task that its frontend makes of it."""
+"""Tasks and prompts of a text model's questions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.engine.models import hub_folder
 
 
 def task_of(folder, spec, **fields):
-    """What the frontend makes of a request."""
+    """The frontend's task for a request."""
     frontend = resolve("phi", weights=str(folder)).frontend
     return frontend.make_task(Request(request_id="r", task=spec, **fields))
 

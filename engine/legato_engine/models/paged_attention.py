@@ -1,7 +1,7 @@
-"""How a decoder's tokens lie in pages and see each other, the same for every family.
+"""Positions, pages and masks of a decoder's passes, the same for every family.
 
 Shape legend: T tokens of one sequence, B rows of one token each, L positions of a sequence, C
-sequences, M pages of one.
+sequences, P positions of each, M pages of one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from legato_engine.layers.rope import Rope
 from legato_engine.models.paged_cache import DecodeBatch, KVCache, PrefillSpan
 
 
-def span_places(span: PrefillSpan, rope: Rope) -> ops.Span:
-    """Where a span's tokens stand."""
+def span_metadata(span: PrefillSpan, rope: Rope) -> ops.Span:
+    """Locate a span's tokens."""
     return ops.Span(span.start, span.pages_M[None], rope.cos_PR, rope.sin_PR)
 
 
 def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
-    """Who sees whom among a span's tokens and what is before them."""
+    """Attend within the span, and if it is causal to all positions before."""
     end = span.start + num_tokens
 
     def attend(q_THE: Heads, k_THE: Heads, v_THE: Heads, cache: LayerCache) -> Heads:
@@ -33,13 +33,13 @@ def span_attention(span: PrefillSpan, num_tokens: int) -> Attend:
     return attend
 
 
-def stacked_places(pages_CM: torch.Tensor, rope: Rope) -> ops.Span:
-    """Where the tokens of several sequences stand that begin with them, equally many in each."""
+def stacked_metadata(pages_CM: torch.Tensor, rope: Rope) -> ops.Span:
+    """Locate the first tokens of several sequences, equally many of each."""
     return ops.Span(0, pages_CM, rope.cos_PR, rope.sin_PR)
 
 
 def stacked_attention(num_sequences: int) -> Attend:
-    """Each token sees all of its own sequence; they lie one behind another, equally long."""
+    """Attend within each of several adjacent sequences of equal length, in both directions."""
 
     def attend(q_THE: Heads, k_THE: Heads, v_THE: Heads, _cache: LayerCache) -> Heads:
         shape = num_sequences, -1, *q_THE.shape[1:]
@@ -49,8 +49,8 @@ def stacked_attention(num_sequences: int) -> Attend:
     return attend
 
 
-def step_places(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.AttentionMetadata:
-    """Where the tokens of a decode step stand."""
+def step_metadata(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.AttentionMetadata:
+    """Locate the tokens of a decode step."""
     index_B1 = (batch.positions_B // kv.page_size)[:, None]
     pages_B = batch.page_table_BM.gather(1, index_B1)[:, 0]
     angles = rope.at(batch.positions_B)
@@ -58,7 +58,7 @@ def step_places(batch: DecodeBatch, kv: KVCache, rope: Rope) -> ops.AttentionMet
 
 
 def step_attention(batch: DecodeBatch) -> Attend:
-    """Each row sees its own positions up to its token's."""
+    """Attend from each row's token to its sequence up to that token."""
 
     def attend(q_BHE: Heads, _k: Heads, _v: Heads, cache: LayerCache) -> Heads:
         k_NHSE, v_NHSE, scale_2 = cache

@@ -1,4 +1,4 @@
-"""What all skills share: a prompt, a budget, and the end of the budget."""
+"""The task of a skill: its prompt and its token budget."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from legato_engine.tasks import SampledToken, with_token
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskSetup:
-    """What a task starts from; `sampling` is resolved and `max_tokens` fits the context.
+    """Parts of a task; `sampling` is resolved, and `max_tokens` fits the context.
 
-    `values_in_text` says that answers may hold coords and sizes, `log` names the tokens for callers
-    who asked for them.
+    `values_in_text`: answers may hold coords and sizes. `log` describes tokens, if requested.
     """
 
     prompt: tuple[PromptToken, ...]
@@ -28,7 +27,7 @@ class TaskSetup:
 
 
 class SkillTask(abc.ABC):
-    """A `tasks.Task`. Skills read one token in `_read`, which may set `finish_reason`."""
+    """A `Task`. Skills read a token in `_read`, which may set `finish_reason`."""
 
     constrained = False
     has_payload = False
@@ -44,11 +43,11 @@ class SkillTask(abc.ABC):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens spent before the answer."""
+        """Tokens before the answer."""
         return 0
 
     def consume(self, token: SampledToken) -> list[Event]:
-        """Advance by one token; the budget's last one ends the task if nothing else does."""
+        """Read one token; the budget's last one ends the task."""
         self._num_consumed += 1
         events = self._read(token)
         if self._log is not None:
@@ -61,16 +60,16 @@ class SkillTask(abc.ABC):
 
     @abc.abstractmethod
     def constraint(self) -> int:
-        """Index into the constraint table for the next token."""
+        """Return the constraint of the next token."""
 
     @abc.abstractmethod
     def _read(self, token: SampledToken) -> list[Event]:
-        """The events that a token completes."""
+        """Return the events that a token completes."""
 
     def _close(self) -> list[Event]:
-        """The events held back until the end."""
+        """Return the events held back until the end."""
         return []
 
     @abc.abstractmethod
     def result(self, finish_reason: FinishReason) -> TaskResult:
-        """Everything so far."""
+        """Return the result so far."""

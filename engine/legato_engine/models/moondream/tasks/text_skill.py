@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from legato_engine.core import Event, FinishReason
 from legato_engine.models.moondream.constraints import Allow
-from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
-from legato_engine.models.text_output import Answer
+from legato_engine.models.moondream.tasks.skill_task import SkillTask, TaskSetup
+from legato_engine.models.text_output import TextOutput
 from legato_engine.tasks import SampledToken
 
-_TEXT = int(Allow.TEXT)  # a plain number: every step asks
+_TEXT = int(Allow.TEXT)  # an int, because enum lookup is slow and every step does it
 
 
-class AnsweringSkill(SkillTask):
-    """Text until EOS or a stop string; `result` is left to the skill."""
+class TextSkill(SkillTask):
+    """Text until EOS or a stop string; the skill makes its `result`."""
 
-    def __init__(self, setup: TaskSetup, answer: Answer) -> None:
+    def __init__(self, setup: TaskSetup, answer: TextOutput) -> None:
         super().__init__(setup)
         self.has_payload = setup.values_in_text
         self._answer = answer
 
     def constraint(self) -> int:
-        """Plain text throughout."""
+        """Allow text."""
         return _TEXT
 
     def _read(self, token: SampledToken) -> list[Event]:

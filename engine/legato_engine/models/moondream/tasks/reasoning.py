@@ -1,4 +1,4 @@
-"""Reasoning text and the points that ground spans of it."""
+"""Reasoning text, and the points that ground spans of it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from legato_engine.models.moondream.tokenizer import Tokenizer
 from legato_engine.tasks import SampledToken
 
 
-class Thoughts:
-    """Tokens to `ReasoningDelta`s.
+class ReasoningOutput:
+    """Turns tokens into `ReasoningDelta` events.
 
-    A span runs from `ground_start` to `ground_end`; coord tokens in it pair up as x and y, and a
-    lone last one is dropped. A span without points grounds nothing and is not reported.
+    A span runs from `ground_start` to `ground_end`. Its coord tokens are pairs of x and y; an
+    unpaired last one is dropped. A span without points is not reported.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: SpecialTokens) -> None:

@@ -1,4 +1,4 @@
-"""Skills that name one instance after another."""
+"""Skills that list the instances of an object."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import abc
 from typing import ClassVar, Generic, TypeVar
 
 from legato_engine.core import Event, FinishReason, ObjectEvent, PointEvent
-from legato_engine.models.moondream.tasks.base import SkillTask, TaskSetup
+from legato_engine.models.moondream.tasks.skill_task import SkillTask, TaskSetup
 from legato_engine.tasks import SampledToken
 
 InstanceT = TypeVar("InstanceT", ObjectEvent, PointEvent)
 
 
-class ListingSkill(SkillTask, Generic[InstanceT]):
+class ObjectListSkill(SkillTask, Generic[InstanceT]):
     """Instances of `tokens_per_object` tokens each, until EOS or `max_objects` of them."""
 
     constrained = True
@@ -40,4 +40,4 @@ class ListingSkill(SkillTask, Generic[InstanceT]):
 
     @abc.abstractmethod
     def _complete(self, payload: tuple[float, float]) -> InstanceT | None:
-        """The instance that this token's value completes, None before its last token."""
+        """Return the instance that this token's value completes, if any."""
