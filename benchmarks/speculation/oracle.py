@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from legato_engine.config import LARGEST_BLOCK
+from legato_engine.config import MAX_BLOCK_SIZE
 from legato_engine.core import PromptToken
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
@@ -53,7 +53,10 @@ class OracleProposer:
     ) -> None:
         """`room` is for how many sequences and positions it may come to `know`, at least these."""
         count, self._length = max(room[0], len(known)), max(room[1], *map(len, known))
-        shape = count + 1, self._length + LARGEST_BLOCK  # the last is like every row, and is silent
+        shape = (
+            count + 1,
+            self._length + MAX_BLOCK_SIZE,
+        )  # the last is like every row, and is silent
         self._vocab_size = vocab_size
         self._seed = seed
         self._known_NC = torch.full(shape, UNKNOWN, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-from legato_engine.config import SPECULATION_OFF, largest_block
+from legato_engine.config import SPECULATION_OFF, max_block_size
 from legato_engine.sequence import DraftStats, Sequence
 from legato_engine.speculative.block_policy import (
     INITIAL_RATE,
@@ -55,9 +55,9 @@ class PolicyBlockSizes:
 def block_sizes(setting: str, costs: CostTable | None) -> PolicyBlockSizes | None:
     """What decides how much is proposed, None with `off`; `costs` are what `budget` weighs by.
 
-    Raises what `largest_block` raises.
+    Raises what `max_block_size` raises.
     """
-    block = largest_block(setting)
+    block = max_block_size(setting)
     if setting == SPECULATION_OFF:
         return None
     if setting == "seed":
