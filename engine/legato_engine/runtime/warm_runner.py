@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from legato_engine.config import LOOKUP_DRAFT, EngineConfig, largest_block
+from legato_engine.config import LOOKUP_DRAFT, EngineConfig, max_block_size
 from legato_engine.device.base import Device
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.accelerated import lookup_proposer
@@ -41,7 +41,7 @@ def warm_runner(
     """
     if proposer is None:
         proposer = _proposer(config, draft, model, device, kv)
-    block = largest_block(config.speculation)
+    block = max_block_size(config.speculation)
     runner = ModelRunner(
         model,
         device,
@@ -64,7 +64,7 @@ def warm_runner(
 def _proposer(
     config: EngineConfig, draft: Path | None, model: Model, device: Device, kv: KVCache
 ) -> Proposer | None:
-    if not largest_block(config.speculation):
+    if not max_block_size(config.speculation):
         return None
     name, colon, folder = config.draft.partition(":")
     if colon:

@@ -12,7 +12,8 @@ from typing import Protocol
 import msgspec
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import StreamReport
+from legato_engine.client.request_stream import StreamOutput
+from legato_engine.core import RequestKey
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -52,22 +53,21 @@ class Dispatcher:
         self._gate = gate
         self._deadlines = Deadlines()
 
-    def name(self, given: str) -> str:
-        """The id of the current call's request: the caller's, else one that nobody in flight has.
+    def key(self, given: str) -> RequestKey:
+        """The key of the current call's request: the caller's, else one that nobody in flight has.
 
         Raises `InvalidField` when the caller's is malformed.
         """
         rpc = call.current()
         return rpc.adopt(given) if given else rpc.avoid(self._gate)
 
-    def admit(self, request_id: str, caller: Caller, default_deadline: float) -> ActiveRequest:
+    def admit(self, key: RequestKey, caller: Caller, default_deadline: float) -> ActiveRequest:
         """To be in flight for the length of a block.
 
         Raises `Draining`, `DuplicateRequest`, `DeadlineExceeded` or `DeadlineUnreachable`.
         """
         rpc = call.current()
-        name = rpc.scoped(request_id)
-        self._gate.check(name)
+        self._gate.check(key)
         given = caller.time_remaining()
         left = default_deadline if given is None else given
         wait = self._engine.estimated_wait
@@ -82,7 +82,7 @@ class Dispatcher:
                 time_left_ms=round(left * 1000),
             )
         rpc.deadline = deadline = time.monotonic() + left
-        return self._gate.enter(name, deadline)
+        return self._gate.enter(key, deadline)
 
     def model(self, name: str, adapter: str = "") -> ModelInfo:
         """The model of this name, empty for the default one.
@@ -128,11 +128,9 @@ class Dispatcher:
         stream = self._engine.submit(
             msgspec.structs.replace(
                 request,
-                request_id=rpc.scoped(request.request_id),
                 image=image,
                 deadline=visit.deadline,
                 priority=rpc.priority,
-                tenant=rpc.tenant,
             )
         )
         field = picture.field if isinstance(picture, NewPicture) else ""
@@ -140,18 +138,18 @@ class Dispatcher:
         return stream
 
 
-async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamReport | None]:
+async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamOutput | None]:
     """The reports up to `Done`; None after each `silence` seconds without one.
 
     Raises the request's own error.
     """
     with closing(ReusableTimeout()) as patience:
-        read: Callable[[], Awaitable[StreamReport | None]]
+        read: Callable[[], Awaitable[StreamOutput | None]]
         if silence == math.inf:
             read = stream.__anext__
         else:
             read = functools.partial(_heard, stream, patience, silence)
-        report: StreamReport | None = None
+        report: StreamOutput | None = None
         while not isinstance(report, Done):
             try:
                 report = await read()
@@ -162,7 +160,7 @@ async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[St
             yield report
 
 
-async def _heard(stream: Stream, patience: ReusableTimeout, silence: float) -> StreamReport | None:
+async def _heard(stream: Stream, patience: ReusableTimeout, silence: float) -> StreamOutput | None:
     """The next report, or None after so many seconds; cut short, a read loses nothing."""
     try:
         with patience.until(time.monotonic() + silence):
