@@ -32,7 +32,7 @@ from legato_service.lifecycle.peers import Peers
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.requests.idempotency import IdempotencyCache
 from legato_service.requests.registry import RequestRegistry
-from legato_service.rpc.call_log import RpcLog
+from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.grpc_options import server_options
 from legato_service.rpc.health import HealthServicer, Progress
 from legato_service.rpc.middleware import RpcMiddleware
@@ -73,13 +73,13 @@ class Server:
     ) -> None:
         self._config = config
         self._engine = engine
-        self._gate = RequestRegistry()
+        self._registry = RequestRegistry()
         self.sessions = SessionRegistry(config.max_sessions)
-        self._drain = Drain(self._gate, self.sessions)
+        self._drain = Drain(self._registry, self.sessions)
         self._engine_drain: asyncio.Task[None] | None = None
-        self.replies = IdempotencyCache()
-        self._rpc_log = RpcLog()
-        self.pictures = ImageIntake(
+        self.idempotency_cache = IdempotencyCache()
+        self._call_log = CallLog()
+        self.images = ImageIntake(
             blobs,
             max_bytes=config.max_request_bytes,
             max_pixels=config.engine.max_image_pixels,
@@ -97,7 +97,7 @@ class Server:
         admin = AdminServicer(
             engine,
             progress,
-            self._gate,
+            self._registry,
             self.sessions if sessions is None else sessions,
             drain=self.begin_drain if peers is None else peers.drain,
             abort_elsewhere=None if peers is None else peers.abort,
@@ -110,11 +110,11 @@ class Server:
         return grpc.aio.server(options=server_options(self._config, shared=shared))
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
-        dispatcher = Dispatcher(self._engine, self.pictures, self._gate)
-        main = RpcMiddleware(self._config.stall_timeout, self._rpc_log, self._engine.expect)
+        dispatcher = Dispatcher(self._engine, self.images, self._registry)
+        main = RpcMiddleware(self._config.stall_timeout, self._call_log, self._engine.expect)
         inference = InferenceServicer(
             dispatcher,
-            self.replies,
+            self.idempotency_cache,
             unary_deadline=self._config.unary_deadline,
             stream_deadline=self._config.stream_deadline,
         )
@@ -123,7 +123,7 @@ class Server:
             SessionServicer(dispatcher, self.sessions, self._session_limits()), main.as_server
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(
-            ImageServicer(self._config, self._engine, blobs, self._gate), main.as_server
+            ImageServicer(self._config, self._engine, blobs, self._registry), main.as_server
         )
         admin_here = bool(self._config.admin_on) and not self._config.admin_listen
         capabilities = ("admin",) if admin_here else ()
@@ -134,18 +134,18 @@ class Server:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, main.as_server)
         self._add_common((*BUILT, _ADMIN.full_name) if admin_here else BUILT, main, self._grpc)
         if self._admin_grpc is not None:
-            beside = RpcMiddleware(self._config.stall_timeout, self._rpc_log)
+            beside = RpcMiddleware(self._config.stall_timeout, self._call_log)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, beside.as_server)
             self._add_common((_ADMIN.full_name,), beside, self._admin_grpc)
 
     def _add_common(
-        self, services: Sequence[str], boundary: RpcMiddleware, server: grpc.aio.Server
+        self, services: Sequence[str], middleware: RpcMiddleware, server: grpc.aio.Server
     ) -> None:
         """Health, and a reflection that lists what this listener has; that is all of it."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, boundary.as_server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, middleware.as_server)
         reflection = Reflection((*services, _HEALTH.full_name), Descriptors.of_contract())
-        boundary.add_generic_rpc_handlers(reflection.handlers())
-        server.add_generic_rpc_handlers((boundary,))
+        middleware.add_generic_rpc_handlers(reflection.handlers())
+        server.add_generic_rpc_handlers((middleware,))
 
     @property
     def grace_left(self) -> float:
@@ -155,7 +155,7 @@ class Server:
     def _session_limits(self) -> SessionLimits:
         return SessionLimits(
             open_timeout=self._config.session_open_timeout,
-            patience=self._config.stall_timeout,
+            credit_timeout=self._config.stall_timeout,
             frame_deadline=self._config.unary_deadline,
             max_age=self._config.max_session_age,
         )
@@ -163,7 +163,7 @@ class Server:
     @property
     def num_in_flight(self) -> int:
         """Requests admitted and not ended."""
-        return len(self._gate)
+        return len(self._registry)
 
     async def start(self) -> int:
         """Listen; returns the main port. Raises `OSError` when an address cannot be had."""
@@ -189,7 +189,7 @@ class Server:
         self._drain.begin(grace)
         if self._engine_drain is None:
             self._engine_drain = asyncio.create_task(self._drain_engine(), name="engine drain")
-        log.info("draining", in_flight=len(self._gate), grace=round(self._drain.time_left, 3))
+        log.info("draining", in_flight=len(self._registry), grace=round(self._drain.time_left, 3))
 
     async def _drain_engine(self) -> None:
         """Frames that sessions took are the engine's to answer until the sessions have gone."""
@@ -217,8 +217,8 @@ class Server:
             self._health_task.cancel()
         if self._engine_drain is not None:
             self._engine_drain.cancel()
-        drained = len(self._gate) + len(self.sessions) == 0
+        drained = len(self._registry) + len(self.sessions) == 0
         grace = LAST_WRITES if drained else 0
         servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
         await asyncio.gather(*(server.stop(grace) for server in servers))
-        self._rpc_log.close()
+        self._call_log.close()

@@ -20,17 +20,17 @@ def load(path: Path = CASES, run: str = "$RUN") -> list[Case]:
     return cases
 
 
-def fill(template: Json, pictures: Path, done: list[Step]) -> Json:
-    """A message to send: the template with images and earlier answers put in."""
+def fill(template: Json, images: Path, done: list[Step]) -> Json:
+    """A message to send: the template with pictures and earlier answers put in."""
     if isinstance(template, list):
-        return [fill(each, pictures, done) for each in template]
+        return [fill(each, images, done) for each in template]
     if not isinstance(template, dict):
         return template
     if "$file" in template:
-        return base64.b64encode((pictures / template["$file"]).read_bytes()).decode()
+        return base64.b64encode((images / template["$file"]).read_bytes()).decode()
     if "$step" in template:
         found = done[template["$step"]]["messages"][-1]
         for name in template["at"].split("."):
             found = found[name]
         return found
-    return {name: fill(value, pictures, done) for name, value in template.items()}
+    return {name: fill(value, images, done) for name, value in template.items()}

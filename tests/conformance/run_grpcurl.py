@@ -18,11 +18,11 @@ DESCRIPTORS = Path(__file__).parents[2] / "proto/gen/legato/v1/descriptor.binpb"
 CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
-def run_case(address: str, case: Case, pictures: Path) -> list[Step]:
+def run_case(address: str, case: Case, images: Path) -> list[Step]:
     """What was seen in each step."""
     seen: list[Step] = []
     for step in case["steps"]:
-        seen.append(call(address, step, fill(step["send"], pictures, seen)))
+        seen.append(call(address, step, fill(step["send"], images, seen)))
     return seen
 
 
@@ -63,11 +63,11 @@ def documents(text: str) -> list[Json]:
     return found
 
 
-def main(address: str, cases: str, pictures: str, *names: str) -> None:
+def main(address: str, cases: str, images: str, *names: str) -> None:
     """Run the named cases."""
     for case in load(Path(cases)):
         if case["name"] in names:
-            steps = run_case(address, case, Path(pictures))
+            steps = run_case(address, case, Path(images))
             sys.stdout.write(json.dumps({"case": case["name"], "steps": steps}) + "\n")
 
 

@@ -30,11 +30,11 @@ from tests.conformance.cases import Case, Json, Step, fill, load
 DETAILS = "grpc-status-details-bin"
 
 
-def run_case(channel: grpc.Channel, case: Case, pictures: Path) -> list[Step]:
+def run_case(channel: grpc.Channel, case: Case, images: Path) -> list[Step]:
     """What was seen in each step."""
     seen: list[Step] = []
     for step in case["steps"]:
-        messages = fill(step["send"], pictures, seen)
+        messages = fill(step["send"], images, seen)
         seen.append(call(channel, step, messages))
     return seen
 
@@ -83,12 +83,12 @@ def details(running: Any) -> list[Message]:
     return []
 
 
-def main(address: str, cases: str, pictures: str, *names: str) -> None:
+def main(address: str, cases: str, images: str, *names: str) -> None:
     """Run the named cases."""
     with grpc.insecure_channel(address) as channel:
         for case in load(Path(cases)):
             if case["name"] in names:
-                steps = run_case(channel, case, Path(pictures))
+                steps = run_case(channel, case, Path(images))
                 sys.stdout.write(json.dumps({"case": case["name"], "steps": steps}) + "\n")
 
 

@@ -44,16 +44,16 @@ DETAILS = {
 }
 
 
-def picture_bytes(kind: str = "PNG", size: tuple[int, int] = (8, 6)) -> bytes:
+def image_bytes(kind: str = "PNG", size: tuple[int, int] = (8, 6)) -> bytes:
     """A small image file."""
     buffer = io.BytesIO()
     Image.new("RGB", size, (200, 30, 30)).save(buffer, kind)
     return buffer.getvalue()
 
 
-def picture() -> media_pb2.Image:
+def image_message() -> media_pb2.Image:
     """A small picture, as a request carries it."""
-    return media_pb2.Image(encoded=media_pb2.EncodedImage(data=picture_bytes()))
+    return media_pb2.Image(encoded=media_pb2.EncodedImage(data=image_bytes()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,17 +11,17 @@ from legato.v1 import error_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import errors
 from legato_engine.client.engine_client import EngineState
 from legato_service.errors import (
-    TABLE,
+    STATUS_MAPPINGS,
     DuplicateRequest,
     SessionsFull,
     SharedMemoryRefused,
     SharedMemoryTorn,
     failure,
-    row_of,
+    status_mapping,
 )
 
 from tests.service.fakes import FakeEngine, answer, hold, refuse
-from tests.service.harness import picture, picture_bytes, refusal, running, until
+from tests.service.harness import image_bytes, image_message, refusal, running, until
 
 QUESTION = inference_pb2.QueryRequest(question="How many?")
 
@@ -93,7 +93,9 @@ def check_shape(failed, code, reason, request_id):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "reason"), FROM_ENGINE, ids=[type(row[0]).__name__ for row in FROM_ENGINE]
+    ("error", "code", "reason"),
+    FROM_ENGINE,
+    ids=[type(mapping[0]).__name__ for mapping in FROM_ENGINE],
 )
 async def test_every_error_of_the_engine_arrives_whole(error, code, reason):
     """Each error type reaches the client as its code, reason and details."""
@@ -115,14 +117,14 @@ def test_the_cases_above_are_all_there_are():
     service_only = {SharedMemoryRefused, SharedMemoryTorn, DuplicateRequest, SessionsFull}
     assert leaves(errors.LegatoError) - service_only <= covered
     as_their_base = {errors.InvalidField, errors.QueueFull, errors.InternalError, SessionsFull}
-    assert covered | service_only <= set(TABLE) | as_their_base
+    assert covered | service_only <= set(STATUS_MAPPINGS) | as_their_base
 
 
 def test_every_reason_is_in_the_contract():
     """What is sent as reason names a value of ErrorReason."""
     known = set(error_pb2.ErrorReason.keys())
-    for row in TABLE.values():
-        assert not row.reason or f"ERROR_REASON_{row.reason}" in known
+    for mapping in STATUS_MAPPINGS.values():
+        assert not mapping.reason or f"ERROR_REASON_{mapping.reason}" in known
 
 
 def test_a_type_without_a_row_takes_its_nearest_bases():
@@ -134,15 +136,15 @@ def test_a_type_without_a_row_takes_its_nearest_bases():
     class Odd(errors.LegatoError):
         pass
 
-    assert row_of(QueueOfImagesFull).reason == "QUEUE_FULL"
-    assert row_of(Odd).reason == "INTERNAL"
+    assert status_mapping(QueueOfImagesFull).reason == "QUEUE_FULL"
+    assert status_mapping(Odd).reason == "INTERNAL"
 
 
 text = st.text(max_size=6000)
 
 
 @given(
-    kind=st.sampled_from(sorted(TABLE, key=lambda kind: kind.__name__)),
+    kind=st.sampled_from(sorted(STATUS_MAPPINGS, key=lambda kind: kind.__name__)),
     message=text,
     metadata=st.dictionaries(st.sampled_from(["field", "resource", "task", "x" * 300]), text)
     | st.dictionaries(st.text(max_size=300), text, max_size=30),
@@ -272,7 +274,7 @@ async def test_bad_requests_with_a_picture_leave_no_blob():
     engine.become(EngineState.LOST)
     async with running(engine) as server:
         failed = await refusal(
-            server.inference.Caption(inference_pb2.CaptionRequest(image=picture()))
+            server.inference.Caption(inference_pb2.CaptionRequest(image=image_message()))
         )
         assert len(engine.blobs) == 0
     assert failed.reason == "ENGINE_LOST"
@@ -281,7 +283,7 @@ async def test_bad_requests_with_a_picture_leave_no_blob():
 @pytest.mark.parametrize(
     ("source", "field"),
     [
-        ({"encoded": media_pb2.EncodedImage(data=picture_bytes())}, "image.encoded.data"),
+        ({"encoded": media_pb2.EncodedImage(data=image_bytes())}, "image.encoded.data"),
         (
             {
                 "raw": media_pb2.RawImage(

@@ -18,10 +18,10 @@ from legato_engine.shm.blob_store import BlobStore, blob_folder, new_namespace
 from legato_service.errors import SharedMemoryRefused, SharedMemoryTorn
 from legato_service.images.shared_memory import SharedMemory
 
-from tests.service.harness import picture_bytes, refusal, running
+from tests.service.harness import image_bytes, refusal, running
 
 PIXELS = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
-PNG = picture_bytes()
+PNG = image_bytes()
 MAX_BYTES, MAX_PIXELS = 1 << 21, 1000
 
 
@@ -66,9 +66,9 @@ def message(frame, **changes):
     return shared
 
 
-def bytes_of(picture):
-    """What a picture's draft holds."""
-    return bytes(picture.draft.view())
+def bytes_of(image):
+    """Return the bytes that an image was staged with."""
+    return bytes(image.writer.view())
 
 
 @pytest.mark.parametrize("size", [len(PNG), 100_000, 1_500_000])
@@ -77,20 +77,20 @@ async def test_a_file_is_read_whole(reader, ring, size):
     data = PNG.ljust(size, b"\x01")
     for stated in ("", "image/png"):
         with ring.write(data, mime_type=stated) as frame:
-            picture = await reader.read(message(frame))
-            assert bytes_of(picture) == data
-            assert picture.form == "image/png"
+            image = await reader.read(message(frame))
+            assert bytes_of(image) == data
+            assert image.format == "image/png"
 
 
 async def test_pixels_are_read_with_their_layout(reader, ring):
     """Every slot gives its own frame, and the copy is independent of the slot."""
     first, second = ring.write(PIXELS), ring.write(PIXELS[::-1])
-    pictures = [await reader.read(message(frame)) for frame in (first, second)]
+    images = [await reader.read(message(frame)) for frame in (first, second)]
     first.release()
     ring.write(PIXELS * 2)
-    assert bytes_of(pictures[0]) == PIXELS.tobytes()
-    assert bytes_of(pictures[1]) == PIXELS[::-1].tobytes()
-    assert (pictures[0].form.width, pictures[0].form.format) == (6, core.PixelFormat.RGB8)
+    assert bytes_of(images[0]) == PIXELS.tobytes()
+    assert bytes_of(images[1]) == PIXELS[::-1].tobytes()
+    assert (images[0].format.width, images[0].format.format) == (6, core.PixelFormat.RGB8)
 
 
 async def test_a_written_slot_is_torn(reader, ring):

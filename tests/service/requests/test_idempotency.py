@@ -15,7 +15,7 @@ from legato_service.requests.idempotency import IdempotencyCache, fingerprint
 from legato_service.rpc import call
 
 from tests.service.fakes import FakeEngine, answer, begin, done, hold, solution
-from tests.service.harness import picture, refusal, running, until
+from tests.service.harness import image_message, refusal, running, until
 from tests.service.rpc.test_middleware import lines_of
 
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
@@ -31,17 +31,17 @@ OTHER = inference_pb2.QueryRequest(question="How few?", options=options())
 STREAM = inference_pb2.GenerateRequest(task=TASK, options=options())
 UNARY = {
     "Query": QUERY,
-    "Caption": inference_pb2.CaptionRequest(image=picture(), options=options()),
-    "Detect": inference_pb2.DetectRequest(image=picture(), object="cup", options=options()),
-    "Point": inference_pb2.PointRequest(image=picture(), object="cup", options=options()),
-    "Segment": inference_pb2.SegmentRequest(image=picture(), object="cup", options=options()),
+    "Caption": inference_pb2.CaptionRequest(image=image_message(), options=options()),
+    "Detect": inference_pb2.DetectRequest(image=image_message(), object="cup", options=options()),
+    "Point": inference_pb2.PointRequest(image=image_message(), object="cup", options=options()),
+    "Segment": inference_pb2.SegmentRequest(image=image_message(), object="cup", options=options()),
     "RunTasks": inference_pb2.RunTasksRequest(tasks=[TASK], options=options()),
 }
 
 
 async def joined(server, count=2):
     """Wait until so many calls share a run."""
-    await until(lambda: server.server.replies.num_waiting == count)
+    await until(lambda: server.server.idempotency_cache.num_waiting == count)
 
 
 def finish(engine):
@@ -85,7 +85,7 @@ async def test_the_log_tells_whose_answer_it_was():
 async def test_other_content_is_refused():
     """ALREADY_EXISTS while it runs and while its reply is kept, for another question or RPC."""
     engine = FakeEngine(hold)
-    detect = inference_pb2.DetectRequest(image=picture(), object="cup", options=options())
+    detect = inference_pb2.DetectRequest(image=image_message(), object="cup", options=options())
     async with running(engine) as server:
         first = server.inference.Query(QUERY)
         await until(lambda: bool(engine.streams))
@@ -213,7 +213,7 @@ async def test_only_ids_that_callers_give_are_remembered():
         ids = [(await each).info.request_id for each in calls]
         assert ids.count("proxy") == 1
         assert len(set(ids)) == 2
-        assert len(server.server.replies) == 0
+        assert len(server.server.idempotency_cache) == 0
 
 
 async def test_a_joined_call_has_its_own_deadline():
@@ -230,7 +230,7 @@ async def test_a_joined_call_has_its_own_deadline():
 
 async def test_large_requests_are_told_apart():
     """Bytes beyond what the event loop hashes itself count as well."""
-    one, other = picture(), picture()
+    one, other = image_message(), image_message()
     one.encoded.data += bytes(200_000)
     other.encoded.data += bytes(199_999) + b"1"
     async with running() as server:
@@ -253,10 +253,10 @@ class Waiter:
 
 def reply(size=1):
     """A reply of about so many bytes."""
-    return b"x" * size
+    return inference_pb2.QueryResponse(answer="x" * size)
 
 
-async def ask(replies, name, content=b"?", size=1):
+async def ask(cache, name, content=b"?", size=1):
     """Ask once, by work that ends at once; what was given, and whether it was made anew."""
     made = []
 
@@ -267,45 +267,45 @@ async def ask(replies, name, content=b"?", size=1):
     context = contextvars.copy_context()
     context.run(call.CURRENT.set, call.Call("test"))
     task = asyncio.get_running_loop().create_task(
-        replies.once(name, content, work, Waiter()), context=context
+        cache.get_or_run(name, content, work, Waiter()), context=context
     )
     return await task, bool(made)
 
 
 async def test_a_reply_is_kept_so_long_only():
     """Past its time the same question is asked anew."""
-    replies = IdempotencyCache(keep=0.0)
-    assert (await ask(replies, "a"))[1]
-    assert (await ask(replies, "a"))[1]
-    replies = IdempotencyCache(keep=60.0)
-    assert (await ask(replies, "a"))[1]
-    assert not (await ask(replies, "a"))[1]
+    cache = IdempotencyCache(keep=0.0)
+    assert (await ask(cache, "a"))[1]
+    assert (await ask(cache, "a"))[1]
+    cache = IdempotencyCache(keep=60.0)
+    assert (await ask(cache, "a"))[1]
+    assert not (await ask(cache, "a"))[1]
 
 
 async def test_replies_are_bounded_in_number():
     """The least recently used goes first."""
-    replies = IdempotencyCache(max_replies=2)
+    cache = IdempotencyCache(max_replies=2)
     for name in ("a", "b", "a", "c"):
-        await ask(replies, name)
-    assert len(replies) == 2
-    assert not (await ask(replies, "a"))[1]
-    assert (await ask(replies, "b"))[1]
+        await ask(cache, name)
+    assert len(cache) == 2
+    assert not (await ask(cache, "a"))[1]
+    assert (await ask(cache, "b"))[1]
 
 
 async def test_replies_are_bounded_in_bytes():
     """Large replies push older ones out, and one beyond the bound is not kept at all."""
-    replies = IdempotencyCache(max_bytes=1000)
+    cache = IdempotencyCache(max_bytes=1000)
     for name in ("a", "b", "c"):
-        await ask(replies, name, size=400)
-    assert len(replies) == 2
-    await ask(replies, "d", size=2000)
-    assert len(replies) == 0
-    assert (await ask(replies, "d", size=2000))[1]
+        await ask(cache, name, size=400)
+    assert len(cache) == 2
+    await ask(cache, "d", size=2000)
+    assert len(cache) == 0
+    assert (await ask(cache, "d", size=2000))[1]
 
 
 async def test_a_run_that_was_given_up_is_not_joined():
     """Who asks while an abandoned run still winds up waits for its end and starts a new one."""
-    replies = IdempotencyCache()
+    cache = IdempotencyCache()
     release = asyncio.Event()
     begun: list[int] = []
 
@@ -319,10 +319,10 @@ async def test_a_run_that_was_given_up_is_not_joined():
         return reply()
 
     call.CURRENT.set(call.Call("test"))
-    first = asyncio.create_task(replies.once("a", b"?", work, Waiter()))
+    first = asyncio.create_task(cache.get_or_run("a", b"?", work, Waiter()))
     await until(lambda: bool(begun))
     first.cancel()
-    second = asyncio.create_task(replies.once("a", b"!", work, Waiter()))
+    second = asyncio.create_task(cache.get_or_run("a", b"!", work, Waiter()))
     await asyncio.gather(first, return_exceptions=True)
     assert len(begun) == 1
     release.set()
@@ -332,12 +332,12 @@ async def test_a_run_that_was_given_up_is_not_joined():
 
 async def test_a_stream_that_failed_frees_its_name():
     """`exclusive` keeps the name of a block that ended well, and of no other."""
-    replies = IdempotencyCache()
-    with pytest.raises(ValueError, match="bad"), replies.exclusive("a"):
+    cache = IdempotencyCache()
+    with pytest.raises(ValueError, match="bad"), cache.exclusive("a"):
         raise ValueError("bad")
-    with replies.exclusive("a"):
+    with cache.exclusive("a"):
         pass
-    with pytest.raises(DuplicateRequest), replies.exclusive("a"):
+    with pytest.raises(DuplicateRequest), cache.exclusive("a"):
         pass
 
 
@@ -360,9 +360,9 @@ class Walk:
     """Callers that come and go at random, and what became of the work they share."""
 
     def __init__(self):
-        self.replies = IdempotencyCache()
-        self.live: dict[str, asyncio.Future[bytes]] = {}
-        self.callers: list[tuple[str, asyncio.Task[bytes]]] = []
+        self.cache = IdempotencyCache()
+        self.live: dict[str, asyncio.Future[None]] = {}
+        self.callers: list[tuple[str, asyncio.Task[inference_pb2.QueryResponse]]] = []
 
     def ask(self, number):
         """One of two names, asked one of two things."""
@@ -375,9 +375,9 @@ class Walk:
                 await self.live[name]
             finally:
                 del self.live[name]
-            return f"{name}{content.decode()}".encode()
+            return inference_pb2.QueryResponse(answer=f"{name}{content.decode()}")
 
-        asked = self.replies.once(name, content, work, Waiter())
+        asked = self.cache.get_or_run(name, content, work, Waiter())
         self.callers.append((f"{name}{content.decode()}", asyncio.create_task(asked)))
 
     def leave(self, number):
@@ -391,7 +391,7 @@ class Walk:
         if future is None or future.done():
             return
         if error is None:
-            future.set_result(reply())
+            future.set_result(None)
         else:
             future.set_exception(error)
 
@@ -400,7 +400,7 @@ class Walk:
         for _ in range(6):
             await asyncio.sleep(0)
         waiting = sum(not task.done() for _, task in self.callers)
-        assert self.replies.num_waiting == waiting
+        assert self.cache.num_waiting == waiting
         assert bool(self.live) == bool(waiting)
 
 
@@ -421,7 +421,7 @@ async def walk(drawn):
     for expected, task in world.callers:
         assert task.done()
         if not task.cancelled() and task.exception() is None:
-            assert task.result() == expected.encode()
+            assert task.result().answer == expected
         elif not task.cancelled():
             assert isinstance(task.exception(), (DuplicateRequest, errors.EngineLost))
 

@@ -14,11 +14,11 @@ from legato_engine.errors import Busy
 
 from tests.grammar import Grammar, check
 from tests.service.fakes import FakeEngine, answer, begin, delta, hold, started, words
-from tests.service.harness import no_collections, picture, refusal, remaining, running, until
+from tests.service.harness import image_message, no_collections, refusal, remaining, running, until
 
-QUERY = inference_pb2.QueryRequest(image=picture(), question="How many?")
+QUERY = inference_pb2.QueryRequest(image=image_message(), question="How many?")
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
-STREAM = inference_pb2.GenerateRequest(image=picture(), task=TASK)
+STREAM = inference_pb2.GenerateRequest(image=image_message(), task=TASK)
 
 
 def stream_for_ever(engine, stream):

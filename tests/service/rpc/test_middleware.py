@@ -16,7 +16,7 @@ from legato_service.arguments import parse
 from legato_service.rpc import trace_context
 
 from tests.service.fakes import FakeEngine, begin
-from tests.service.harness import picture, refusal, running, until
+from tests.service.harness import image_message, refusal, running, until
 
 QUERY = "/legato.v1.InferenceService/Query"
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -48,7 +48,7 @@ asyncio.run(main())
 
 def lines_of(logs, method=QUERY):
     """The lines of one method's ends."""
-    return [line for line in logs if line["event"] == "rpc" and line["method"] == method]
+    return [line for line in logs if line["event"] == "rpc_ended" and line["method"] == method]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ async def test_what_nobody_has_is_unimplemented():
 
 async def test_a_message_over_the_limit_is_refused_with_details():
     """The transport lets up to twice the limit through, so that the refusal can be a good one."""
-    image = picture()
+    image = image_message()
     image.encoded.data += bytes(70_000)
     async with running(max_request_bytes=65_536) as server:
         failed = await refusal(server.inference.Caption(inference_pb2.CaptionRequest(image=image)))

@@ -8,7 +8,7 @@ from legato.v1 import inference_pb2, server_pb2, task_pb2
 from legato_engine.errors import AdapterNotFound, AdapterUnusable
 
 from tests.service.fakes import MODEL, FakeEngine, answer, refuse
-from tests.service.harness import picture, refusal, running
+from tests.service.harness import image_message, refusal, running
 from tests.service.session.client import session, settled
 
 NAME = "cups@12"
@@ -29,11 +29,11 @@ async def test_every_way_of_asking_names_the_adapter():
     async with running(engine_of()) as server:
         await server.inference.Query(asked.QueryRequest(question="?", options=OPTIONS))
         stream = server.inference.Generate(
-            asked.GenerateRequest(task=DETECT, image=picture(), options=OPTIONS)
+            asked.GenerateRequest(task=DETECT, image=image_message(), options=OPTIONS)
         )
         assert [event async for event in stream]
         await server.inference.RunTasks(
-            asked.RunTasksRequest(tasks=[DETECT], image=picture(), options=OPTIONS)
+            asked.RunTasksRequest(tasks=[DETECT], image=image_message(), options=OPTIONS)
         )
         async with session(server, adapter=NAME) as client:
             await client.frame(1)
@@ -60,7 +60,7 @@ ERRORS = [
 async def test_what_is_wrong_with_an_adapter_fails_the_call(error, code, reason):
     """One task or several, the options are all theirs; a bad adapter is told by its field."""
     several = inference_pb2.RunTasksRequest(
-        tasks=[DETECT, DETECT], image=picture(), options=OPTIONS
+        tasks=[DETECT, DETECT], image=image_message(), options=OPTIONS
     )
     single = inference_pb2.QueryRequest(question="?", options=OPTIONS)
     async with running(engine_of(refuse(error))) as server:

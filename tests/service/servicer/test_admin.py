@@ -13,7 +13,7 @@ from legato_engine.ipc.messages import Load, PipelineStats
 
 from tests.grammar import check
 from tests.service.fakes import FakeEngine, answer, begin, hold, refuse
-from tests.service.harness import picture, refusal, running, until
+from tests.service.harness import image_message, refusal, running, until
 
 ASK = pb.GetLoadRequest()
 TASK = task_pb2.Task(query=task_pb2.QueryTask(question="How many?"))
@@ -160,7 +160,9 @@ async def test_an_aborted_unary_call_is_preempted(rpc, script):
     }
     async with running(FakeEngine(script)) as server:
         calls = [getattr(server.inference, rpc)(asks[rpc]) for _ in range(2)]
-        await until(lambda: server.server.replies.num_waiting == 2 and bool(server.engine.streams))
+        await until(
+            lambda: server.server.idempotency_cache.num_waiting == 2 and bool(server.engine.streams)
+        )
         assert counts(await server.admin.Abort(pb.AbortRequest(request_id="mine"))) == (1, 0)
         for call in calls:
             failed = await refusal(call)
@@ -175,7 +177,7 @@ async def test_a_call_is_aborted_before_it_reaches_the_engine(monkeypatch):
     """Stopped while its picture is looked at, a call ends as stopped all the same."""
     entered, go_on = asyncio.Event(), asyncio.Event()
     async with running(FakeEngine(hold)) as server:
-        intake = server.server.pictures
+        intake = server.server.images
         look = intake.check
 
         async def slow(image):
@@ -185,7 +187,7 @@ async def test_a_call_is_aborted_before_it_reaches_the_engine(monkeypatch):
 
         monkeypatch.setattr(intake, "check", slow)
         shown = asked()
-        shown.image.CopyFrom(picture())
+        shown.image.CopyFrom(image_message())
         unary = server.inference.Query(shown)
         await entered.wait()
         stream = server.inference.Generate(streamed("other"))

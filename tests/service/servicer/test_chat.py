@@ -7,7 +7,7 @@ from legato_service.convert import chat
 from legato_service.convert.chat import MAX_MESSAGES, Conversation
 
 from tests.grammar import replay
-from tests.service.harness import picture, refusal, running
+from tests.service.harness import image_message, refusal, running
 
 SYSTEM, USER, ASSISTANT = (
     task_pb2.CHAT_ROLE_SYSTEM,
@@ -48,9 +48,9 @@ async def test_a_conversation_reaches_the_engine():
     )
     task = task_pb2.Task(query=task_pb2.QueryTask(messages=TALK, reasoning=True))
     async with running() as server:
-        asked = inference_pb2.QueryRequest(image=picture(), messages=TALK, reasoning=True)
+        asked = inference_pb2.QueryRequest(image=image_message(), messages=TALK, reasoning=True)
         assert (await server.inference.Query(asked)).answer
-        request = inference_pb2.GenerateRequest(image=picture(), task=task)
+        request = inference_pb2.GenerateRequest(image=image_message(), task=task)
         await replay(server.inference.Generate(request))
         assert [each.task for each in server.engine.requests] == [expected, expected]
 
@@ -93,10 +93,10 @@ async def test_one_question_is_a_conversation():
 async def test_what_makes_no_conversation(messages, field):
     """Order, empty messages and misplaced pictures are refused by the field at fault."""
     async with running() as server:
-        asked = inference_pb2.QueryRequest(image=picture(), messages=messages)
+        asked = inference_pb2.QueryRequest(image=image_message(), messages=messages)
         failed = await refusal(server.inference.Query(asked))
         task = task_pb2.Task(query=task_pb2.QueryTask(messages=messages))
-        request = inference_pb2.GenerateRequest(image=picture(), task=task)
+        request = inference_pb2.GenerateRequest(image=image_message(), task=task)
         streamed = await refusal(replay(server.inference.Generate(request)))
         assert not server.engine.requests
     assert (failed.code.name, failed.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")

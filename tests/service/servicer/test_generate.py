@@ -10,7 +10,7 @@ from legato_engine.ipc.messages import Queued
 
 from tests.grammar import Grammar, check, replay
 from tests.service.fakes import FakeEngine, delta, done, hold, solution, started, words
-from tests.service.harness import picture, running, until
+from tests.service.harness import image_message, running, until
 
 TASKS = {
     "query": task_pb2.Task(query=task_pb2.QueryTask(question="How many?")),
@@ -25,7 +25,7 @@ TASKS = {
 def request(kind="query", **options):
     """Ask one task of a picture."""
     return inference_pb2.GenerateRequest(
-        image=picture(),
+        image=image_message(),
         task=TASKS[kind],
         options=inference_pb2.RequestOptions(**options),
         stamp=media_pb2.FrameStamp(sequence=3),

@@ -13,9 +13,9 @@ from legato_engine import core, errors
 from legato_engine.client.engine_client import EngineState
 
 from tests.service.fakes import FakeEngine
-from tests.service.harness import picture_bytes, refusal, running, until
+from tests.service.harness import image_bytes, refusal, running, until
 
-PNG = picture_bytes()
+PNG = image_bytes()
 LAYOUT = media_pb2.PixelLayout(width=4, height=2, format=media_pb2.PIXEL_FORMAT_NV12)
 MAX_BYTES, MAX_PIXELS = 4096, 1000
 
@@ -162,7 +162,7 @@ BAD = {
         "header.size_bytes",
         TOO_LARGE,
     ),
-    "too many pixels in a file": (pieces(picture_bytes(size=(40, 40))), "chunk", TOO_LARGE),
+    "too many pixels in a file": (pieces(image_bytes(size=(40, 40))), "chunk", TOO_LARGE),
     "too many pixels by layout": (
         pieces(
             b"",

@@ -10,18 +10,22 @@ from legato_engine import core
 from legato_engine.shm.blob_reader import BlobReader
 
 from tests.service.fakes import BOX, FakeEngine, answer, done, started
-from tests.service.harness import picture, picture_bytes, running
+from tests.service.harness import image_bytes, image_message, running
 
 
 async def test_each_skill_gives_its_typed_result():
     """Query, Caption, Detect, Point and Segment answer with what the engine found."""
     async with running() as server:
         stub = server.inference
-        query = await stub.Query(inference_pb2.QueryRequest(image=picture(), question="How many?"))
-        caption = await stub.Caption(inference_pb2.CaptionRequest(image=picture()))
-        detect = await stub.Detect(inference_pb2.DetectRequest(image=picture(), object="cup"))
-        point = await stub.Point(inference_pb2.PointRequest(image=picture(), object="cup"))
-        segment = await stub.Segment(inference_pb2.SegmentRequest(image=picture(), object="cup"))
+        query = await stub.Query(
+            inference_pb2.QueryRequest(image=image_message(), question="How many?")
+        )
+        caption = await stub.Caption(inference_pb2.CaptionRequest(image=image_message()))
+        detect = await stub.Detect(inference_pb2.DetectRequest(image=image_message(), object="cup"))
+        point = await stub.Point(inference_pb2.PointRequest(image=image_message(), object="cup"))
+        segment = await stub.Segment(
+            inference_pb2.SegmentRequest(image=image_message(), object="cup")
+        )
     assert query.answer == "Three red cups."
     assert not query.HasField("reasoning")
     assert caption.caption == "A shelf."
@@ -51,7 +55,7 @@ async def test_info_tells_about_the_request():
     async with running() as server:
         call = server.inference.Detect(
             inference_pb2.DetectRequest(
-                image=picture(),
+                image=image_message(),
                 object="cup",
                 options=inference_pb2.RequestOptions(request_id="robot-1"),
                 stamp=stamp,
@@ -79,7 +83,7 @@ async def test_a_request_without_stamp_gets_none_back():
 async def test_the_request_reaches_the_engine_as_asked():
     """Every field of a request arrives, and what was absent arrives as None."""
     request = inference_pb2.PointRequest(
-        image=picture(),
+        image=image_message(),
         object="the left cup",
         max_objects=3,
         spatial_refs=[
@@ -127,7 +131,7 @@ async def test_picture_bytes_reach_the_engine_through_shared_memory(kind):
         seen.append(bytes(reader.take(stream.request.image.blob)))
         answer(engine, stream)
 
-    data = picture_bytes(kind)
+    data = image_bytes(kind)
     image = media_pb2.Image(encoded=media_pb2.EncodedImage(data=data))
     async with running(FakeEngine(look)) as server:
         await server.inference.Caption(inference_pb2.CaptionRequest(image=image))
@@ -176,6 +180,6 @@ async def test_a_result_of_the_wrong_kind_is_a_bug_of_ours():
     async with running(FakeEngine(confuse)) as server:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await server.inference.Detect(
-                inference_pb2.DetectRequest(image=picture(), object="cup")
+                inference_pb2.DetectRequest(image=image_message(), object="cup")
             )
     assert caught.value.code() is grpc.StatusCode.INTERNAL

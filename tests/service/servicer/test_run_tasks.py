@@ -15,7 +15,7 @@ from legato_engine.errors import (
 )
 
 from tests.service.fakes import FakeEngine, answer, begin, done, solution, started
-from tests.service.harness import picture, refusal, running, until
+from tests.service.harness import image_message, refusal, running, until
 
 QUERY = task_pb2.Task(task_id="q", query=task_pb2.QueryTask(question="How many?"))
 CAPTION = task_pb2.Task(task_id="c", caption=task_pb2.CaptionTask())
@@ -25,7 +25,7 @@ DETECT = task_pb2.Task(task_id="d", detect=task_pb2.DetectTask(object="cup"))
 def request(*tasks, image=True, **options):
     """Ask several tasks of one picture."""
     return inference_pb2.RunTasksRequest(
-        image=picture() if image else None,
+        image=image_message() if image else None,
         tasks=tasks,
         options=inference_pb2.RequestOptions(**options),
     )

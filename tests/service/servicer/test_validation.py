@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import json_format
 from legato.v1 import inference_pb2
 
-from tests.service.harness import picture_bytes, refusal, running
+from tests.service.harness import image_bytes, refusal, running
 
 MAX_BYTES, MAX_PIXELS = 65_536, 1000
 
@@ -44,7 +44,7 @@ def placed(**ref):
     return cup(spatial_refs=[ref])
 
 
-PNG = picture_bytes()
+PNG = image_bytes()
 UNDECODABLE, TOO_LARGE, TOO_LONG = "IMAGE_UNDECODABLE", "IMAGE_TOO_LARGE", "PROMPT_TOO_LONG"
 FORMAT, NV12, YUYV = "image.raw.layout.format", "PIXEL_FORMAT_NV12", "PIXEL_FORMAT_YUYV"
 
@@ -76,9 +76,9 @@ TABLE: dict[str, list[Any]] = {
         ("image.encoded.data", file(b""), UNDECODABLE),
         ("image.encoded.data", file(b"hello"), UNDECODABLE),
         ("image.encoded.data", file(PNG[:20]), UNDECODABLE),
-        ("image.encoded.data", file(picture_bytes("BMP")), UNDECODABLE),
+        ("image.encoded.data", file(image_bytes("BMP")), UNDECODABLE),
         ("image.encoded.mime_type", file(PNG, "image/jpeg"), UNDECODABLE),
-        ("image.encoded.data", file(picture_bytes(size=(40, 40))), TOO_LARGE),
+        ("image.encoded.data", file(image_bytes(size=(40, 40))), TOO_LARGE),
         ("image.encoded.data", file(PNG + bytes(MAX_BYTES)), TOO_LARGE),
         ("image.raw", raw(width=1 << 31, height=1 << 31), TOO_LARGE),
         ("image.raw", raw(MAX_BYTES + 1), TOO_LARGE),

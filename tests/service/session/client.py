@@ -15,11 +15,11 @@ from legato.v1 import media_pb2, session_pb2, task_pb2
 
 from tests.grammar import Grammar
 from tests.service.fakes import FakeEngine, answer
-from tests.service.harness import Running, picture, refusal, until
+from tests.service.harness import Running, image_message, refusal, until
 
 DETECT = task_pb2.Task(task_id="cups", detect=task_pb2.DetectTask(object="cup"))
 QUERY = task_pb2.Task(task_id="count", query=task_pb2.QueryTask(question="How many?"))
-PICTURE = picture()
+PICTURE = image_message()
 
 
 def opening(**fields: Any) -> session_pb2.SessionOpen:
@@ -47,7 +47,7 @@ class SessionClient:
 
     # ------------------------------------------------------------ saying
 
-    async def say(self, **fields: Any) -> None:
+    async def add_notice(self, **fields: Any) -> None:
         """Send a message."""
         await self.call.write(session_pb2.SessionRequest(**fields))
 
@@ -55,7 +55,7 @@ class SessionClient:
         """Send a frame with a small picture."""
         stamp = fields.pop("stamp", media_pb2.FrameStamp(frame_id="cam", sequence=sequence))
         self.sent[sequence] = stamp
-        await self.say(frame=session_pb2.Frame(stamp=stamp, **{"image": PICTURE, **fields}))
+        await self.add_notice(frame=session_pb2.Frame(stamp=stamp, **{"image": PICTURE, **fields}))
 
     async def done(self) -> None:
         """Half-close."""
@@ -153,7 +153,7 @@ class SessionClient:
 async def session(server: Running, **fields: Any) -> AsyncIterator[SessionClient]:
     """An open session; what is left of it at the end is cancelled."""
     client = SessionClient(server.sessions.Session())
-    await client.say(open=opening(**fields))
+    await client.add_notice(open=opening(**fields))
     await client.hear(lambda: client.messages)
     try:
         yield client

@@ -9,7 +9,7 @@ from legato_engine.ipc.messages import Delta, Queued
 from legato_service.session.capture_clock import CaptureClock
 from legato_service.session.core import MAX_UNREAD
 from legato_service.session.frame import Accepted, Dropped, Event, GoAway, Result
-from legato_service.session.terms import Cause, Policy
+from legato_service.session.settings import DropReason, FramePolicy
 
 from tests.service.fakes import BOX
 from tests.service.session.drive import Drive
@@ -27,7 +27,7 @@ def of(kind, messages):
 
 def dropped(messages):
     """Sequences and causes of the drops."""
-    return [(each.sequence, each.cause) for each in of(Dropped, messages)]
+    return [(each.sequence, each.reason) for each in of(Dropped, messages)]
 
 
 def test_latest_wins():
@@ -35,7 +35,7 @@ def test_latest_wins():
     drive = Drive()
     one, two, three = drive.send(), drive.send(), drive.send()
     assert drive.running() == [one]
-    assert dropped(drive.read()) == [(two, Cause.SUPERSEDED)]
+    assert dropped(drive.read()) == [(two, DropReason.SUPERSEDED)]
     drive.end(one)
     assert drive.running() == [three]
     drive.finish()
@@ -43,9 +43,9 @@ def test_latest_wins():
 
 def test_every_frame():
     """Frames queue up to the credits, in order; the one beyond them is dropped."""
-    drive = Drive(policy=Policy.EVERY_FRAME, frame_credits=2)
+    drive = Drive(policy=FramePolicy.EVERY_FRAME, frame_credits=2)
     one, two, three, four = (drive.send() for _ in range(4))
-    assert dropped(drive.read()) == [(four, Cause.OVERLOADED)]
+    assert dropped(drive.read()) == [(four, DropReason.OVERLOADED)]
     drive.end(one)
     assert drive.running() == [two]
     drive.end(two)
@@ -55,27 +55,27 @@ def test_every_frame():
 
 def test_preempt():
     """A newer frame stops what runs; it starts once the older one has said what it has."""
-    drive = Drive(policy=Policy.PREEMPT)
+    drive = Drive(policy=FramePolicy.PREEMPT)
     one, two = drive.send("a", "b"), drive.send()
-    assert drive.workers.stopped == [(one, 0), (one, 1)]
+    assert drive.runner.stopped == [(one, 0), (one, 1)]
     assert drive.running() == [one]
     drive.end(one)
     results = of(Result, drive.read())
-    assert [each.stopped for each in results] == [Cause.SUPERSEDED] * 2
+    assert [each.stopped for each in results] == [DropReason.SUPERSEDED] * 2
     assert drive.running() == [two]
     drive.finish()
 
 
 def test_a_frame_that_is_too_old_preempts_nothing():
     """A frame that is dropped on arrival leaves what runs alone."""
-    drive = Drive(policy=Policy.PREEMPT, max_frame_age=1.0)
+    drive = Drive(policy=FramePolicy.PREEMPT, max_frame_age=1.0)
     drive.send()
     drive.send(age=2.0)
-    assert not drive.workers.stopped
+    assert not drive.runner.stopped
     drive.finish()
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("policy", FramePolicy)
 def test_must_run(policy):
     """Such a frame is neither superseded nor too old nor stopped for a newer one."""
     drive = Drive(policy=policy, max_frame_age=1.0)
@@ -84,16 +84,16 @@ def test_must_run(policy):
     drive.send()
     drive.now += 10.0
     drive.read()
-    assert not drive.workers.stopped
+    assert not drive.runner.stopped
     assert not set(pinned) & set(drive.ledger.dropped)
     drive.finish()
 
 
 def test_must_run_displaces_a_frame_that_need_not():
     """A full queue makes room for it, as long as there is one that can go."""
-    drive = Drive(policy=Policy.EVERY_FRAME, frame_credits=2)
+    drive = Drive(policy=FramePolicy.EVERY_FRAME, frame_credits=2)
     _, _, free, pinned = drive.send(), drive.send(), drive.send(), drive.send(must_run=True)
-    assert dropped(drive.read()) == [(free, Cause.OVERLOADED)]
+    assert dropped(drive.read()) == [(free, DropReason.OVERLOADED)]
     assert pinned not in drive.ledger.dropped
     drive.finish()
 
@@ -112,7 +112,7 @@ def test_a_frame_that_is_too_old_is_dropped_wherever_it_is(stage):
         drive.end(sequence)
     assert drive.core.next_wake() <= drive.now + 0.5 or stage == "arriving"
     drive.now += 0.6
-    assert dropped(drive.read()) == [(sequence, Cause.TOO_OLD)]
+    assert dropped(drive.read()) == [(sequence, DropReason.TOO_OLD)]
     assert sequence not in drive.running()
     drive.finish()
 
@@ -137,11 +137,14 @@ def test_cancel_by_sequence():
     for sequence in (one, two, two, 99):
         drive.core.cancel(sequence)
         drive.core.cancel(sequence)
-    assert drive.workers.stopped == [(one, 1)]
+    assert drive.runner.stopped == [(one, 1)]
     messages = drive.read()
-    assert dropped(messages) == [(two, Cause.CANCELLED)]
+    assert dropped(messages) == [(two, DropReason.CANCELLED)]
     drive.end(one, 1)
-    assert [each.stopped for each in of(Result, messages + drive.read())] == [None, Cause.CANCELLED]
+    assert [each.stopped for each in of(Result, messages + drive.read())] == [
+        None,
+        DropReason.CANCELLED,
+    ]
     drive.finish()
 
 
@@ -152,7 +155,7 @@ def test_cancel_by_task():
     drive.core.cancel_task("b")
     drive.core.cancel_task("")
     drive.core.cancel_task("never")
-    assert drive.workers.stopped == [(one, 1), (two, 0)]
+    assert drive.runner.stopped == [(one, 1), (two, 0)]
     drive.finish()
 
 
@@ -170,13 +173,13 @@ def test_accepted_tells_the_credits():
     """Once, before any result; after go-away there are none left."""
     drive = Drive(frame_credits=5)
     drive.send()
-    frame = drive.workers.running[0]
-    drive.core.taken(frame)
-    drive.core.taken(frame)
+    frame = drive.runner.running[0]
+    drive.core.image_ready(frame)
+    drive.core.image_ready(frame)
     assert drive.read() == [Accepted(1, 5)]
     drive.core.go_away(2.0)
     drive.send()
-    assert drive.read() == [GoAway(2.0), Dropped(2, Cause.GOING_AWAY, 0, 1)]
+    assert drive.read() == [GoAway(2.0), Dropped(2, DropReason.GOING_AWAY, 0, 1)]
     drive.finish()
 
 
@@ -193,7 +196,7 @@ def test_no_credits_no_answers():
 
 def test_the_ring_loses_its_oldest_frame_as_a_whole():
     """A frame whose results are lost is dropped OVERLOADED, its running tasks are aborted."""
-    drive = Drive(response_credits=1, ring=2, max_in_flight=4)
+    drive = Drive(response_credits=1, max_unsent_frames=2, max_in_flight=4)
     drive.end(drive.send())
     drive.read()
     half = drive.send("a", "b", "c")
@@ -201,7 +204,7 @@ def test_the_ring_loses_its_oldest_frame_as_a_whole():
     later = [drive.send(), drive.send()]
     for sequence in later:
         drive.end(sequence)
-    assert dropped(drive.read()) == [(half, Cause.OVERLOADED)]
+    assert dropped(drive.read()) == [(half, DropReason.OVERLOADED)]
     assert half not in drive.running()
     drive.core.grant(2)
     assert [each.frame.sequence for each in of(Result, drive.read())] == later
@@ -210,7 +213,7 @@ def test_the_ring_loses_its_oldest_frame_as_a_whole():
 
 def test_the_ring_keeps_what_it_must():
     """Frames that must run, or have a result told, are not lost; new ones wait for room instead."""
-    drive = Drive(response_credits=1, ring=1)
+    drive = Drive(response_credits=1, max_unsent_frames=1)
     half = drive.send("a", "b")
     drive.end(half)
     assert len(of(Result, drive.read())) == 1
@@ -224,7 +227,7 @@ def test_the_ring_keeps_what_it_must():
 
 def test_a_client_without_credits_is_given_up():
     """After the patience, counted anew from each grant, and only while something waits."""
-    drive = Drive(response_credits=1, patience=30.0)
+    drive = Drive(response_credits=1, credit_timeout=30.0)
     drive.end(drive.send())
     drive.read()
     drive.now += 100.0
@@ -258,17 +261,17 @@ def test_deltas_are_joined_while_they_wait():
     """Neighbouring pieces of text are one event; an object is one by itself."""
     drive = Drive()
     drive.send()
-    (frame,) = drive.workers.running
+    (frame,) = drive.runner.running
     thing = ObjectEvent(box=BOX, label="cup")
-    for report in (
+    for output in (
         Queued(request_id="r", position=1, estimated_wait=0.0),
         Queued(request_id="r", position=0, estimated_wait=0.0),
         words("a", "b"),
         words("c"),
         Delta(request_id="r", events=(thing, thing)),
     ):
-        drive.core.report(frame, 0, report)
-    queued, text, *things = [each.report for each in of(Event, drive.read())]
+        drive.core.output(frame, 0, output)
+    queued, text, *things = [each.output for each in of(Event, drive.read())]
     assert queued.position == 0
     assert text.events == (TextDelta(text="abc"),)
     assert [each.events for each in things] == [(thing,), (thing,)]
@@ -279,15 +282,15 @@ def test_a_result_without_room_for_its_deltas_goes_alone():
     """Events that the credits do not cover are left out: the result repeats them."""
     drive = Drive(response_credits=1)
     drive.send()
-    (frame,) = drive.workers.running
-    drive.core.report(frame, 0, words("a"))
+    (frame,) = drive.runner.running
+    drive.core.output(frame, 0, words("a"))
     drive.end(1)
     assert len(of(Result, drive.read())) == 1
     drive.finish()
     drive = Drive(response_credits=2)
     drive.send()
-    (frame,) = drive.workers.running
-    drive.core.report(frame, 0, words("a"))
+    (frame,) = drive.runner.running
+    drive.core.output(frame, 0, words("a"))
     drive.end(1)
     assert [type(each) for each in drive.read()] == [Event, Result]
     drive.finish()
@@ -298,11 +301,11 @@ def test_winding_up():
     drive = Drive()
     one, two = drive.send("a", "b"), drive.send(must_run=True)
     drive.core.go_away(1.0)
-    drive.core.wind_up()
+    drive.core.stop_all()
     drive.end(one, 0)
-    drive.core.cut()
+    drive.core.end_all()
     messages = drive.read()
-    assert dropped(messages) == [(two, Cause.GOING_AWAY)]
+    assert dropped(messages) == [(two, DropReason.GOING_AWAY)]
     assert [each.outcome is None for each in of(Result, messages)] == [False, True]
     assert drive.core.is_settled
     assert not drive.running()

@@ -10,7 +10,7 @@ from legato_service.session.frame_runner import FrameRunner
 from legato_service.session.session import Session
 
 from tests.service.fakes import FakeEngine, answer, begin, hold
-from tests.service.harness import no_collections, picture, refusal, remaining, running, until
+from tests.service.harness import image_message, no_collections, refusal, remaining, running, until
 from tests.service.session.client import (
     DETECT,
     QUERY,
@@ -66,7 +66,7 @@ async def test_sessions_cancelled_at_any_step_leave_nothing():
             call = server.sessions.Session()
             await call.write(session_pb2.SessionRequest(open=opening()))
             stamp = media_pb2.FrameStamp(sequence=1)
-            frame = session_pb2.Frame(stamp=stamp, image=picture())
+            frame = session_pb2.Frame(stamp=stamp, image=image_message())
             await call.write(session_pb2.SessionRequest(frame=frame))
             for _ in range(steps):
                 await asyncio.sleep(0)
@@ -88,7 +88,7 @@ async def test_a_session_leaves_nothing_to_collect(way):
                     await client.done()
                     await client.end()
                 elif way == "breach":
-                    await client.say(open={})
+                    await client.add_notice(open={})
                     await client.failure()
                 elif way == "operator":
                     server.server.sessions.abort_all()

@@ -73,7 +73,7 @@ async def test_tasks_are_replaced_from_the_next_frame_on():
     """UpdateTasks leaves the frames before it alone."""
     async with running(FakeEngine(begin)) as server, session(server) as client:
         await client.frame(1)
-        await client.say(update=session_pb2.UpdateTasks(standing_tasks=[QUERY]))
+        await client.add_notice(update=session_pb2.UpdateTasks(standing_tasks=[QUERY]))
         await client.frame(2)
         await begun(server)
         server.engine.script = answer

@@ -51,7 +51,7 @@ async def test_nothing_comes_before_the_opening(message, field):
     """Another first message is SESSION_PROTOCOL, by its field."""
     async with running() as server:
         client = SessionClient(server.sessions.Session())
-        await client.say(**message)
+        await client.add_notice(**message)
         failed = await client.failure()
     assert failed.code is grpc.StatusCode.INVALID_ARGUMENT
     assert failed.reason == "SESSION_PROTOCOL"
@@ -87,7 +87,7 @@ async def test_an_opening_that_makes_no_sense_ends_with_its_own_status(fields, r
     """What is wrong for every frame is told at once."""
     async with running() as server:
         client = SessionClient(server.sessions.Session())
-        await client.say(open=opening(**fields))
+        await client.add_notice(open=opening(**fields))
         assert (await client.failure()).reason == reason
         await settled(server)
 
@@ -122,7 +122,7 @@ async def test_a_breach_ends_the_session(message, reason):
     async with running(FakeEngine(hold)) as server, session(server) as client:
         await client.frame(1)
         await begun(server)
-        await client.say(**message)
+        await client.add_notice(**message)
         failed = await client.failure()
         assert failed.code is grpc.StatusCode.INVALID_ARGUMENT
         assert failed.reason == reason

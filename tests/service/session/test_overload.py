@@ -6,7 +6,7 @@ import random
 import pytest
 from legato.v1 import session_pb2
 from legato_service.session.frame import Result
-from legato_service.session.terms import Policy
+from legato_service.session.settings import FramePolicy
 
 from tests.service.fakes import FakeEngine, begin, delta, done, solution
 from tests.service.harness import running
@@ -37,7 +37,7 @@ class Simulation:
 
     def _work(self):
         drive = self._drive
-        stopped = {sequence for sequence, _ in drive.workers.stopped}
+        stopped = {sequence for sequence, _ in drive.runner.stopped}
         for sequence in drive.running():
             duration = SERVICE * self._chance.uniform(0.5, 1.5)
             end = self._ends.setdefault(sequence, drive.now + duration)
@@ -50,12 +50,12 @@ class Simulation:
             drive.core.cancel(drive.sequence - chance.randrange(3))
         if chance.random() < 0.6:  # else the reader dawdles
             results = [each for each in drive.read() if isinstance(each, Result)]
-            self.ages += [drive.now - each.frame.born for each in results if each.last]
+            self.ages += [drive.now - each.frame.captured_at for each in results if each.last]
         if chance.random() < 0.5:
             drive.core.grant(chance.randrange(1, 3))
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("policy", FramePolicy)
 @pytest.mark.parametrize("response_credits", [None, 2], ids=["unlimited", "credits"])
 def test_answers_are_fresh_and_frames_are_counted(policy, response_credits):
     """P99 of the ages of answers is below max_frame_age; each frame has exactly one outcome."""
@@ -67,7 +67,7 @@ def test_answers_are_fresh_and_frames_are_counted(policy, response_credits):
     ages = sorted(simulation.ages)
     assert len(ages) > FRAMES / 10
     assert ages[int(len(ages) * 0.99)] < 3 * SERVICE
-    if policy is not Policy.PREEMPT:  # which lets every frame begin
+    if policy is not FramePolicy.PREEMPT:  # which lets every frame begin
         assert len(set(drive.ledger.dropped.values())) > 1
     assert len(drive.ledger.whole) + len(drive.ledger.dropped) == FRAMES
 
@@ -91,15 +91,17 @@ async def misbehave(client, chance):
         await client.frame(sequence, must_run=chance.random() < 0.03)
         if chance.random() < 0.1:
             target = sequence - chance.randrange(3)
-            await client.say(cancel=session_pb2.CancelFrame(sequence=max(target, 0)))
+            await client.add_notice(cancel=session_pb2.CancelFrame(sequence=max(target, 0)))
         if chance.random() < 0.05:
-            await client.say(cancel=session_pb2.CancelFrame(task_id="count"))
+            await client.add_notice(cancel=session_pb2.CancelFrame(task_id="count"))
         if chance.random() < 0.1:
             client.pause()
         if chance.random() < 0.3:
             client.resume()
         if chance.random() < 0.5:
-            await client.say(grant=session_pb2.GrantCredits(responses=chance.randrange(1, 4)))
+            await client.add_notice(
+                grant=session_pb2.GrantCredits(responses=chance.randrange(1, 4))
+            )
         await asyncio.sleep(chance.uniform(0, 0.004))
     client.resume()
 

@@ -47,9 +47,9 @@ async def test_a_running_task_is_cancelled_alone():
         await client.frame(1)
         await begun(server, 2)
         await client.frame(2)
-        await client.say(cancel=session_pb2.CancelFrame(task_id="count"))
-        await client.say(cancel=session_pb2.CancelFrame(sequence=2))
-        await client.say(cancel=session_pb2.CancelFrame(sequence=2))
+        await client.add_notice(cancel=session_pb2.CancelFrame(task_id="count"))
+        await client.add_notice(cancel=session_pb2.CancelFrame(sequence=2))
+        await client.add_notice(cancel=session_pb2.CancelFrame(sequence=2))
         await client.hear(lambda: client.results[1] and 2 in client.dropped)
         assert client.dropped[2].reason == session_pb2.DROP_REASON_CANCELLED
         assert client.results[1][0].finish_reason == CANCELLED
@@ -65,7 +65,7 @@ async def test_a_frame_that_runs_is_cancelled():
     async with running(FakeEngine(hold)) as server, session(server) as client:
         await client.frame(1)
         await begun(server)
-        await client.say(cancel=session_pb2.CancelFrame(sequence=1))
+        await client.add_notice(cancel=session_pb2.CancelFrame(sequence=1))
         await client.done()
         await client.end()
         assert [each.finish_reason for each in client.results[1]] == [CANCELLED]

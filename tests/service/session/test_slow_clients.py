@@ -40,7 +40,7 @@ async def test_a_deadline_of_the_client_ends_it():
     """The caller's own deadline holds, and frees what runs."""
     async with running(FakeEngine(hold)) as server:
         client = SessionClient(server.sessions.Session(timeout=0.5))
-        await client.say(open=opening())
+        await client.add_notice(open=opening())
         await client.frame(1)
         assert (await client.failure()).code is grpc.StatusCode.DEADLINE_EXCEEDED
         await settled(server)
@@ -59,7 +59,7 @@ async def test_answers_wait_for_credits():
         assert {each.reason for each in client.dropped.values()} == {
             session_pb2.DROP_REASON_OVERLOADED
         }
-        await client.say(grant=session_pb2.GrantCredits(responses=2))
+        await client.add_notice(grant=session_pb2.GrantCredits(responses=2))
         await client.hear(lambda: len(client.whole) == 3)
         await client.done()
         await client.end()
