@@ -1,7 +1,8 @@
 """What responses say beside their results, as protobuf.
 
-`fill_*` functions set the fields of a message in place, because protobuf copies a message that is
-passed to the constructor of another one, which takes several times as long.
+`fill_*` functions set the fields of a message in place. Protobuf copies a message that is passed to
+the constructor of another one; nested constructors would cost a Query 7 us more, 4 % of its CPU in
+the service.
 """
 
 from __future__ import annotations

@@ -23,40 +23,40 @@ from legato_service.convert.response_info import (
 
 
 def query(result: core.QueryResult) -> inference_pb2.QueryResponse:
-    """Return the response to Query, without its info."""
+    """Convert a result, without the info."""
     response = inference_pb2.QueryResponse()
     _fill_query(response, result)
     return response
 
 
 def caption(result: core.CaptionResult) -> inference_pb2.CaptionResponse:
-    """Return the response to Caption, without its info."""
+    """Convert a result, without the info."""
     return inference_pb2.CaptionResponse(caption=result.caption)
 
 
 def detect(result: core.DetectResult) -> inference_pb2.DetectResponse:
-    """Return the response to Detect, without its info."""
+    """Convert a result, without the info."""
     response = inference_pb2.DetectResponse()
     _fill_detect(response, result)
     return response
 
 
 def point(result: core.PointResult) -> inference_pb2.PointResponse:
-    """Return the response to Point, without its info."""
+    """Convert a result, without the info."""
     response = inference_pb2.PointResponse()
     _fill_point(response, result)
     return response
 
 
 def segment(result: core.SegmentResult) -> inference_pb2.SegmentResponse:
-    """Return the response to Segment, without its info."""
+    """Convert a result, without the info."""
     response = inference_pb2.SegmentResponse()
     _fill_segment(response, result)
     return response
 
 
 def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
-    """Return the result of a task of a request that succeeded."""
+    """Convert the result of a task that succeeded."""
     finish_reason = FINISH_REASONS[done.finish_reason]
     message = task_pb2.TaskResult(task_id=task_id, finish_reason=finish_reason)
     fill_usage(message.usage, done.usage)
@@ -82,7 +82,7 @@ def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
 
 
 def task_error(task_id: str, status: status_pb2.Status) -> task_pb2.TaskResult:
-    """Return the result of a task of a request that failed."""
+    """Convert the failure of a task."""
     return task_pb2.TaskResult(task_id=task_id, error=status)
 
 
@@ -142,7 +142,7 @@ def decode_steps(stats: PipelineStats) -> admin_pb2.DecodeSteps:
 
 
 def queued(output: Queued) -> inference_pb2.GenerateResponse:
-    """Return the event of a request that waits."""
+    """Convert to an event."""
     return inference_pb2.GenerateResponse(
         queued=inference_pb2.Queued(
             position=output.position, estimated_wait=duration(output.estimated_wait)
@@ -151,7 +151,7 @@ def queued(output: Queued) -> inference_pb2.GenerateResponse:
 
 
 def started(output: Started, request_id: str) -> inference_pb2.GenerateResponse:
-    """Return the event of a request that started."""
+    """Convert to an event."""
     return inference_pb2.GenerateResponse(
         started=inference_pb2.Started(
             request_id=request_id,
@@ -165,7 +165,7 @@ def started(output: Started, request_id: str) -> inference_pb2.GenerateResponse:
 
 
 def delta(event: core.Event, index: int) -> inference_pb2.GenerateResponse:
-    """Return the event number `index`: what one step added."""
+    """Convert what one step added."""
     message = inference_pb2.GenerateResponse()
     message.index = index
     match event:

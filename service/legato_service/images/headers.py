@@ -44,7 +44,7 @@ async def file_type(
 
 
 def _prefix_header(data: bytes | memoryview, max_bytes: int, max_pixels: int) -> ImageHeader | None:
-    """Return the header if it lies within the prefix; a header found there is the file's."""
+    """A header found in the prefix is the file's."""
     if len(data) > max_bytes:
         return None
     try:

@@ -27,7 +27,7 @@ class InlineImage(msgspec.Struct, frozen=True):
 
     @property
     def field(self) -> str:
-        """The request's field that holds the bytes."""
+        """The request's field with the bytes."""
         return "image.encoded.data" if isinstance(self.format, str) else "image.raw.data"
 
 
@@ -52,7 +52,7 @@ ReadShared = Callable[[media_pb2.SharedImage], Awaitable[StagedImage]]
 
 
 def as_source(image_format: ImageFormat, blob: core.BlobRef) -> core.EncodedImage | core.RawImage:
-    """Return the image in `blob` as the engine reads it."""
+    """Return the image in `blob` for the engine."""
     if isinstance(image_format, str):
         return core.EncodedImage(blob=blob, mime_type=image_format)
     return core.RawImage(

@@ -44,7 +44,7 @@ def shm_namespace() -> str:
 
 
 def shared_reader(config: ServiceConfig, blobs: BlobStore) -> ReadShared | None:
-    """Return the reader of images in shared memory; None when they are off."""
+    """Return the reader, or None when shared images are off."""
     if not config.shared_images:
         return None
     pixels = config.engine.max_image_pixels
@@ -98,7 +98,7 @@ class SharedMemory:
         )
 
     def _check(self, shared: media_pb2.SharedImage) -> Layout | None:
-        """Check all fields; return the layout if the content is raw pixels."""
+        """Return the layout if the content is raw pixels."""
         if shared.WhichOneof("content") is None:
             raise InvalidField("a layout or a MIME type is needed", field=f"{_FIELD}.content")
         if shared.offset < HEADER_SIZE or shared.offset % HEADER_SIZE:
@@ -135,7 +135,6 @@ class SharedMemory:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        """Open a region by name, without following links."""
         if self._name.fullmatch(name) is None or name.startswith(self._blobs.namespace):
             raise _refused(
                 name,
@@ -158,7 +157,6 @@ class SharedMemory:
 
 
 def _check_generation(region: int, shared: media_pb2.SharedImage) -> None:
-    """Check that the slot still holds the content that the request refers to."""
     header = os.pread(region, _HEADER.size, shared.offset - HEADER_SIZE)
     if len(header) < _HEADER.size:
         raise _out_of_bounds(shared, os.fstat(region).st_size)

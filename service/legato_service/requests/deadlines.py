@@ -27,7 +27,7 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, stream: Stream, deadline: float) -> None:
-        """Abort `stream` at `deadline`, unless it is forgotten before."""
+        """Abort `stream` at `deadline`, unless forgotten before."""
         self._deadlines[stream] = deadline
         if deadline < self._fires_at:
             self._set_timer(deadline)

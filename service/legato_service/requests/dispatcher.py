@@ -32,8 +32,6 @@ from legato_service.requests.registry import ActiveRequest, RequestRegistry
 from legato_service.rpc import call
 from legato_service.rpc.reusable_timeout import ReusableTimeout
 
-_CANCELLED = core.FinishReason.CANCELLED  # attributes of an enum class are slow to look up
-
 
 class CallContext(Protocol):
     """What waits for a response: the context of an RPC, or of several that share one run."""
@@ -180,7 +178,7 @@ async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[St
 async def _next_within(
     stream: Stream, bound: ReusableTimeout, silence: float
 ) -> StreamReport | None:
-    """Return the next output, or None after `silence` seconds; a timed-out read loses nothing."""
+    """A read that times out loses nothing."""
     try:
         with bound.until(time.monotonic() + silence):
             return await stream.__anext__()
@@ -204,13 +202,13 @@ def completed(done: Done) -> Done:
         Preempted: an operator stopped the request.
     """
     _record(done)
-    if done.finish_reason is _CANCELLED:
+    if done.finish_reason is core.FinishReason.CANCELLED:
         raise Preempted("an operator stopped the request")
     return done
 
 
 def _record(done: Done) -> None:
-    """Add the request's cost to the call's log line; an RPC may have several requests."""
+    """An RPC may have several requests."""
     rpc = call.current()
     rpc.timings = done.timings
     rpc.usage = done.usage if rpc.usage is None else call.total((rpc.usage, done.usage))

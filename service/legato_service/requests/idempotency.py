@@ -30,7 +30,7 @@ ReplyT = TypeVar("ReplyT", bound=Message)
 
 
 async def fingerprint(method: str, received: bytes) -> bytes:
-    """Hash the method and the serialized request; a long one on a worker thread."""
+    """Hash method and request; a long one on a worker thread."""
     if len(received) <= _INLINE_BYTES:
         return _hash(method, received)
     return await asyncio.to_thread(_hash, method, received)
@@ -51,7 +51,7 @@ class _Run:
 
     @property
     def abandoned(self) -> bool:
-        """Whether every caller went away, so that the run is being cancelled."""
+        """Whether all callers left, so that it is being cancelled."""
         return self.num_waiters == 0
 
 

@@ -125,7 +125,7 @@ class RequestRegistry:
         return self.enter(name, deadline)
 
     def enter(self, name: str, deadline: float) -> ActiveRequest:
-        """Enter a name that was checked within this turn of the event loop."""
+        """Enter a name that was just checked."""
         if not self._active:
             self._empty.clear()
         active = self._active[name] = ActiveRequest(deadline, self, name)
@@ -139,12 +139,12 @@ class RequestRegistry:
             self._empty.set()
 
     def stop(self, matches: Callable[[str], bool]) -> Stopped:
-        """Stop the requests whose names match; also count the matching ones that had ended."""
+        """Stop matching requests; count those that ended before too."""
         aborted = sum(each.stop() for name, each in self._active.items() if matches(name))
         return Stopped(aborted, sum(map(matches, self._ended)))
 
     def close(self) -> None:
-        """Refuse new requests from now on; those in flight go on."""
+        """Refuse new requests from now on."""
         self._open = False
 
     async def wait_empty(self) -> None:
@@ -153,5 +153,5 @@ class RequestRegistry:
 
 
 def duplicate(name: str) -> DuplicateRequest:
-    """Return the error for a name in use; the client knows the id without its tenant."""
+    """Return the error for a name in use."""
     return DuplicateRequest("a request of this id is known", resource=name.rpartition("/")[2])

@@ -49,7 +49,7 @@ def cached_image(started: Started) -> core.CachedImage | None:
 
 
 def task_result(task_id: str, outcome: Done | LegatoError, request_id: str) -> task_pb2.TaskResult:
-    """Convert the outcome of one task; the text of an internal error goes to the log only."""
+    """Convert an outcome; the text of an internal error is only logged."""
     if isinstance(outcome, Done):
         return responses.task_result(task_id, outcome)
     if isinstance(outcome, InternalError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from contextvars import ContextVar
 
 import msgspec
@@ -15,19 +15,9 @@ from legato_engine.errors import InvalidField
 ID_FORM = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """The form of the ids that clients give to requests and tenants."""
 
-_ID_BYTES = 16
-_IDS_PER_READ = 64
 
-
-def _ids() -> Iterator[str]:
-    """Yield unique ids of 32 hexadecimal digits."""
-    while True:
-        digits = os.urandom(_ID_BYTES * _IDS_PER_READ).hex()
-        for at in range(0, len(digits), 2 * _ID_BYTES):
-            yield digits[at : at + 2 * _ID_BYTES]
-
-
-_new_id = _ids().__next__
+def _new_id() -> str:
+    return os.urandom(16).hex()
 
 
 class Call(msgspec.Struct, eq=False):
@@ -76,11 +66,11 @@ class Call(msgspec.Struct, eq=False):
         return self.request_id
 
     def rename(self) -> None:
-        """Take a new id of the server's."""
+        """Take a new id."""
         self.request_id = _new_id()
 
     def scoped(self, request_id: str) -> str:
-        """Return the id as registry and engine know it, unique to the tenant."""
+        """Return the id, made unique to the tenant."""
         return f"{self.tenant}/{request_id}" if self.tenant else request_id
 
 
@@ -93,7 +83,7 @@ current = CURRENT.get
 
 
 def total(usages: Iterable[core.Usage]) -> core.Usage:
-    """Return the sum of the usages."""
+    """Add up usages."""
     input_tokens = output_tokens = cached = image = reasoning = 0
     for usage in usages:
         input_tokens += usage.input_tokens

@@ -48,7 +48,7 @@ class CallLog:
         configuration.write(log.bind(), [_log_record(*each) for each in ended])
 
     def close(self) -> None:
-        """Write all records now, and later ones at once, because the event loop is about to end."""
+        """Write all records now, and later ones at once."""
         self._closed = True
         self.flush()
 
@@ -105,5 +105,4 @@ def _log_record(call: Call, code: str, reason: str, seconds: float, ended_ns: in
 
 
 def _milliseconds(seconds: float) -> float:
-    """Return milliseconds with three decimals."""
     return int(seconds * 1e6 + 0.5) / 1e3

@@ -67,7 +67,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     async def Watch(  # noqa: N802 - named by grpc.health.v1
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Yield the current status and every change, until the server closes."""
+        """Yield the status and its changes, until the server closes."""
         sent: int | None = None
         while not self._closed:
             changed, status = self._changed, self.status(request.service)
@@ -77,7 +77,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             await changed.wait()
 
     def status(self, service: str) -> int:
-        """Return the ServingStatus of a service as of the last `update`."""
+        """Return the ServingStatus as of the last `update`."""
         if service == LIVENESS:
             return SERVING
         if service not in self._services:
@@ -85,25 +85,25 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return SERVING if self._ready and not self._withdrawn else NOT_SERVING
 
     def update(self) -> None:
-        """Check the engine and notify watchers of a change."""
+        """Check the engine; notify watchers of a change."""
         ready = self._progress.is_ready(time.monotonic())
         if ready != self._ready:
             self._ready = ready
             self._notify()
 
     async def keep_updated(self, interval: float) -> None:
-        """Update every `interval` seconds, forever."""
+        """Update every `interval` seconds."""
         while True:
             self.update()
             await asyncio.sleep(interval)
 
     def withdraw(self) -> None:
-        """Report NOT_SERVING from now on, whatever the engine does."""
+        """Report NOT_SERVING from now on."""
         self._withdrawn = True
         self._notify()
 
     def close(self) -> None:
-        """End all watches, so that a stopping server need not wait for them."""
+        """End all watches."""
         self._closed = True
         self._notify()
 

@@ -72,7 +72,7 @@ def _trace(call: Call, value: str) -> None:
 
 
 def _attempts(call: Call, value: str) -> None:
-    """Read the count of gRPC's own retries, which is for the log only; ignore malformed ones."""
+    """Malformed counts are ignored, because they are for the log only."""
     if value.isascii() and value.isdigit():
         call.previous_attempts = int(value)
 

@@ -54,20 +54,20 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 
     @property
     def as_server(self) -> grpc.aio.Server:
-        """This object, for generated code that only adds handlers to a server."""
+        """This object as generated code expects it."""
         return cast("grpc.aio.Server", self)
 
     def add_generic_rpc_handlers(
         self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]
     ) -> None:
-        """Add handlers, as generated code adds them to a server."""
+        """Add handlers."""
         self._added.extend(generic_rpc_handlers)
 
     def add_registered_method_handlers(self, *_: object) -> None:
-        """Do nothing, as asyncio servers do: they use generic handlers only."""
+        """Do nothing, as asyncio servers do."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """Return the wrapped handler, or None for an unknown method, which gRPC refuses."""
+        """Return the wrapped handler, or None for an unknown method."""
         method = handler_call_details.method
         if method.startswith(_INFERENCE):
             self._expect()
@@ -96,7 +96,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(one, None, None)
 
     def _wrap_unary(self, handler: Handler) -> Callable[[Any, Context], Any]:
-        """Wrap a handler with one response, which is serialized here: a failure is an error too."""
+        """Serialize here, so that a failure is handled like any other."""
         inner, read = _behaviour(handler), _reader(handler)
         streams, serialize = handler.request_streaming, handler.response_serializer
 
@@ -122,7 +122,6 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         return one
 
     def _wrap_streaming(self, handler: Handler) -> Callable[[Any, Context], Any]:
-        """Wrap a handler with a stream of responses."""
         inner, read = _behaviour(handler), _reader(handler)
 
         async def many(received: Any, context: Context) -> None:
@@ -168,7 +167,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         self._call_log.record(call, "OK")
 
     def _failed(self, error: BaseException, call: Call, context: Context) -> Failure | None:
-        """Log the failure; return the status to send, or None when gRPC has it already."""
+        """Log the failure; return the status to send, or None if gRPC has it."""
         match error:
             case asyncio.CancelledError():
                 late = call.deadline is not None and time.monotonic() >= call.deadline
@@ -198,7 +197,6 @@ def _abort(outcome: Failure, call: Call, context: Context) -> Coroutine[Any, Any
 
 
 def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
-    """Return the handler's function; those of streams are async generators throughout."""
     behaviour: Any = (  # grpc types it for synchronous servers only
         handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
     )

@@ -7,7 +7,7 @@ from legato_service.rpc.context import Context
 
 
 def quota_owner(context: Context) -> str:
-    """Return the call's tenant, else the client's host; the two never coincide."""
+    """Return the call's tenant, else the client's host."""
     tenant = call.current().tenant
     return f"tenant:{tenant}" if tenant else f"peer:{_host(context.peer())}"
 

@@ -69,7 +69,7 @@ class ReusableTimeout:
             self._timer = self._loop.call_later(moment - time.monotonic(), self._on_timer)
 
     def _on_timer(self) -> None:
-        """Time out the current wait, unless the timer was set for an earlier one."""
+        """The timer may have been set for an earlier wait."""
         if self._until <= time.monotonic():
             self._arm(math.inf)
             self._expired = True

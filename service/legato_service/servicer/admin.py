@@ -33,7 +33,7 @@ class Sessions(Protocol):
     def __len__(self) -> int: ...
 
     def abort(self, session_id: str) -> bool:
-        """Abort the session of this id with its work; return whether it was open."""
+        """Abort a session; return whether it was open."""
         ...
 
     def abort_all(self) -> int:
@@ -68,7 +68,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._abort_elsewhere = abort_elsewhere
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
-        """Return the counts of the last heartbeat, 0 without an engine."""
+        """Return the counts of the last heartbeat."""
         load = self._engine.load
         response = pb.GetLoadResponse(
             running=load.running,
@@ -123,7 +123,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(request_id)
 
     def _state(self) -> str:
-        """Return the contract's name of the engine's state."""
         if self._registry.closed:
             return "draining"
         if self._engine.state is not EngineState.READY:
@@ -139,7 +138,6 @@ def _target_id(request: pb.AbortRequest, field: Literal["session_id", "request_i
 
 
 def _matcher(request_id: str) -> Callable[[str], bool]:
-    """Return the test whether a scoped name is this request's."""
     rpc = call.current()
     if rpc.tenant:
         scoped = rpc.scoped(request_id)

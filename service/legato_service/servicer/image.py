@@ -81,7 +81,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     async def DeleteImage(
         self, request: pb.DeleteImageRequest, context: Context
     ) -> pb.DeleteImageResponse:
-        """Have the engine release a held image."""
+        """Release a held image."""
         if not request.image_id:
             raise InvalidField("must not be empty", field="image_id")
         request_id = self._request_id()
@@ -113,12 +113,10 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             raise
 
     def _request_id(self) -> str:
-        """Return the call's id as the engine knows it."""
         rpc = call.current()
         return rpc.scoped(rpc.avoid(self._registry))
 
     async def _next(self, messages: AsyncIterator[pb.PutImageRequest]) -> pb.PutImageRequest | None:
-        """Return the next message, None after the last; end an upload that stalls."""
         try:
             async with asyncio.timeout(self._stall_timeout):
                 return await anext(messages, None)
@@ -130,7 +128,6 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
 
     @contextmanager
     def _deadline_timeout(self, context: Context) -> Iterator[asyncio.Timeout]:
-        """Yield the timeout of the call's deadline, or of the default one."""
         # None without a deadline, despite the type annotation of grpc.
         given: float | None = context.time_remaining()
         left = self._deadline if given is None else given

@@ -134,7 +134,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         yield event
 
     def _exclusive(self, given: str) -> AbstractContextManager[None]:
-        """Reserve the id that the client gave, if any, for one stream."""
         if not given:
             return nullcontext()
         return self._idempotency_cache.exclusive(call.current().scoped(given))
@@ -154,7 +153,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         given: str,
         context: Context,
     ) -> ReplyT:
-        """Run `work` under the call's request id; calls to which clients gave one id share it."""
+        """Run `work`; calls to which clients gave one id share it."""
         request_id = self._dispatcher.request_id(given)
         if not given:
             return await work(request_id, context)

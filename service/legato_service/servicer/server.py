@@ -45,7 +45,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        """Return version, limits and capabilities; limits of the model are 0 until it is loaded."""
+        """Describe the server; the model's limits are 0 until it is loaded."""
         return pb.GetServerInfoResponse(
             name="legato",
             version=_version(),
@@ -60,7 +60,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        """Return one page of the models; a page token is the offset of its page."""
+        """Return one page; a page token is the offset of its page."""
         if request.page_size < 0:
             raise InvalidField("must not be negative", field="page_size")
         models = self._models()
@@ -107,7 +107,6 @@ def _version() -> str:
 
 
 def _offset(token: str, count: int) -> int:
-    """Return the offset of a page, if its token is one of this server's."""
     if not token:
         return 0
     if not (token.isascii() and token.isdigit() and 0 < int(token[:9]) < count):

@@ -18,7 +18,7 @@ class CaptureClock:
         self._least_delay = math.inf
 
     def age(self, captured: float, now: float) -> float:
-        """Return the age of a frame; `captured` is on the client's wall clock, `now` on ours."""
+        """Return the age of a frame, from its capture on the client's clock and `now` on ours."""
         delay = now - captured
         self._least_delay = min(self._least_delay, delay)
         if 0 <= self._least_delay < self._max_age:

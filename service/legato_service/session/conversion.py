@@ -95,7 +95,7 @@ class ResponseBuilder:
         self.go_away_reason = status_pb2.Status()
 
     def opened(self, opened: pb.SessionOpened) -> pb.SessionResponse:
-        """Return the first response."""
+        """Wrap the first response."""
         return self._numbered(pb.SessionResponse(opened=opened))
 
     def heartbeat(self) -> pb.SessionResponse:
@@ -174,7 +174,6 @@ def _dropped(message: Dropped) -> pb.FrameDropped:
 
 
 def _empty_result(task_id: str, request: core.Request | Exception) -> task_pb2.TaskResult:
-    """Return the empty result of a task that was stopped before it was submitted."""
     result = task_pb2.TaskResult(
         task_id=task_id, finish_reason=task_pb2.FINISH_REASON_CANCELLED, usage=task_pb2.Usage()
     )

@@ -37,15 +37,15 @@ class Runner(Protocol[Frame_contra]):
     """Runs frames. Calls `SessionCore.image_ready`, `output` and `ended`, but never at once."""
 
     def start(self, frame: Frame_contra) -> None:
-        """Read the frame's image and run its tasks."""
+        """Run the frame."""
         ...
 
     def stop(self, frame: Frame_contra, index: int) -> None:
-        """End a task now with its partial result."""
+        """End a task with its partial result."""
         ...
 
     def abort(self, frame: Frame_contra) -> None:
-        """Abort the frame and ignore its later events. Idempotent."""
+        """Abort the frame. Idempotent."""
         ...
 
 
@@ -76,17 +76,17 @@ class SessionCore(Generic[F]):
 
     @property
     def frame_credits(self) -> int:
-        """Frames that a client may have sent without a notice about them."""
+        """Frames that may be sent without a notice about them."""
         return 0 if self._going_away else self._settings.frame_credits
 
     @property
     def is_settled(self) -> bool:
-        """Whether every frame has its outcome, and no message waits for the writer."""
+        """Whether all frames have outcomes and all messages were handed over."""
         return not self._open and self._send_queue.is_empty
 
     @property
     def is_finished(self) -> bool:
-        """Whether the client half-closed and the session is settled."""
+        """Whether the session may end."""
         return self._half_closed and self.is_settled
 
     def next_wake(self) -> float:
@@ -127,7 +127,7 @@ class SessionCore(Generic[F]):
             self._enqueue(frame)
 
     def cancel(self, sequence: int) -> None:
-        """Drop a waiting frame, or stop a running one, for the client."""
+        """Drop or stop a frame for the client."""
         frame = self._open.get(sequence)
         if frame is None:
             return
@@ -137,26 +137,26 @@ class SessionCore(Generic[F]):
             self._stop(frame, DropReason.CANCELLED)
 
     def cancel_task(self, task_id: str) -> None:
-        """Stop the running tasks of this id for the client; an empty id matches none."""
+        """Stop running tasks for the client; an empty id matches none."""
         for frame in list(self._running) if task_id else []:
             for index, name in enumerate(frame.task_ids):
                 if name == task_id:
                     self._stop_task(frame, index, DropReason.CANCELLED)
 
     def grant(self, count: int) -> None:
-        """Add the client's credits for results and events."""
+        """Add credits for results and events."""
         self._send_queue.grant(count)
         self._starved_since = None
 
     def half_close(self) -> None:
-        """Note that the client sends no more; it cannot grant credits, so none are needed."""
+        """Need no credits any more, which the client cannot grant."""
         self._half_closed = True
         self._send_queue.lift_limit()
 
     # ------------------------------------------------------------ the runner's side
 
     def image_ready(self, frame: F) -> None:
-        """Accept the frame, whose bytes the server has; a result that was sent implies it."""
+        """Accept the frame, unless a result that was sent implies it."""
         if self._is_open(frame) and not frame.accepted and frame.num_sent == 0:
             frame.accepted = True
             self._send_queue.add_notice(Accepted(frame.sequence, self.frame_credits))
@@ -186,14 +186,14 @@ class SessionCore(Generic[F]):
             self._send_queue.add_notice(GoAway(time_left))
 
     def stop_all(self) -> None:
-        """Drop waiting frames, and end running ones with their partial results."""
+        """Drop waiting frames and stop running ones."""
         for frame in self._queue:
             self._drop(frame, DropReason.GOING_AWAY)
         for frame in list(self._running):
             self._stop(frame, DropReason.CANCELLED)
 
     def end_all(self) -> None:
-        """Give every open frame its outcome now, without waiting for the runner."""
+        """Give every open frame its outcome now."""
         self.stop_all()
         self._send_queue.lift_limit()
         for frame in list(self._running):
@@ -232,7 +232,6 @@ class SessionCore(Generic[F]):
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        """Start waiting frames within the limits of running and of unsent frames."""
         while (
             len(self._queue) > 0
             and len(self._running) < self._settings.max_in_flight
@@ -256,7 +255,6 @@ class SessionCore(Generic[F]):
                 self._drop(victim, DropReason.OVERLOADED)
 
     def _drop(self, frame: F, reason: DropReason) -> None:
-        """Give the frame its outcome, in any stage."""
         del self._open[frame.sequence]
         if frame in self._queue:
             self._queue.remove(frame)

@@ -81,7 +81,7 @@ class FramePlanner:
         )
 
     def _tasks(self, message: pb.Frame) -> tuple[PlannedTask, ...]:
-        """Return the frame's tasks; an invalid list becomes one failed task without an id."""
+        """An invalid list becomes one failed task without an id."""
         standing = () if message.skip_standing_tasks else self._standing_tasks
         extra = tuple(
             self._planned(each, f"frame.extra_tasks[{index}]")
@@ -113,7 +113,7 @@ class FramePlanner:
             return PlannedTask(message.task_id[: requests.MAX_TASK_ID], error)
 
     def _request(self, task: core.TaskSpec, message: task_pb2.Task, path: str) -> core.Request:
-        """Return a checked request that caches the image, so that it is encoded once a frame."""
+        """The image is cached, so that it is encoded once a frame."""
         sampling = requests.sampling(message.sampling, path)
         request = requests.request("", task, sampling, self._options, deltas=self._deltas)
         self._dispatcher.check(request, path)

@@ -33,15 +33,15 @@ class FrameListener(Protocol):
     """Receives the progress of running frames; `SessionCore` has methods of the same meaning."""
 
     def image_ready(self, frame: FrameRequest) -> None:
-        """Note that the frame's image was read."""
+        """The frame's image was read."""
         ...
 
     def output(self, frame: FrameRequest, index: int, output: Output) -> None:
-        """Take an output of a task."""
+        """A task has an output."""
         ...
 
     def ended(self, frame: FrameRequest, index: int, outcome: Outcome) -> None:
-        """Take the outcome of a task."""
+        """A task ended."""
         ...
 
 
@@ -103,7 +103,7 @@ class FrameRunner:
             self.abort(frame)
 
     async def wait_stopped(self) -> None:
-        """Wait until the asyncio tasks of all frames have ended."""
+        """Wait until all frames have ended."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -129,19 +129,19 @@ class FrameRun:
         self.cancel: Callable[[], object] = lambda: None
 
     def stop(self, index: int) -> None:
-        """End a task with its partial result, which is empty before it is submitted."""
+        """End a task with its partial result."""
         self._stopped.add(index)
         if index in self._streams:
             self._streams[index].stop()
 
     def abort(self) -> None:
-        """Abort the frame's requests in the engine, and cancel the asyncio task."""
+        """Abort all requests of the frame."""
         for stream in self._streams.values():
             stream.abort()
         self.cancel()
 
     async def run(self) -> None:
-        """Run all tasks; each gets an outcome, whatever happens, unless this is cancelled."""
+        """Give every task an outcome, unless this is cancelled."""
         try:
             image = await self._read_image()
             async with asyncio.TaskGroup() as group:
@@ -154,7 +154,6 @@ class FrameRun:
             del self._listener  # a cancelled task group keeps its stack frames, and so this object
 
     async def _read_image(self) -> CheckedImage | LegatoError:
-        """Return the checked image, whose bytes are the server's own now, or its error."""
         message, self._frame.image = self._frame.image, None
         image: CheckedImage | LegatoError = None
         try:
@@ -170,7 +169,7 @@ class FrameRun:
     async def _start_tasks(
         self, image: CheckedImage | LegatoError, group: asyncio.TaskGroup
     ) -> None:
-        """Start all tasks; the first one carries the image's bytes, the others refer to it."""
+        """The first task carries the image's bytes; the others refer to it."""
         last = len(self._frame.tasks) - 1
         for index, task in enumerate(self._frame.tasks):
             request = task.request
@@ -215,7 +214,6 @@ class FrameRun:
 
 
 def _with_session_field(error: LegatoError) -> LegatoError:
-    """Return the error with its field as a path from the session's message."""
     field = error.metadata.get("field", "")
     if field.split(".")[0] == "image":
         error.metadata["field"] = f"frame.{field}"

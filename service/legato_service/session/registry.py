@@ -16,7 +16,7 @@ class OpenSession(Protocol):
     """The ways to end a session from outside."""
 
     def fail(self, error: LegatoError) -> None:
-        """End the session now with this error; its running work is aborted."""
+        """End the session with this error."""
         ...
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
@@ -77,7 +77,7 @@ class SessionRegistry:
         return session is not None
 
     def abort_all(self) -> int:
-        """Abort all sessions; return how many were open."""
+        """Abort all sessions; return their count."""
         return sum(self.abort(session_id) for session_id in list(self._sessions))
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
@@ -88,5 +88,5 @@ class SessionRegistry:
                 session.go_away(time_left, reason)
 
     async def wait_empty(self) -> None:
-        """Wait until the last session has ended."""
+        """Wait until no session is open."""
         await self._empty.wait()

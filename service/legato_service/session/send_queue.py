@@ -42,7 +42,7 @@ class SendQueue(Generic[F]):
         return len(self._notices)
 
     def frames(self) -> list[F]:
-        """Return the frames with waiting results, the longest waiting first."""
+        """Return the frames with waiting results, oldest first."""
         return list(dict.fromkeys(frame for frame, _, _ in self._results))
 
     def grant(self, count: int) -> None:
@@ -116,7 +116,6 @@ class SendQueue(Generic[F]):
 
 
 def _append_merged(waiting: list[Output], piece: Output) -> None:
-    """Append `piece`, merged with the last output if both are of one kind."""
     last = waiting[-1] if waiting else None
     if isinstance(last, Queued) and isinstance(piece, Queued):
         waiting[-1] = piece

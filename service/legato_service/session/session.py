@@ -89,7 +89,7 @@ class Session:
         )
 
     def _next_silence(self) -> float:
-        """Return the seconds to the next heartbeat, with jitter between sessions."""
+        """Jitter keeps the heartbeats of sessions apart."""
         return self._heartbeat * random.uniform(0.5, 1.0)
 
     # ------------------------------------------------------------ the writer
@@ -115,7 +115,6 @@ class Session:
             self._log_end()
 
     async def _next(self) -> pb.SessionResponse | None:
-        """Wait for the next response; return None at the end."""
         while True:
             now = time.monotonic()
             self._check_failure()
@@ -135,7 +134,6 @@ class Session:
             await self._pause(now)
 
     def _check_failure(self) -> None:
-        """Raise the error that ends the session: an operator's, or the reader's."""
         if self._failure is not None:
             raise self._failure
         if self._reader is not None and self._reader.done() and not self._reader.cancelled():
@@ -152,7 +150,6 @@ class Session:
             self._core.end_all()
 
     async def _pause(self, now: float) -> None:
-        """Wait until something happens or a deadline passes."""
         due = min(
             self._last_sent_at + self._silence,
             self._core.next_wake(),
@@ -177,7 +174,7 @@ class Session:
     # ------------------------------------------------------------ the reader
 
     async def _read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        """Read requests as fast as they arrive, so that a newer frame can replace a waiting one."""
+        """Read at once, so that a newer frame can replace a waiting one."""
         async for request in requests:
             self._receive(request)
             self._wake()
@@ -213,29 +210,29 @@ class Session:
     # ------------------------------------------------------------ the listener
 
     def image_ready(self, frame: FrameRequest) -> None:
-        """Accept a frame whose image was read."""
+        """Accept a frame."""
         self._core.image_ready(frame)
         self._wake()
 
     def output(self, frame: FrameRequest, index: int, output: Output) -> None:
-        """Send an output of a task."""
+        """Send an output."""
         self._core.output(frame, index, output)
         self._wake()
 
     def ended(self, frame: FrameRequest, index: int, outcome: Outcome) -> None:
-        """Send the outcome of a task."""
+        """Send an outcome."""
         self._core.ended(frame, index, outcome)
         self._wake()
 
     # ------------------------------------------------------------ from outside
 
     def fail(self, error: LegatoError) -> None:
-        """End the session now with this error."""
+        """End the session with this error."""
         self._failure = error
         self._wake()
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
-        """Announce the end; running frames have `time_left` seconds. Later calls may shorten it."""
+        """Announce the end in `time_left` seconds; later calls may shorten it."""
         now = time.monotonic()
         if self._end_at == math.inf:
             self._reason = reason
