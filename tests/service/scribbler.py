@@ -14,7 +14,7 @@ from legato_client._images.shared_frames import SharedFrames
 
 
 def main() -> None:
-    """Write until nobody listens."""
+    """Write until the input ends."""
     size = int(sys.argv[1])
     frames = [bytes([value]) * size for value in range(1, 6)]
     ended = threading.Event()

@@ -68,13 +68,13 @@ DETAIL_OF = {
 
 
 def leaves(kind):
-    """The error types without subtypes below `kind`."""
+    """Return the error types without subtypes below `kind`."""
     below = kind.__subclasses__()
     return {leaf for child in below for leaf in leaves(child)} if below else {kind}
 
 
 def check_shape(failed, code, reason, request_id):
-    """A failure has its code, its reason, the request's id and the detail of its code."""
+    """Check code, reason, request id and detail of a failure."""
     assert failed.code is grpc.StatusCode[code]
     assert failed.reason == reason
     assert failed.details["RequestInfo"].request_id == request_id
@@ -127,8 +127,8 @@ def test_every_reason_is_in_the_contract():
         assert not mapping.reason or f"ERROR_REASON_{mapping.reason}" in known
 
 
-def test_a_type_without_a_row_takes_its_nearest_bases():
-    """A subtype that the table does not know is answered as its base."""
+def test_a_type_without_a_mapping_takes_its_nearest_bases():
+    """A type without a mapping gets that of its nearest base."""
 
     class QueueOfImagesFull(errors.QueueFull):
         pass
@@ -150,7 +150,7 @@ text = st.text(max_size=6000)
     | st.dictionaries(st.text(max_size=300), text, max_size=30),
 )
 def test_details_stay_small(kind, message, metadata):
-    """However long the texts of an error are, its details stay under 4 KB."""
+    """Details stay under 4 KB for errors with long texts."""
     metadata.pop("retry_after_ms", None)
     error = kind(message)
     error.metadata = metadata
@@ -159,7 +159,7 @@ def test_details_stay_small(kind, message, metadata):
 
 @given(hint=st.integers(0, 10**9))
 def test_retry_hints_stay_sensible(hint):
-    """A hint is spread by a fifth, and never below 50 ms or above 10 s."""
+    """A hint has jitter of a fifth, and stays within 50 ms and 10 s."""
     failed = failure(errors.QueueFull("full", retry_after_ms=hint), "r")
     assert failed.retry_after is not None
     assert 0.05 <= failed.retry_after <= 10
@@ -171,7 +171,7 @@ def test_retry_hints_stay_sensible(hint):
     assert int(trailers["grpc-retry-pushback-ms"]) == round(failed.retry_after * 1000)
 
 
-async def test_an_unknown_exception_tells_nothing():
+async def test_the_text_of_an_unknown_exception_is_not_sent():
     """A bug is INTERNAL with the request's id and none of its text."""
 
     def explode(engine, stream):
@@ -187,7 +187,7 @@ async def test_an_unknown_exception_tells_nothing():
 
 
 async def test_options_that_this_server_lacks():
-    """Adapters, unknown models and shared images are refused by their rows."""
+    """Adapters, unknown models and shared images are refused by their mappings."""
     options = inference_pb2.RequestOptions
     shared = media_pb2.Image(shared=media_pb2.SharedImage(region="legato-0-x"))
     cases = [
@@ -215,7 +215,7 @@ async def test_resources_are_named():
 
 
 async def test_an_engine_that_loads_is_unavailable():
-    """Before the model is known, requests are told to come back."""
+    """Requests get a retry delay until the model is known."""
     engine = FakeEngine()
     engine.state, engine.model = EngineState.STARTING, None
     async with running(engine) as server:
@@ -268,8 +268,8 @@ async def test_a_client_retries_by_its_own_policy():
         assert len(server.engine.requests) == 6
 
 
-async def test_bad_requests_with_a_picture_leave_no_blob():
-    """A request that is refused after its picture was staged leaves nothing in shared memory."""
+async def test_bad_requests_with_an_image_leave_no_blob():
+    """A request that is refused after its image was staged leaves nothing in shared memory."""
     engine = FakeEngine()
     engine.become(EngineState.LOST)
     async with running(engine) as server:
@@ -298,8 +298,8 @@ async def test_bad_requests_with_a_picture_leave_no_blob():
     ],
 )
 @pytest.mark.parametrize("rpc", ["Query", "RunTasks", "Generate"])
-async def test_a_broken_picture_is_told_by_its_field(rpc, source, field):
-    """What only the engine finds out about a picture names the request's field all the same."""
+async def test_a_broken_image_is_refused_by_its_field(rpc, source, field):
+    """An error about the image that only the engine finds names the request's field."""
     image = media_pb2.Image(**source)
     task = task_pb2.Task(query=task_pb2.QueryTask(question="?"))
     async with running(FakeEngine(refuse(errors.ImageUndecodable("cut", field="image")))) as server:

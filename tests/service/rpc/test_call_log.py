@@ -1,4 +1,4 @@
-"""The log lines of calls, made a moment after their end."""
+"""Log records of calls, written in batches."""
 
 import time
 
@@ -10,8 +10,8 @@ from legato_service.rpc.call_log import CallLog
 QUERY = "/legato.v1.InferenceService/Query"
 
 
-async def test_lines_keep_their_order_and_their_time():
-    """A line that was made later says when its call ended, and stands where it ended."""
+async def test_records_keep_their_order_and_time():
+    """A record has the time and the place of its call's end, however late it is written."""
     call_log = CallLog()
     with structlog.testing.capture_logs() as logs:
         bounds = [time.time_ns()]
@@ -25,8 +25,8 @@ async def test_lines_keep_their_order_and_their_time():
         assert timestamp(begin) <= line["timestamp"] <= timestamp(end)
 
 
-async def test_a_line_is_told_once():
-    """What was told is not told again by the next telling."""
+async def test_a_record_is_written_once():
+    """A second flush does not repeat records."""
     call_log = CallLog()
     with structlog.testing.capture_logs() as logs:
         for name in ("a", "b"):
@@ -35,8 +35,8 @@ async def test_a_line_is_told_once():
     assert [line["request_id"] for line in logs] == ["a", "b"]
 
 
-async def test_nothing_waits_for_a_loop_that_ends():
-    """Closing tells what waits, and what ends after that is told at once."""
+async def test_nothing_waits_after_closing():
+    """Closing writes waiting records; later ones are written at once."""
     call_log = CallLog()
     with structlog.testing.capture_logs() as logs:
         call_log.record(Call(QUERY, request_id="before"), "OK")
@@ -45,16 +45,16 @@ async def test_nothing_waits_for_a_loop_that_ends():
         assert [line["request_id"] for line in logs] == ["before", "after"]
 
 
-async def test_a_call_that_ended_holds_no_picture():
-    """The bytes of a request go with its call's end, and do not wait for its line."""
+async def test_an_ended_call_holds_no_image():
+    """The bytes of a request are freed at its end, and do not wait for the record."""
     call = Call(QUERY)
     call.received = b"picture"
     CallLog().record(call, "OK")
     assert call.received == b""
 
 
-async def test_health_checks_are_told_to_who_debugs():
-    """Calls of every second are below what is logged by default; the others are not."""
+async def test_health_checks_are_at_debug_level():
+    """Calls of every second are at debug level; the others are not."""
     call_log = CallLog()
     with structlog.testing.capture_logs() as logs:
         call_log.record(Call("/grpc.health.v1.Health/Check"), "OK")

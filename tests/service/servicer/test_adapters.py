@@ -1,4 +1,4 @@
-"""Adapters in requests: named to the engine where it has some, and errors by the field."""
+"""Adapters in requests: passed to the engine, and errors by field."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ OPTIONS = inference_pb2.RequestOptions(adapter=NAME)
 
 
 def engine_of(script=answer):
-    """An engine that has adapters."""
+    """Return an engine with adapters."""
     engine = FakeEngine(script)
     engine.model = msgspec.structs.replace(MODEL, adapters=True)
     return engine
 
 
-async def test_every_way_of_asking_names_the_adapter():
-    """Unary calls, streams, several tasks and sessions all hand the name on."""
+async def test_every_rpc_passes_the_adapter_on():
+    """Unary calls, streams, several tasks and sessions all pass the name on."""
     asked = inference_pb2
     async with running(engine_of()) as server:
         await server.inference.Query(asked.QueryRequest(question="?", options=OPTIONS))
@@ -43,7 +43,7 @@ async def test_every_way_of_asking_names_the_adapter():
 
 @pytest.mark.parametrize("adapters", [False, True])
 async def test_the_capability_is_the_engines(adapters):
-    """A server whose engine takes adapters says so, any other does not."""
+    """A server whose engine takes adapters announces them, any other does not."""
     engine = engine_of() if adapters else FakeEngine()
     async with running(engine) as server:
         info = await server.info.GetServerInfo(server_pb2.GetServerInfoRequest())
@@ -58,7 +58,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "code", "reason"), ERRORS)
 async def test_what_is_wrong_with_an_adapter_fails_the_call(error, code, reason):
-    """One task or several, the options are all theirs; a bad adapter is told by its field."""
+    """A bad adapter fails a call of one task or several, by its field in the options."""
     several = inference_pb2.RunTasksRequest(
         tasks=[DETECT, DETECT], image=image_message(), options=OPTIONS
     )
@@ -74,7 +74,7 @@ async def test_what_is_wrong_with_an_adapter_fails_the_call(error, code, reason)
 
 
 async def test_a_session_names_its_own_field():
-    """In a session a bad adapter fails each task, by the field of the message that named it."""
+    """In a session a bad adapter fails each task, by the field of the opening."""
     error = AdapterUnusable("its rank is 17")
     async with running(engine_of(refuse(error))) as server:
         async with session(server, adapter=NAME) as client:

@@ -1,4 +1,4 @@
-"""AdminService: the load as an operator sees it, and what an operator can do about it."""
+"""AdminService: the load, abort and drain."""
 
 import asyncio
 
@@ -33,8 +33,8 @@ async def test_load_is_the_last_heartbeats():
     assert load.engine_state == "serving"
 
 
-async def test_load_tells_what_a_decode_step_costs():
-    """Each part of the engine's report arrives in its own field, and none is made up without it."""
+async def test_load_has_the_costs_of_decode_steps():
+    """Each part of the engine's statistics has its own field; without them there is none."""
     report = PipelineStats(
         num_steps=256,
         num_tokens=1000,
@@ -79,8 +79,8 @@ async def test_load_tells_what_a_decode_step_costs():
         (EngineState.STOPPED, "draining"),
     ],
 )
-async def test_load_is_told_without_an_engine(state, word):
-    """GetLoad answers in every state, with the contract's word for it and no guess of the wait."""
+async def test_load_needs_no_engine(state, word):
+    """GetLoad responds in every state, with the contract's name of it and no estimated wait."""
     engine = FakeEngine()
     engine.state = state
     async with running(engine) as server:
@@ -99,24 +99,24 @@ async def test_an_engine_that_stands_still_is_stuck():
 
 
 def asked(question="How many?", request_id="mine"):
-    """A question with an id."""
+    """Return a Query with an id."""
     options = inference_pb2.RequestOptions(request_id=request_id)
     return inference_pb2.QueryRequest(question=question, options=options)
 
 
 def drain_in(seconds):
-    """A Drain with that grace."""
+    """Return a Drain with that grace."""
     return pb.DrainRequest(grace=duration_pb2.Duration(seconds=seconds))
 
 
 def streamed(request_id="mine"):
-    """The same, streamed."""
+    """Return a Generate with an id."""
     options = inference_pb2.RequestOptions(request_id=request_id)
     return inference_pb2.GenerateRequest(task=TASK, options=options)
 
 
 async def events(call):
-    """All events of a stream that ends well, checked against the grammar."""
+    """Read a stream that ends well, and check its grammar."""
     found = []
     while (event := await call.read()) is not grpc.aio.EOF:
         found.append(event)
@@ -131,12 +131,12 @@ async def settled(server):
 
 
 def counts(response):
-    """What an Abort came to."""
+    """Return the counts of an Abort."""
     return response.aborted, response.already_finished
 
 
 @pytest.mark.parametrize("script", [hold, begin], ids=["waiting", "running"])
-async def test_an_aborted_stream_ends_well_with_what_it_has(script):
+async def test_an_aborted_stream_ends_with_its_partial_result(script):
     """Generate ends with `finished`, CANCELLED, and OK, whether it waited or ran."""
     async with running(FakeEngine(script)) as server:
         call = server.inference.Generate(streamed())
@@ -151,7 +151,7 @@ async def test_an_aborted_stream_ends_well_with_what_it_has(script):
 @pytest.mark.parametrize("script", [hold, begin], ids=["waiting", "running"])
 @pytest.mark.parametrize("rpc", ["Query", "RunTasks"])
 async def test_an_aborted_unary_call_is_preempted(rpc, script):
-    """Unary calls end with ABORTED PREEMPTED, those that joined included, and nothing is kept."""
+    """Unary calls and joined ones end with ABORTED PREEMPTED, and no reply is kept."""
     asks = {
         "Query": asked(),
         "RunTasks": inference_pb2.RunTasksRequest(
@@ -174,7 +174,7 @@ async def test_an_aborted_unary_call_is_preempted(rpc, script):
 
 
 async def test_a_call_is_aborted_before_it_reaches_the_engine(monkeypatch):
-    """Stopped while its picture is looked at, a call ends as stopped all the same."""
+    """A call that is stopped during the check of its image ends as stopped."""
     entered, go_on = asyncio.Event(), asyncio.Event()
     async with running(FakeEngine(hold)) as server:
         intake = server.server.images
@@ -202,7 +202,7 @@ async def test_a_call_is_aborted_before_it_reaches_the_engine(monkeypatch):
 
 
 async def test_abort_names_one_and_spares_the_others():
-    """Only the request of that id is stopped; an id that nobody has stops nothing."""
+    """Only the request of that id is stopped; an unknown id stops nothing."""
     async with running(FakeEngine(hold)) as server:
         first, second = server.inference.Query(asked()), server.inference.Query(asked("?", "other"))
         await until(lambda: len(server.engine.streams) == 2)
@@ -215,7 +215,7 @@ async def test_abort_names_one_and_spares_the_others():
 
 
 async def test_what_has_ended_is_no_error():
-    """Naming what ended before tells how many there were; ids of the server's own count too."""
+    """Requests that ended before are counted, including those with the server's own ids."""
     async with running() as server:
         ended = (await server.inference.Query(inference_pb2.QueryRequest(question="?"))).info
         for expected in ((0, 1), (0, 1)):
@@ -224,7 +224,7 @@ async def test_what_has_ended_is_no_error():
 
 
 async def test_an_operator_may_name_the_tenant():
-    """Without a tenant an id is meant whosever it is; with one it is that tenant's."""
+    """Without a tenant an id matches every tenant's; with one, only that tenant's."""
     async with running(FakeEngine(hold)) as server:
         calls = {
             tenant: server.inference.Query(asked(), metadata=(("legato-tenant", tenant),))
@@ -281,7 +281,7 @@ class FakeSessions:
 
 
 async def test_sessions_are_counted_and_aborted():
-    """GetLoad counts the sessions, Abort ends one or, with all requests, all of them."""
+    """GetLoad counts the sessions; Abort ends one, or all with all requests."""
     async with running(FakeEngine(hold), sessions=FakeSessions()) as server:
         call = server.inference.Query(asked())
         await until(lambda: bool(server.engine.streams))
@@ -296,7 +296,7 @@ async def test_sessions_are_counted_and_aborted():
 
 
 async def test_drain_returns_at_once_with_what_is_left():
-    """Health turns, new work is refused, what runs ends well; the counts are the engine's."""
+    """Health changes, new work is refused, running work ends well; the counts are the engine's."""
     engine = FakeEngine(begin)
     engine.load = Load(running=2, waiting=1)
     async with running(engine, sessions=FakeSessions()) as server:
@@ -313,7 +313,7 @@ async def test_drain_returns_at_once_with_what_is_left():
 
 
 async def test_draining_again_only_shortens_the_grace():
-    """A longer grace changes nothing; a shorter one ends a wait that is under way."""
+    """A longer grace changes nothing; a shorter one ends the current wait."""
     async with running(FakeEngine(begin)) as server:
         call = server.inference.Query(asked())
         await until(lambda: bool(server.engine.streams))
@@ -328,7 +328,7 @@ async def test_draining_again_only_shortens_the_grace():
 
 
 async def test_a_drain_without_grace_takes_the_servers():
-    """Absent is the setting; negative is refused, and nothing begins."""
+    """An absent grace is the setting's; a negative one is refused, and no drain begins."""
     async with running(drain_grace=20.0) as server:
         failed = await refusal(server.admin.Drain(drain_in(-1)))
         assert failed.details["BadRequest"].field_violations[0].field == "grace"
@@ -338,7 +338,7 @@ async def test_a_drain_without_grace_takes_the_servers():
 
 
 async def test_admin_answers_under_full_load():
-    """With every place taken the operator sees it, and can make room."""
+    """With every place taken the operator sees it, and can abort requests."""
     engine = FakeEngine(hold)
     engine.load = Load(running=16, waiting=256)
     async with running(engine) as server:

@@ -1,4 +1,4 @@
-"""Conversations: what reaches the engine, and what is refused by which field."""
+"""Conversations: what reaches the engine, and which field is refused."""
 
 import pytest
 from legato.v1 import inference_pb2, task_pb2
@@ -18,7 +18,7 @@ SHOWN = task_pb2.ChatPart(image=task_pb2.ImagePart())
 
 
 def said(role, *parts):
-    """A message; strings are text."""
+    """Return a message; strings are text."""
     wrapped = [task_pb2.ChatPart(text=each) if isinstance(each, str) else each for each in parts]
     return task_pb2.ChatMessage(role=role, parts=wrapped)
 
@@ -33,12 +33,12 @@ TURNS = (core.Turn(question="What is it?", answer="A cup."),)
 
 
 def field_of(failed):
-    """The field that a refusal blames."""
+    """Return the field of a refusal."""
     return failed.details["ErrorInfo"].metadata["field"]
 
 
 async def test_a_conversation_reaches_the_engine():
-    """Query and Generate hand over the system's words, the turns before, and the last question."""
+    """Query and Generate pass on the system message, the earlier turns and the last question."""
     expected = core.QueryTask(
         question="Of what colour?",
         reasoning=True,
@@ -56,7 +56,7 @@ async def test_a_conversation_reaches_the_engine():
 
 
 async def test_one_question_is_a_conversation():
-    """A single message of the user asks what the question alone would ask."""
+    """A single user message equals the question alone."""
     async with running() as server:
         for asked in ({"question": "Hi?"}, {"messages": [said(USER, "Hi?")]}):
             await server.inference.Query(inference_pb2.QueryRequest(**asked))
@@ -91,7 +91,7 @@ async def test_one_question_is_a_conversation():
     ],
 )
 async def test_what_makes_no_conversation(messages, field):
-    """Order, empty messages and misplaced pictures are refused by the field at fault."""
+    """Wrong order, empty messages and misplaced images are refused by field."""
     async with running() as server:
         asked = inference_pb2.QueryRequest(image=image_message(), messages=messages)
         failed = await refusal(server.inference.Query(asked))
@@ -105,7 +105,7 @@ async def test_what_makes_no_conversation(messages, field):
 
 
 async def test_messages_stand_in_place_of_the_question():
-    """Both together are refused, and so is a picture that is shown and not there."""
+    """Both together are refused, and so is a reference to an absent image."""
     both = inference_pb2.QueryRequest(question="a", messages=[said(USER, "b")])
     absent = inference_pb2.QueryRequest(messages=[said(USER, SHOWN, "b")])
     long = inference_pb2.QueryRequest(messages=[said(USER, "b" * 32_769)])

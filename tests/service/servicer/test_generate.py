@@ -23,7 +23,7 @@ TASKS = {
 
 
 def request(kind="query", **options):
-    """Ask one task of a picture."""
+    """Return a request of one task on an image."""
     return inference_pb2.GenerateRequest(
         image=image_message(),
         task=TASKS[kind],
@@ -43,7 +43,7 @@ async def test_every_skill_keeps_the_grammar(kind):
 
 
 async def test_the_task_id_comes_back():
-    """The caller's name for the task is in the result."""
+    """The client's name of the task is in the result."""
     asked = request()
     asked.task.task_id = "count"
     async with running() as server:
@@ -51,8 +51,8 @@ async def test_the_task_id_comes_back():
     assert grammar.events[-1].finished.result.task_id == "count"
 
 
-async def test_a_request_that_waits_says_so_first():
-    """Queued events come before started, with the position."""
+async def test_a_waiting_request_is_queued_first():
+    """Queued events precede started, with the position."""
 
     def wait_then_answer(engine, stream):
         asked = stream.request
@@ -82,8 +82,8 @@ async def test_regions_are_messages_of_their_own():
     assert len(grammar.of("object")) == 2
 
 
-async def test_text_that_piled_up_travels_as_one_message():
-    """A step's worth of text, and whatever queued meanwhile, is one event."""
+async def test_waiting_text_is_one_message():
+    """All text that waits is one event."""
     async with running() as server:
         grammar = await replay(server.inference.Generate(request()))
     assert [event.text.text for event in grammar.of("text")] == ["Three red cups."]
@@ -97,8 +97,8 @@ TOLD = (
 )
 
 
-def tell_tokens(engine, stream):
-    """Answer with tokens of every kind, wherever they may stand."""
+def answer_with_tokens(engine, stream):
+    """Respond with tokens of every kind, in every place."""
     asked = stream.request
     assert asked.return_tokens
     events = (
@@ -111,9 +111,9 @@ def tell_tokens(engine, stream):
     engine.feed(stream, started(asked), delta(asked, *events), ended)
 
 
-async def test_tokens_come_along_when_asked_for():
+async def test_tokens_come_on_request():
     """`return_tokens` reaches the engine; every kind of token reaches the client, twice."""
-    async with running(FakeEngine(tell_tokens)) as server:
+    async with running(FakeEngine(answer_with_tokens)) as server:
         grammar = await replay(server.inference.Generate(request(return_tokens=True)))
         (asked,) = server.engine.requests
     assert not asked.logprobs
@@ -126,11 +126,11 @@ async def test_tokens_come_along_when_asked_for():
     assert (size.size.width, size.size.height) == (0.5, 0.25)
 
 
-async def test_logprobs_bring_their_tokens():
-    """To ask for log-probabilities is to ask for tokens, in a stream and in a unary call."""
+async def test_logprobs_include_tokens():
+    """A request for log-probabilities includes tokens, in a stream and in a unary call."""
     options = inference_pb2.RequestOptions(top_logprobs=0)
     asked = inference_pb2.QueryRequest(question="?", options=options)
-    async with running(FakeEngine(tell_tokens)) as server:
+    async with running(FakeEngine(answer_with_tokens)) as server:
         await replay(server.inference.Generate(request(top_logprobs=0)))
         answered = await server.inference.Query(asked)
         assert all(each.return_tokens and each.logprobs for each in server.engine.requests)
@@ -138,7 +138,7 @@ async def test_logprobs_bring_their_tokens():
 
 
 async def test_silence_is_broken_by_heartbeats():
-    """Heartbeats come after the asked silence, before started and after it, and lose no report."""
+    """Heartbeats come after the requested silence, before and after started, and lose no output."""
     engine = FakeEngine(hold)
     interval = duration_pb2.Duration(nanos=1)  # raised to the least the contract allows
     async with running(engine) as server:
@@ -159,7 +159,7 @@ async def test_silence_is_broken_by_heartbeats():
 
 
 async def test_without_an_interval_there_are_no_heartbeats():
-    """Silence stays silent unless the caller asked otherwise."""
+    """A stream without an interval has no heartbeats."""
     engine = FakeEngine(hold)
     async with running(engine) as server:
         call = server.inference.Generate(request())

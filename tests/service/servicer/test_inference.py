@@ -1,4 +1,4 @@
-"""Unary RPCs, answered."""
+"""Unary RPCs."""
 
 import math
 
@@ -14,7 +14,7 @@ from tests.service.harness import image_bytes, image_message, running
 
 
 async def test_each_skill_gives_its_typed_result():
-    """Query, Caption, Detect, Point and Segment answer with what the engine found."""
+    """Query, Caption, Detect, Point and Segment respond with the engine's result."""
     async with running() as server:
         stub = server.inference
         query = await stub.Query(
@@ -38,7 +38,7 @@ async def test_each_skill_gives_its_typed_result():
 
 
 async def test_reasoning_comes_back_only_when_asked_for():
-    """The thoughts are a message of their own, present when there were any."""
+    """Reasoning is a message of its own, present when there was any."""
     async with running() as server:
         response = await server.inference.Query(
             inference_pb2.QueryRequest(question="2+2?", reasoning=True)
@@ -47,8 +47,8 @@ async def test_reasoning_comes_back_only_when_asked_for():
     assert response.reasoning.text == "Hm. "
 
 
-async def test_info_tells_about_the_request():
-    """Id, model, finish reason, usage, timings, picture and stamp come with every answer."""
+async def test_info_describes_the_request():
+    """Id, model, finish reason, usage, timings, image and stamp come with every response."""
     stamp = media_pb2.FrameStamp(
         frame_id="cam", capture_time=timestamp_pb2.Timestamp(seconds=5), sequence=7
     )
@@ -73,7 +73,7 @@ async def test_info_tells_about_the_request():
 
 
 async def test_a_request_without_stamp_gets_none_back():
-    """Absent stays absent."""
+    """An absent stamp stays absent."""
     async with running() as server:
         response = await server.inference.Query(inference_pb2.QueryRequest(question="Hi?"))
     assert not response.info.HasField("stamp")
@@ -81,7 +81,7 @@ async def test_a_request_without_stamp_gets_none_back():
 
 
 async def test_the_request_reaches_the_engine_as_asked():
-    """Every field of a request arrives, and what was absent arrives as None."""
+    """Every field of a request arrives; absent ones arrive as None."""
     request = inference_pb2.PointRequest(
         image=image_message(),
         object="the left cup",
@@ -113,7 +113,7 @@ async def test_the_request_reaches_the_engine_as_asked():
 
 
 async def test_absent_sampling_leaves_the_choice_to_the_model():
-    """No field of Sampling is invented by the service."""
+    """The service sets no field of Sampling itself."""
     async with running() as server:
         await server.inference.Query(inference_pb2.QueryRequest(question="Hi?"))
         (asked,) = server.engine.requests
@@ -122,8 +122,8 @@ async def test_absent_sampling_leaves_the_choice_to_the_model():
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-async def test_picture_bytes_reach_the_engine_through_shared_memory(kind):
-    """A blob holds the file's bytes while the request runs, and is gone after it."""
+async def test_image_bytes_reach_the_engine_through_shared_memory(kind):
+    """A blob holds the file's bytes while the request runs, and is freed after it."""
     seen = []
 
     def look(engine, stream):
@@ -160,8 +160,8 @@ async def test_raw_pixels_reach_the_engine_with_their_layout():
     assert {image.format for image in raw_images} == {core.PixelFormat.BGR8}
 
 
-async def test_a_picture_may_be_named_by_its_id():
-    """An id from an earlier answer stands for the picture; no bytes travel."""
+async def test_an_image_may_be_named_by_its_id():
+    """An id from an earlier response stands for the image; no bytes are sent."""
     async with running() as server:
         response = await server.inference.Caption(
             inference_pb2.CaptionRequest(image=media_pb2.Image(image_id="img_7"))
@@ -170,8 +170,8 @@ async def test_a_picture_may_be_named_by_its_id():
     assert response.info.image.cache_hit
 
 
-async def test_a_result_of_the_wrong_kind_is_a_bug_of_ours():
-    """An engine that answers a Detect with a caption does not get its answer through."""
+async def test_a_result_of_the_wrong_kind_is_internal():
+    """A caption as the result of a Detect is INTERNAL."""
 
     def confuse(engine, stream):
         request = stream.request

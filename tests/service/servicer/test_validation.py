@@ -1,4 +1,4 @@
-"""Requests that are refused before the engine hears of them, as a table."""
+"""Requests that are refused before they reach the engine, as a table."""
 
 import math
 from typing import Any
@@ -14,33 +14,33 @@ MAX_BYTES, MAX_PIXELS = 65_536, 1000
 
 
 def file(data, mime_type=""):
-    """Caption an image file."""
+    """Return a Caption of an image file."""
     return {"image": {"encoded": {"data": data, "mime_type": mime_type}}}
 
 
 def raw(size=24, **layout):
-    """Caption a raw picture of `size` bytes, 4 by 2 pixels unless said otherwise."""
+    """Return a Caption of `size` raw bytes, 4 by 2 pixels unless given."""
     shape = {"width": 4, "height": 2, "format": "PIXEL_FORMAT_RGB8", **layout}
     return {"image": {"raw": {"layout": shape, "data": bytes(size)}}}
 
 
 def asked(**fields):
-    """A valid question, and these fields."""
+    """Return a valid Query with these fields."""
     return {"question": "?", **fields}
 
 
 def sampled(**fields):
-    """A valid question with this sampling."""
+    """Return a valid Query with this sampling."""
     return asked(sampling=fields)
 
 
 def cup(**fields):
-    """A valid picture and object, and these fields."""
+    """Return a valid image and object, with these fields."""
     return {**file(PNG), "object": "cup", **fields}
 
 
 def placed(**ref):
-    """A valid request for points, and this place."""
+    """Return a valid Point with this spatial reference."""
     return cup(spatial_refs=[ref])
 
 
@@ -143,7 +143,7 @@ CASES = [
 
 @pytest.mark.parametrize(("rpc", "field", "request_fields", "reason"), CASES)
 async def test_a_bad_request_is_refused_by_its_field(rpc, field, request_fields, reason):
-    """INVALID_ARGUMENT names the reason and the field, and the engine never hears of it."""
+    """INVALID_ARGUMENT names reason and field, and the engine gets no request."""
     limits = {"max_image_pixels": MAX_PIXELS}
     async with running(engine_settings=limits, max_request_bytes=MAX_BYTES) as server:
         call = getattr(server.inference, rpc)(_message(rpc, request_fields))
@@ -162,7 +162,7 @@ async def test_a_bad_request_is_refused_by_its_field(rpc, field, request_fields,
 
 
 def _message(rpc, fields):
-    """The fields as a message; bytes and non-finite numbers are not JSON and are translated."""
+    """Build a message; bytes and non-finite numbers, which JSON lacks, are translated."""
     message = getattr(inference_pb2, f"{rpc}Request")()
     json_format.ParseDict(_json(fields), message)
     for kind, source in fields.get("image", {}).items():

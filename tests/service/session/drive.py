@@ -1,4 +1,4 @@
-"""A core driven by hand: its workers are the test, and a ledger holds both sides to the rules."""
+"""A core driven by hand: the test is its runner, and a ledger checks both sides."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from legato_service.session.settings import DropReason, SessionSettings
 OUTCOME = InternalError("what a task says at its end is nothing to the core")
 
 
-class HandWorkers:
-    """Remembers what the core asked for."""
+class ManualRunner:
+    """Records the core's orders."""
 
     def __init__(self) -> None:
         self.running: list[Frame] = []
         self.stopped: list[tuple[int, int]] = []
 
     def start(self, frame: Frame) -> None:
-        """A frame runs."""
+        """Record a frame that runs."""
         self.running.append(frame)
 
     def stop(self, frame: Frame, index: int) -> None:
-        """A task should end."""
+        """Record a task that should end."""
         assert frame in self.running
         self.stopped.append((frame.sequence, index))
 
     def abort(self, frame: Frame) -> None:
-        """A frame runs no more."""
+        """Remove a frame."""
         if frame in self.running:
             self.running.remove(frame)
 
 
 class Ledger:
-    """What the client was told, checked message by message."""
+    """Checks the messages to the client one by one."""
 
     def __init__(self, terms: SessionSettings) -> None:
         self._terms = terms
@@ -48,7 +48,7 @@ class Ledger:
         self.spent = 0
 
     def check(self, message: object, now: float) -> None:
-        """The next message the client reads."""
+        """Check the next message."""
         match message:
             case Accepted():
                 assert message.sequence not in self.accepted | set(self.results) | set(self.dropped)
@@ -80,24 +80,24 @@ class Ledger:
             self.whole.add(frame.sequence)
 
     def close(self) -> None:
-        """At the end every frame that was sent has exactly one outcome."""
+        """Check that every frame has exactly one outcome."""
         assert self.whole | set(self.dropped) == set(self.sent)
         assert not self.whole & set(self.dropped)
 
 
 class Drive:
-    """A core, its workers, its client and its time."""
+    """A core with its runner, its client and its clock."""
 
     def __init__(self, **terms: object) -> None:
         self.terms = SessionSettings(**terms)  # type: ignore[arg-type]  # each test's own fields
-        self.runner = HandWorkers()
+        self.runner = ManualRunner()
         self.core: SessionCore[Frame] = SessionCore(self.terms, self.runner)
         self.ledger = Ledger(self.terms)
         self.now = 100.0
         self.sequence = 0
 
     def send(self, *task_ids: str, age: float = 0.0, must_run: bool = False) -> int:
-        """A frame arrives; its sequence."""
+        """Send a frame; return its sequence number."""
         self.sequence += 1
         frame = Frame(
             sequence=self.sequence,
@@ -110,7 +110,7 @@ class Drive:
         return frame.sequence
 
     def end(self, sequence: int, *indices: int) -> None:
-        """Tasks of a running frame end, all of them unless some are named."""
+        """End tasks of a running frame, by default all."""
         frame = next(each for each in self.runner.running if each.sequence == sequence)
         for index in indices or range(len(frame.task_ids)):
             self.core.ended(frame, index, OUTCOME)
@@ -118,7 +118,7 @@ class Drive:
             self.runner.running.remove(frame)
 
     def read(self) -> list[object]:
-        """All that the client may be told now."""
+        """Read all messages that are due."""
         messages: list[object] = []
         while (message := self.core.next(self.now)) is not None:
             self.ledger.check(message, self.now)
@@ -126,11 +126,11 @@ class Drive:
         return messages
 
     def running(self) -> list[int]:
-        """What runs."""
+        """The running frames."""
         return [frame.sequence for frame in self.runner.running]
 
     def finish(self) -> None:
-        """The client closes its side, what runs ends, and everything is read."""
+        """Half-close, end all frames, and read everything."""
         self.core.half_close()
         while True:
             self.read()
