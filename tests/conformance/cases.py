@@ -1,4 +1,4 @@
-"""The list, read; what the programs in Python share."""
+"""The list of cases, as the Python programs read it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Case = dict[str, Json]
 
 
 def load(path: Path = CASES, run: str = "$RUN") -> list[Case]:
-    """All cases, in order, with the name of a run put in."""
+    """Return all cases in order, with the name of a run filled in."""
     cases: list[Case] = json.loads(path.read_text().replace("$RUN", run))
     return cases
 
 
 def fill(template: Json, images: Path, done: list[Step]) -> Json:
-    """A message to send: the template with pictures and earlier answers put in."""
+    """Fill images and earlier responses into a message template."""
     if isinstance(template, list):
         return [fill(each, images, done) for each in template]
     if not isinstance(template, dict):

@@ -19,7 +19,7 @@ CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 def run_case(address: str, case: Case, images: Path) -> list[Step]:
-    """What was seen in each step."""
+    """Return what was seen in each step."""
     seen: list[Step] = []
     for step in case["steps"]:
         seen.append(call(address, step, fill(step["send"], images, seen)))
@@ -27,7 +27,7 @@ def run_case(address: str, case: Case, images: Path) -> list[Step]:
 
 
 def call(address: str, step: Step, messages: list[Json]) -> Step:
-    """Run grpcurl once. A step with a deadline is not to spend it on reflection."""
+    """Run grpcurl once, with reflection outside of the deadline of the step."""
     options = ["-plaintext", "-format-error", "-max-time", str(step.get("timeout", 60))]
     if "timeout" in step:
         options += ["-protoset", str(DESCRIPTORS)]
@@ -54,7 +54,7 @@ def call(address: str, step: Step, messages: list[Json]) -> Step:
 
 
 def documents(text: str) -> list[Json]:
-    """The JSON documents that follow each other in a text."""
+    """Split a text into JSON documents."""
     decoder, found = json.JSONDecoder(), []
     while text := text.lstrip():
         document, end = decoder.raw_decode(text)

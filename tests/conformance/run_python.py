@@ -31,7 +31,7 @@ DETAILS = "grpc-status-details-bin"
 
 
 def run_case(channel: grpc.Channel, case: Case, images: Path) -> list[Step]:
-    """What was seen in each step."""
+    """Return what was seen in each step."""
     seen: list[Step] = []
     for step in case["steps"]:
         messages = fill(step["send"], images, seen)
@@ -40,7 +40,7 @@ def run_case(channel: grpc.Channel, case: Case, images: Path) -> list[Step]:
 
 
 def call(channel: grpc.Channel, step: Step, messages: list[Json]) -> Step:
-    """Make one call. Every kind of call is bidirectional on the wire."""
+    """Make one call; on the wire every kind of call is bidirectional."""
     service, name = step["call"].split("/")
     method = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
     start: Any = channel.stream_stream(
@@ -69,14 +69,14 @@ def call(channel: grpc.Channel, step: Step, messages: list[Json]) -> Step:
 
 
 def requests(method: MethodDescriptor, messages: list[Json]) -> Iterator[Message]:
-    """The messages, typed."""
+    """Return the typed messages."""
     kind = message_factory.GetMessageClass(method.input_type)
     for message in messages:
         yield json_format.ParseDict(message, kind())
 
 
 def details(running: Any) -> list[Message]:
-    """The details of a call's status."""
+    """Return the details of a call's status."""
     for key, value in running.trailing_metadata() or ():
         if key == DETAILS:
             return list(status_pb2.Status.FromString(value).details)

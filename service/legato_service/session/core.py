@@ -91,8 +91,8 @@ class SessionCore(Generic[F]):
 
     def next_wake(self) -> float:
         """Return when to call `next` even if nothing happens; infinity for never."""
-        ages = (each.captured_at for each in self._open.values() if each.may_be_dropped)
-        oldest = min(ages, default=math.inf) + self._settings.max_frame_age
+        captured = (each.captured_at for each in self._open.values() if each.may_be_dropped)
+        oldest = min(captured, default=math.inf) + self._settings.max_frame_age
         if self._starved_since is None:
             return oldest
         return min(oldest, self._starved_since + self._settings.credit_timeout)

@@ -112,10 +112,10 @@ async def test_a_written_slot_is_torn(reader, ring):
         await reader.read(stale)
 
 
-def scribbler(size):
+def slot_writer(size):
     """Start a process that writes a slot until its input ends; yield its region's name."""
     writer = subprocess.Popen(
-        (sys.executable, "-m", "tests.service.scribbler", str(size)),
+        (sys.executable, "-m", "tests.service.slot_writer", str(size)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -128,7 +128,7 @@ def scribbler(size):
 @pytest.mark.parametrize("size", [200_000, 1_500_000])
 async def test_no_torn_frame_is_ever_accepted(reader, size):
     """While another process writes the slot, every accepted image is one whole frame."""
-    writer, region = scribbler(size)
+    writer, region = slot_writer(size)
     accepted = torn = 0
     unlimited = media_pb2.PixelLayout(width=1000, height=1, format=media_pb2.PIXEL_FORMAT_MONO8)
     try:

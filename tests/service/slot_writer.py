@@ -1,6 +1,6 @@
 """A process that writes one slot again and again, each time with one byte all over.
 
-`python -m tests.service.scribbler SIZE` prints the region's name and writes until its input ends.
+`python -m tests.service.slot_writer SIZE` prints the region's name and writes until its input ends.
 """
 
 from __future__ import annotations
