@@ -99,11 +99,11 @@ def check_shape(failed, code, reason, request_id):
 )
 async def test_every_error_of_the_engine_arrives_whole(error, code, reason):
     """Each error type reaches the client as its code, reason and details."""
-    asked = inference_pb2.QueryRequest(
+    request = inference_pb2.QueryRequest(
         question="?", options=inference_pb2.RequestOptions(request_id="r-1")
     )
     async with running(FakeEngine(refuse(error))) as server:
-        failed = await refusal(server.inference.Query(asked))
+        failed = await refusal(server.inference.Query(request))
     check_shape(failed, code, reason, "r-1")
     if reason:
         expected = {} if reason == "INTERNAL" else error.metadata
@@ -177,11 +177,11 @@ async def test_the_text_of_an_unknown_exception_is_not_sent():
     def explode(engine, stream):
         raise ValueError("secret")
 
-    asked = inference_pb2.QueryRequest(
+    request = inference_pb2.QueryRequest(
         question="?", options=inference_pb2.RequestOptions(request_id="r-2")
     )
     async with running(FakeEngine(explode)) as server:
-        failed = await refusal(server.inference.Query(asked))
+        failed = await refusal(server.inference.Query(request))
     check_shape(failed, "INTERNAL", "INTERNAL", "r-2")
     assert "secret" not in failed.message + str(failed.trailers)
 
@@ -198,8 +198,8 @@ async def test_options_that_this_server_lacks():
     async with running() as server:
         for number, (opts, image, code, reason) in enumerate(cases):
             opts.request_id = f"r-{number}"
-            asked = inference_pb2.QueryRequest(question="?", options=opts, image=image)
-            failed = await refusal(server.inference.Query(asked))
+            request = inference_pb2.QueryRequest(question="?", options=opts, image=image)
+            failed = await refusal(server.inference.Query(request))
             check_shape(failed, code, reason, f"r-{number}")
 
 

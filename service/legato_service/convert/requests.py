@@ -148,18 +148,18 @@ def task(message: task_pb2.Task, path: str) -> core.TaskSpec:
         raise InvalidField("a task needs its kind", field=path)
     if len(message.task_id) > MAX_TASK_ID:
         raise InvalidField(f"at most {MAX_TASK_ID} characters", field=f"{path}.task_id")
-    at = f"{path}.{kind}."
+    kind_path = f"{path}.{kind}."
     match kind:
         case "query":
-            return query(message.query, at)
+            return query(message.query, kind_path)
         case "caption":
-            return caption(message.caption, at)
+            return caption(message.caption, kind_path)
         case "detect":
-            return detect(message.detect, at)
+            return detect(message.detect, kind_path)
         case "point":
-            return point(message.point, at)
+            return point(message.point, kind_path)
         case "segment":
-            return segment(message.segment, at)
+            return segment(message.segment, kind_path)
 
 
 def tasks(
@@ -182,23 +182,23 @@ def sampling(message: task_pb2.Sampling, path: str = "") -> core.SamplingParams:
     """Convert the sampling parameters; absent fields stay None."""
     if not message.ListFields():
         return _ALL_DEFAULTS
-    at = f"{path}sampling."
+    prefix = f"{path}sampling."
     temperature = message.temperature if message.HasField("temperature") else None
     top_p = message.top_p if message.HasField("top_p") else None
     max_tokens = message.max_tokens if message.HasField("max_tokens") else None
     if temperature is not None and not 0 <= temperature < math.inf:
-        raise InvalidField("must be finite and at least 0", field=f"{at}temperature")
+        raise InvalidField("must be finite and at least 0", field=f"{prefix}temperature")
     if top_p is not None and not 0 < top_p <= 1:
-        raise InvalidField("must be in (0, 1]", field=f"{at}top_p")
+        raise InvalidField("must be in (0, 1]", field=f"{prefix}top_p")
     if max_tokens is not None and max_tokens < 1:
-        raise InvalidField("must be at least 1", field=f"{at}max_tokens")
+        raise InvalidField("must be at least 1", field=f"{prefix}max_tokens")
     return core.SamplingParams(
         temperature=temperature,
         top_p=top_p,
         top_k=message.top_k if message.HasField("top_k") else None,
         max_tokens=max_tokens,
         seed=message.seed if message.HasField("seed") else None,
-        stop=_stop_strings(message.stop, f"{at}stop"),
+        stop=_stop_strings(message.stop, f"{prefix}stop"),
     )
 
 

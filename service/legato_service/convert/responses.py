@@ -203,14 +203,13 @@ def _grounding(value: core.Grounding) -> task_pb2.Grounding:
 
 def _fill_object(message: geometry_pb2.DetectedObject, value: core.ObjectEvent) -> None:
     message.label = value.label
-    box, at = message.box, value.box
-    box.x_min, box.y_min, box.x_max, box.y_max = at.x_min, at.y_min, at.x_max, at.y_max
+    box, found = message.box, value.box
+    box.x_min, box.y_min, box.x_max, box.y_max = found.x_min, found.y_min, found.x_max, found.y_max
 
 
 def _fill_pointed(message: geometry_pb2.PointedObject, value: core.PointEvent) -> None:
     message.label = value.label
-    point, at = message.point, value.point
-    point.x, point.y = at.x, at.y
+    message.point.x, message.point.y = value.point.x, value.point.y
 
 
 def _outline(value: core.Outline) -> geometry_pb2.Outline:

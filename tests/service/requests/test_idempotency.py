@@ -234,8 +234,8 @@ async def test_large_requests_are_distinguished():
     one.encoded.data += bytes(200_000)
     other.encoded.data += bytes(199_999) + b"1"
     async with running() as server:
-        asked = inference_pb2.CaptionRequest(image=one, options=options())
-        assert await server.inference.Caption(asked) == await server.inference.Caption(asked)
+        request = inference_pb2.CaptionRequest(image=one, options=options())
+        assert await server.inference.Caption(request) == await server.inference.Caption(request)
         changed = inference_pb2.CaptionRequest(image=other, options=options())
         assert (await refusal(server.inference.Caption(changed))).reason == "DUPLICATE_REQUEST"
         assert len(server.engine.requests) == 1
@@ -260,7 +260,7 @@ async def ask(cache, name, content=b"?", size=1):
     """Make one call; return its reply, and whether it was computed."""
     made = []
 
-    async def work(caller):
+    async def work(context):
         made.append(reply(size))
         return made[0]
 
@@ -309,7 +309,7 @@ async def test_an_abandoned_run_is_not_joined():
     release = asyncio.Event()
     begun: list[int] = []
 
-    async def work(caller):
+    async def work(context):
         begun.append(len(begun))
         if len(begun) == 1:
             try:
@@ -362,13 +362,13 @@ class Walk:
     def __init__(self):
         self.cache = IdempotencyCache()
         self.live: dict[str, asyncio.Future[None]] = {}
-        self.callers: list[tuple[str, asyncio.Task[inference_pb2.QueryResponse]]] = []
+        self.calls: list[tuple[str, asyncio.Task[inference_pb2.QueryResponse]]] = []
 
     def ask(self, number):
         """Call with one of two names and one of two contents."""
         name, content = "ab"[number % 2], b"!?"[number // 3 :][:1]
 
-        async def work(caller):
+        async def work(context):
             assert name not in self.live, "two runs of one name"
             self.live[name] = asyncio.get_running_loop().create_future()
             try:
@@ -377,13 +377,13 @@ class Walk:
                 del self.live[name]
             return inference_pb2.QueryResponse(answer=f"{name}{content.decode()}")
 
-        asked = self.cache.get_or_run(name, content, work, Context())
-        self.callers.append((f"{name}{content.decode()}", asyncio.create_task(asked)))
+        request = self.cache.get_or_run(name, content, work, Context())
+        self.calls.append((f"{name}{content.decode()}", asyncio.create_task(request)))
 
     def leave(self, number):
         """Cancel a call."""
-        if self.callers:
-            self.callers[number % len(self.callers)][1].cancel()
+        if self.calls:
+            self.calls[number % len(self.calls)][1].cancel()
 
     def end(self, number, error=None):
         """End a run."""
@@ -399,7 +399,7 @@ class Walk:
         """Let all tasks run; there are runs only while calls wait."""
         for _ in range(6):
             await asyncio.sleep(0)
-        waiting = sum(not task.done() for _, task in self.callers)
+        waiting = sum(not task.done() for _, task in self.calls)
         assert self.cache.num_waiting == waiting
         assert bool(self.live) == bool(waiting)
 
@@ -418,7 +418,7 @@ async def walk(drawn):
     world.end(1)
     await world.settle()
     assert not world.live
-    for expected, task in world.callers:
+    for expected, task in world.calls:
         assert task.done()
         if not task.cancelled() and task.exception() is None:
             assert task.result().answer == expected

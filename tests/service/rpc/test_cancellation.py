@@ -249,7 +249,7 @@ async def test_a_request_cancelled_before_it_is_submitted_leaves_nothing():
             call.cancel()
         await until(lambda: not server.engine.streams and server.server.num_in_flight == 0)
         assert sorted(server.engine.aborted) == sorted(
-            asked.request_id for asked in server.engine.requests
+            request.request_id for request in server.engine.requests
         )
         assert len(server.engine.blobs) == 0
 

@@ -52,9 +52,9 @@ async def test_metadata_is_in_the_log_line():
         async with running() as server:
             await ask(server, "Query", ALL)
             await ask(server, "Query", ())
-    told, silent = lines_of(logs)
-    assert (told["tenant"], told["priority"], told["client"]) == ("arm.1", -7, "python/0.1")
-    assert told["request_id"] == "proxy-1"
+    record, silent = lines_of(logs)
+    assert (record["tenant"], record["priority"], record["client"]) == ("arm.1", -7, "python/0.1")
+    assert record["request_id"] == "proxy-1"
     assert not {"tenant", "priority", "client", "trace_id", "previous_attempts"} & set(silent)
 
 

@@ -25,15 +25,15 @@ def engine_of(script=answer):
 
 async def test_every_rpc_passes_the_adapter_on():
     """Unary calls, streams, several tasks and sessions all pass the name on."""
-    asked = inference_pb2
+    pb = inference_pb2
     async with running(engine_of()) as server:
-        await server.inference.Query(asked.QueryRequest(question="?", options=OPTIONS))
+        await server.inference.Query(pb.QueryRequest(question="?", options=OPTIONS))
         stream = server.inference.Generate(
-            asked.GenerateRequest(task=DETECT, image=image_message(), options=OPTIONS)
+            pb.GenerateRequest(task=DETECT, image=image_message(), options=OPTIONS)
         )
         assert [event async for event in stream]
         await server.inference.RunTasks(
-            asked.RunTasksRequest(tasks=[DETECT], image=image_message(), options=OPTIONS)
+            pb.RunTasksRequest(tasks=[DETECT], image=image_message(), options=OPTIONS)
         )
         async with session(server, adapter=NAME) as client:
             await client.frame(1)

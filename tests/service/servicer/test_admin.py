@@ -98,7 +98,7 @@ async def test_an_engine_that_stands_still_is_stuck():
         assert (await server.admin.GetLoad(ASK)).engine_state == "stuck"
 
 
-def asked(question="How many?", request_id="mine"):
+def query_request(question="How many?", request_id="mine"):
     """Return a Query with an id."""
     options = inference_pb2.RequestOptions(request_id=request_id)
     return inference_pb2.QueryRequest(question=question, options=options)
@@ -109,7 +109,7 @@ def drain_in(seconds):
     return pb.DrainRequest(grace=duration_pb2.Duration(seconds=seconds))
 
 
-def streamed(request_id="mine"):
+def generate_request(request_id="mine"):
     """Return a Generate with an id."""
     options = inference_pb2.RequestOptions(request_id=request_id)
     return inference_pb2.GenerateRequest(task=TASK, options=options)
@@ -139,7 +139,7 @@ def counts(response):
 async def test_an_aborted_stream_ends_with_its_partial_result(script):
     """Generate ends with `finished`, CANCELLED, and OK, whether it waited or ran."""
     async with running(FakeEngine(script)) as server:
-        call = server.inference.Generate(streamed())
+        call = server.inference.Generate(generate_request())
         await until(lambda: bool(server.engine.streams))
         assert counts(await server.admin.Abort(pb.AbortRequest(request_id="mine"))) == (1, 0)
         last = (await events(call))[-1].finished
@@ -153,7 +153,7 @@ async def test_an_aborted_stream_ends_with_its_partial_result(script):
 async def test_an_aborted_unary_call_is_preempted(rpc, script):
     """Unary calls and joined ones end with ABORTED PREEMPTED, and no reply is kept."""
     asks = {
-        "Query": asked(),
+        "Query": query_request(),
         "RunTasks": inference_pb2.RunTasksRequest(
             tasks=[TASK, TASK], options=inference_pb2.RequestOptions(request_id="mine")
         ),
@@ -186,11 +186,11 @@ async def test_a_call_is_aborted_before_it_reaches_the_engine(monkeypatch):
             return await look(image)
 
         monkeypatch.setattr(intake, "check", slow)
-        shown = asked()
+        shown = query_request()
         shown.image.CopyFrom(image_message())
         unary = server.inference.Query(shown)
         await entered.wait()
-        stream = server.inference.Generate(streamed("other"))
+        stream = server.inference.Generate(generate_request("other"))
         await until(lambda: server.server.num_in_flight == 2)
         assert counts(await server.admin.Abort(pb.AbortRequest(all=True))) == (2, 0)
         assert counts(await server.admin.Abort(pb.AbortRequest(all=True))) == (0, 0)
@@ -204,7 +204,10 @@ async def test_a_call_is_aborted_before_it_reaches_the_engine(monkeypatch):
 async def test_abort_names_one_and_spares_the_others():
     """Only the request of that id is stopped; an unknown id stops nothing."""
     async with running(FakeEngine(hold)) as server:
-        first, second = server.inference.Query(asked()), server.inference.Query(asked("?", "other"))
+        first, second = (
+            server.inference.Query(query_request()),
+            server.inference.Query(query_request("?", "other")),
+        )
         await until(lambda: len(server.engine.streams) == 2)
         assert counts(await server.admin.Abort(pb.AbortRequest(request_id="nobody"))) == (0, 0)
         assert counts(await server.admin.Abort(pb.AbortRequest(request_id="mine"))) == (1, 0)
@@ -227,7 +230,7 @@ async def test_an_operator_may_name_the_tenant():
     """Without a tenant an id matches every tenant's; with one, only that tenant's."""
     async with running(FakeEngine(hold)) as server:
         calls = {
-            tenant: server.inference.Query(asked(), metadata=(("legato-tenant", tenant),))
+            tenant: server.inference.Query(query_request(), metadata=(("legato-tenant", tenant),))
             for tenant in "abc"
         }
         await until(lambda: len(server.engine.streams) == 3)
@@ -283,7 +286,7 @@ class FakeSessions:
 async def test_sessions_are_counted_and_aborted():
     """GetLoad counts the sessions; Abort ends one, or all with all requests."""
     async with running(FakeEngine(hold), sessions=FakeSessions()) as server:
-        call = server.inference.Query(asked())
+        call = server.inference.Query(query_request())
         await until(lambda: bool(server.engine.streams))
         assert (await server.admin.GetLoad(ASK)).sessions == 2
         one = pb.AbortRequest(session_id="s-1")
@@ -300,12 +303,12 @@ async def test_drain_returns_at_once_with_what_is_left():
     engine = FakeEngine(begin)
     engine.load = Load(running=2, waiting=1)
     async with running(engine, sessions=FakeSessions()) as server:
-        call = server.inference.Query(asked())
+        call = server.inference.Query(query_request())
         await until(lambda: bool(engine.streams))
         left = await server.admin.Drain(drain_in(60))
         assert (left.running, left.waiting, left.sessions) == (2, 1, 2)
         assert (await server.admin.GetLoad(ASK)).engine_state == "draining"
-        refused = await refusal(server.inference.Query(asked("?", "late")))
+        refused = await refusal(server.inference.Query(query_request("?", "late")))
         assert refused.reason == "DRAINING"
         answer(engine, engine.streams["mine"])
         assert (await call).answer
@@ -315,7 +318,7 @@ async def test_drain_returns_at_once_with_what_is_left():
 async def test_draining_again_only_shortens_the_grace():
     """A longer grace changes nothing; a shorter one ends the current wait."""
     async with running(FakeEngine(begin)) as server:
-        call = server.inference.Query(asked())
+        call = server.inference.Query(query_request())
         await until(lambda: bool(server.engine.streams))
         await server.admin.Drain(drain_in(600))
         waiting = asyncio.create_task(server.server.drained())
@@ -342,10 +345,10 @@ async def test_admin_answers_under_full_load():
     engine = FakeEngine(hold)
     engine.load = Load(running=16, waiting=256)
     async with running(engine) as server:
-        calls = [server.inference.Query(asked("?", f"r{n}")) for n in range(50)]
+        calls = [server.inference.Query(query_request("?", f"r{n}")) for n in range(50)]
         await until(lambda: len(engine.streams) == 50)
         engine.script = refuse(QueueFull("full"))
-        assert (await refusal(server.inference.Query(asked()))).reason == "QUEUE_FULL"
+        assert (await refusal(server.inference.Query(query_request()))).reason == "QUEUE_FULL"
         assert (await server.admin.GetLoad(ASK)).waiting == 256
         assert counts(await server.admin.Abort(pb.AbortRequest(all=True))) == (50, 0)
         for call in calls:

@@ -48,8 +48,8 @@ async def test_a_conversation_reaches_the_engine():
     )
     task = task_pb2.Task(query=task_pb2.QueryTask(messages=TALK, reasoning=True))
     async with running() as server:
-        asked = inference_pb2.QueryRequest(image=image_message(), messages=TALK, reasoning=True)
-        assert (await server.inference.Query(asked)).answer
+        query = inference_pb2.QueryRequest(image=image_message(), messages=TALK, reasoning=True)
+        assert (await server.inference.Query(query)).answer
         request = inference_pb2.GenerateRequest(image=image_message(), task=task)
         await replay(server.inference.Generate(request))
         assert [each.task for each in server.engine.requests] == [expected, expected]
@@ -58,8 +58,8 @@ async def test_a_conversation_reaches_the_engine():
 async def test_one_question_is_a_conversation():
     """A single user message equals the question alone."""
     async with running() as server:
-        for asked in ({"question": "Hi?"}, {"messages": [said(USER, "Hi?")]}):
-            await server.inference.Query(inference_pb2.QueryRequest(**asked))
+        for request in ({"question": "Hi?"}, {"messages": [said(USER, "Hi?")]}):
+            await server.inference.Query(inference_pb2.QueryRequest(**request))
         first, second = (each.task for each in server.engine.requests)
     assert first == second == core.QueryTask(question="Hi?")
 
@@ -93,8 +93,8 @@ async def test_one_question_is_a_conversation():
 async def test_what_makes_no_conversation(messages, field):
     """Wrong order, empty messages and misplaced images are refused by field."""
     async with running() as server:
-        asked = inference_pb2.QueryRequest(image=image_message(), messages=messages)
-        failed = await refusal(server.inference.Query(asked))
+        query = inference_pb2.QueryRequest(image=image_message(), messages=messages)
+        failed = await refusal(server.inference.Query(query))
         task = task_pb2.Task(query=task_pb2.QueryTask(messages=messages))
         request = inference_pb2.GenerateRequest(image=image_message(), task=task)
         streamed = await refusal(replay(server.inference.Generate(request)))
@@ -111,8 +111,8 @@ async def test_messages_stand_in_place_of_the_question():
     long = inference_pb2.QueryRequest(messages=[said(USER, "b" * 32_769)])
     async with running() as server:
         fields = []
-        for asked in (both, absent, long):
-            failed = await refusal(server.inference.Query(asked))
+        for request in (both, absent, long):
+            failed = await refusal(server.inference.Query(request))
             fields.append((failed.reason, field_of(failed)))
     assert fields == [
         ("INVALID_FIELD", "question"),

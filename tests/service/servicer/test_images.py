@@ -99,14 +99,14 @@ async def test_the_same_bytes_are_one_image():
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"), [(None, 50.0), (7.5, 7.5), (90.0, 90.0), (1000.0, 100.0)]
+    ("requested", "given"), [(None, 50.0), (7.5, 7.5), (90.0, 90.0), (1000.0, 100.0)]
 )
-async def test_time_to_live(asked, given):
+async def test_time_to_live(requested, given):
     """An image is held as long as requested, up to the server's limit, or the default."""
     fields = {}
-    if asked is not None:
+    if requested is not None:
         fields["ttl"] = duration_pb2.Duration()
-        fields["ttl"].FromMilliseconds(round(asked * 1000))
+        fields["ttl"].FromMilliseconds(round(requested * 1000))
     async with running(image_ttl=50.0, image_max_ttl=100.0) as server:
         before = time.time()
         response = await put(server, pieces(PNG, **fields))

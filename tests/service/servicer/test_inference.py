@@ -95,8 +95,8 @@ async def test_the_request_reaches_the_engine_as_asked():
     )
     async with running() as server:
         await server.inference.Point(request)
-        (asked,) = server.engine.requests
-    assert asked.task == core.PointTask(
+        (received,) = server.engine.requests
+    assert received.task == core.PointTask(
         object="the left cup",
         max_objects=3,
         spatial_refs=(
@@ -104,21 +104,21 @@ async def test_the_request_reaches_the_engine_as_asked():
             core.Box(x_min=0, y_min=0, x_max=1, y_max=1),
         ),
     )
-    assert asked.sampling == core.SamplingParams(
+    assert received.sampling == core.SamplingParams(
         temperature=0, top_p=0.5, top_k=4, max_tokens=5, seed=0
     )
-    assert asked.model == "fake-1"
-    assert not asked.cache_image
-    assert asked.deadline is not None
+    assert received.model == "fake-1"
+    assert not received.cache_image
+    assert received.deadline is not None
 
 
 async def test_absent_sampling_leaves_the_choice_to_the_model():
     """The service sets no field of Sampling itself."""
     async with running() as server:
         await server.inference.Query(inference_pb2.QueryRequest(question="Hi?"))
-        (asked,) = server.engine.requests
-    assert asked.sampling == core.SamplingParams()
-    assert asked.cache_image
+        (received,) = server.engine.requests
+    assert received.sampling == core.SamplingParams()
+    assert received.cache_image
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -135,11 +135,11 @@ async def test_image_bytes_reach_the_engine_through_shared_memory(kind):
     image = media_pb2.Image(encoded=media_pb2.EncodedImage(data=data))
     async with running(FakeEngine(look)) as server:
         await server.inference.Caption(inference_pb2.CaptionRequest(image=image))
-        (asked,) = server.engine.requests
+        (received,) = server.engine.requests
         assert len(server.engine.blobs) == 0
     assert seen == [data]
-    assert isinstance(asked.image, core.EncodedImage)
-    assert asked.image.mime_type == f"image/{kind.lower()}"
+    assert isinstance(received.image, core.EncodedImage)
+    assert received.image.mime_type == f"image/{kind.lower()}"
 
 
 async def test_raw_pixels_reach_the_engine_with_their_layout():
@@ -154,7 +154,7 @@ async def test_raw_pixels_reach_the_engine_with_their_layout():
             await server.inference.Caption(
                 inference_pb2.CaptionRequest(image=media_pb2.Image(raw=raw))
             )
-        images = [asked.image for asked in server.engine.requests]
+        images = [request.image for request in server.engine.requests]
     raw_images = [image for image in images if isinstance(image, core.RawImage)]
     assert [image.row_stride for image in raw_images] == [12, 16]
     assert {image.format for image in raw_images} == {core.PixelFormat.BGR8}

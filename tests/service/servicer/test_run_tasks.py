@@ -60,20 +60,22 @@ async def test_tokens_are_listed_by_task():
     """Each task has its own tokens, a failed one none; without the option there is no list."""
 
     def script(engine, stream):
-        asked = stream.request
-        if isinstance(asked.task, core.CaptionTask):
+        engine_request = stream.request
+        if isinstance(engine_request.task, core.CaptionTask):
             engine.fail(stream, PromptTooLong("too long"))
             return
-        tokens = (core.TokenInfo(token_id=len(asked.request_id), logprob=-1.0),)
-        ended = msgspec.structs.replace(done(asked, solution(asked.task)[1]), tokens=tokens)
-        engine.feed(stream, started(asked), ended)
+        tokens = (core.TokenInfo(token_id=len(engine_request.request_id), logprob=-1.0),)
+        ended = msgspec.structs.replace(
+            done(engine_request, solution(engine_request.task)[1]), tokens=tokens
+        )
+        engine.feed(stream, started(engine_request), ended)
 
     async with running(FakeEngine(script)) as server:
-        asked = request(DETECT, CAPTION, QUERY, top_logprobs=0, request_id="r")
-        response = await server.inference.RunTasks(asked)
+        message = request(DETECT, CAPTION, QUERY, top_logprobs=0, request_id="r")
+        response = await server.inference.RunTasks(message)
         quiet = await server.inference.RunTasks(request(DETECT))
-    told = [[token.logprob for token in each.tokens] for each in response.tokens]
-    assert told == [[-1], [], [-1]]
+    logprobs = [[token.logprob for token in each.tokens] for each in response.tokens]
+    assert logprobs == [[-1], [], [-1]]
     assert not response.info.tokens
     assert not quiet.tokens
 
@@ -82,8 +84,8 @@ async def test_the_images_bytes_are_sent_once():
     """The first task carries the image and has it cached; the others refer to it."""
     async with running() as server:
         await server.inference.RunTasks(request(DETECT, QUERY, CAPTION, cache_image=False))
-        images = [asked.image for asked in server.engine.requests]
-        assert all(asked.cache_image for asked in server.engine.requests)
+        images = [engine_request.image for engine_request in server.engine.requests]
+        assert all(engine_request.cache_image for engine_request in server.engine.requests)
     assert isinstance(images[0], core.EncodedImage)
     assert images[1:] == [core.CachedImage(image_id="img_0")] * 2
 
@@ -172,7 +174,7 @@ async def test_a_named_image_needs_no_first_task():
     named.image.CopyFrom(media_pb2.Image(image_id="img_9"))
     async with running() as server:
         await server.inference.RunTasks(named)
-        images = {asked.image for asked in server.engine.requests}
+        images = {engine_request.image for engine_request in server.engine.requests}
     assert images == {core.CachedImage(image_id="img_9")}
 
 

@@ -24,14 +24,14 @@ def raw(size=24, **layout):
     return {"image": {"raw": {"layout": shape, "data": bytes(size)}}}
 
 
-def asked(**fields):
+def query_fields(**fields):
     """Return a valid Query with these fields."""
     return {"question": "?", **fields}
 
 
-def sampled(**fields):
+def sampling_fields(**fields):
     """Return a valid Query with this sampling."""
-    return asked(sampling=fields)
+    return query_fields(sampling=fields)
 
 
 def cup(**fields):
@@ -52,21 +52,21 @@ FORMAT, NV12, YUYV = "image.raw.layout.format", "PIXEL_FORMAT_NV12", "PIXEL_FORM
 TABLE: dict[str, list[Any]] = {
     "Query": [
         ("question", {}),
-        ("question", asked(question="x" * 40_000), TOO_LONG),
-        ("sampling.temperature", sampled(temperature=-0.1)),
-        ("sampling.temperature", sampled(temperature=math.inf)),
-        ("sampling.temperature", sampled(temperature=math.nan)),
-        ("sampling.top_p", sampled(top_p=0)),
-        ("sampling.top_p", sampled(top_p=1.01)),
-        ("sampling.top_p", sampled(top_p=math.nan)),
-        ("sampling.max_tokens", sampled(max_tokens=0)),
-        ("sampling.max_tokens", sampled(max_tokens=513)),
-        ("sampling.stop", sampled(stop=["."] * 9)),
-        ("sampling.stop[1]", sampled(stop=[".", ""])),
-        ("sampling.stop[0]", sampled(stop=["x" * 65])),
-        ("spatial_refs", asked(spatial_refs=[{"point": {}}])),
-        ("options.request_id", asked(options={"request_id": "a b"})),
-        ("options.request_id", asked(options={"request_id": "x" * 65})),
+        ("question", query_fields(question="x" * 40_000), TOO_LONG),
+        ("sampling.temperature", sampling_fields(temperature=-0.1)),
+        ("sampling.temperature", sampling_fields(temperature=math.inf)),
+        ("sampling.temperature", sampling_fields(temperature=math.nan)),
+        ("sampling.top_p", sampling_fields(top_p=0)),
+        ("sampling.top_p", sampling_fields(top_p=1.01)),
+        ("sampling.top_p", sampling_fields(top_p=math.nan)),
+        ("sampling.max_tokens", sampling_fields(max_tokens=0)),
+        ("sampling.max_tokens", sampling_fields(max_tokens=513)),
+        ("sampling.stop", sampling_fields(stop=["."] * 9)),
+        ("sampling.stop[1]", sampling_fields(stop=[".", ""])),
+        ("sampling.stop[0]", sampling_fields(stop=["x" * 65])),
+        ("spatial_refs", query_fields(spatial_refs=[{"point": {}}])),
+        ("options.request_id", query_fields(options={"request_id": "a b"})),
+        ("options.request_id", query_fields(options={"request_id": "x" * 65})),
     ],
     "Caption": [
         ("image", {}),
@@ -121,16 +121,22 @@ TABLE: dict[str, list[Any]] = {
         ("task", file(PNG)),
         ("image", {"task": {"caption": {}}}),
         ("task.point.object", {"task": {"point": {}}}),
-        ("task.query.spatial_refs", {"task": {"query": asked(spatial_refs=[{"point": {}}])}}),
-        ("task.sampling.top_p", {"task": {"query": asked(), "sampling": {"top_p": 2}}}),
-        ("task.sampling.max_tokens", {"task": {"query": asked(), "sampling": {"maxTokens": 600}}}),
         (
-            "options.heartbeat_interval",
-            {"task": {"query": asked()}, "options": {"heartbeat_interval": "0s"}},
+            "task.query.spatial_refs",
+            {"task": {"query": query_fields(spatial_refs=[{"point": {}}])}},
+        ),
+        ("task.sampling.top_p", {"task": {"query": query_fields(), "sampling": {"top_p": 2}}}),
+        (
+            "task.sampling.max_tokens",
+            {"task": {"query": query_fields(), "sampling": {"maxTokens": 600}}},
         ),
         (
             "options.heartbeat_interval",
-            {"task": {"query": asked()}, "options": {"heartbeat_interval": "-1s"}},
+            {"task": {"query": query_fields()}, "options": {"heartbeat_interval": "0s"}},
+        ),
+        (
+            "options.heartbeat_interval",
+            {"task": {"query": query_fields()}, "options": {"heartbeat_interval": "-1s"}},
         ),
     ],
 }

@@ -55,7 +55,7 @@ async def test_a_client_that_leaves_frees_everything(way):
                 await settled(server)
         assert len(server.engine.requests) == 4
         assert sorted(server.engine.aborted) == sorted(
-            asked.request_id for asked in server.engine.requests
+            request.request_id for request in server.engine.requests
         )
 
 
