@@ -32,7 +32,7 @@ from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import EngineCore
 from legato_engine.errors import LegatoError
 from legato_engine.images.decoding import content_key, image_id
-from legato_engine.ipc.messages import Done, Failed, Report
+from legato_engine.ipc.messages import Done, EngineMessage, Failed
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from msgspec import structs
@@ -90,7 +90,7 @@ class InProcess:
         """Milliseconds of one request, and the tokens that came out; raises `LegatoError`."""
         self._serial += 1
         request = engine_core.Request(
-            request_id=f"hop-{self._serial}",
+            request_id=engine_core.RequestKey(f"hop-{self._serial}"),
             task=engine_core.QueryTask(question=QUESTION),
             image=self._source(kind),
             sampling=engine_core.SamplingParams(temperature=0.0, max_tokens=tokens, seed=0),
@@ -126,7 +126,7 @@ class InProcess:
         blob = self._store.put(self._jpeg)
         return engine_core.EncodedImage(blob=blob, mime_type="image/jpeg")
 
-    def _receive(self, report: Report) -> None:
+    def _receive(self, report: EngineMessage) -> None:
         if isinstance(report, Done | Failed):
             self._ended.append(report)
 

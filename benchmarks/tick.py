@@ -15,13 +15,14 @@ from legato_engine.core import (
     QueryResult,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TextDelta,
 )
 from legato_engine.engine.output_sink import OutputSink
 from legato_engine.engine.request_stages import ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
-from legato_engine.ipc.messages import Report, encode
+from legato_engine.ipc.messages import EngineMessage, encode
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.moondream.tasks.base import TaskSetup
@@ -139,7 +140,7 @@ def ticks(make_task: Callable[[int], Task], streams: int, count: int) -> list[in
     )
     for index in range(streams):
         task = make_task(length)
-        request = Request(request_id=f"request-{index}", task=QueryTask(question="?"))
+        request = Request(request_id=RequestKey(f"request-{index}"), task=QueryTask(question="?"))
         requests.add(ScheduledRequest(request_id=request.request_id, tenant="", request=request))
         scheduler.submit(EngineSequence(index, request, task, None, 1, task.prompt))
     for _ in range(2 * streams + WARM_UP):
@@ -178,5 +179,5 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _encoded(report: Report) -> None:
+def _encoded(report: EngineMessage) -> None:
     encode(report)

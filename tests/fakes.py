@@ -19,6 +19,7 @@ from legato_engine.core import (
     QueryResult,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TextDelta,
 )
@@ -132,11 +133,10 @@ def make_sequence(
     """A waiting sequence of request `r<seq_id>`; its adapter changes its prefix too."""
     task = task if task is not None else FakeTask(seed=seq_id)
     request = Request(
-        request_id=f"r{seq_id}",
+        request_id=RequestKey(f"r{seq_id}", tenant),
         task=QueryTask(question="?"),
         deadline=deadline,
         priority=priority,
-        tenant=tenant,
     )
     if prefix_key is not None and adapter:
         prefix_key = f"{prefix_key} {adapter}"
@@ -416,9 +416,9 @@ class FakeSink:
     """Collects a request's news and checks their order; may call back on a delta."""
 
     def __init__(self) -> None:
-        self.started_ids: list[str] = []
+        self.started_ids: list[RequestKey] = []
         self.texts: dict[str, list[str]] = {}
-        self.ended: dict[str, FinishReason | LegatoError] = {}
+        self.ended: dict[RequestKey, FinishReason | LegatoError] = {}
         self.on_delta: Callable[[EngineSequence], None] = lambda sequence: None
 
     def started(self, sequence: EngineSequence) -> None:

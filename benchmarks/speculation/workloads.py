@@ -26,6 +26,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskSpec,
 )
@@ -143,10 +144,10 @@ def real_requests(assembly: Assembly, pictures: Sequence[PreparedImage]) -> list
 
 
 def _sequence(
-    assembly: Assembly, request_id: str, task: TaskSpec, picture: PreparedImage | None
+    assembly: Assembly, name: str, task: TaskSpec, picture: PreparedImage | None
 ) -> EngineSequence:
     request = Request(
-        request_id=request_id,
+        request_id=RequestKey(name),
         task=task,
         image=None if picture is None else CachedImage(image_id=picture.key),
         sampling=SamplingParams(temperature=0.0, seed=0),

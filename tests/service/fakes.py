@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import RequestStream, StreamReport
+from legato_engine.client.request_stream import RequestStream, StreamOutput
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import (
@@ -60,10 +60,10 @@ class FakeEngine:
         self.blobs = BlobStore(new_namespace())
         self.requests: list[core.Request] = []
         self.expected = 0
-        self.streams: dict[str, RequestStream] = {}
-        self.aborted: list[str] = []  # what the engine process would have been told
-        self.stopped: list[str] = []
-        self.started: set[str] = set()
+        self.streams: dict[core.RequestKey, RequestStream] = {}
+        self.aborted: list[core.RequestKey] = []  # as the engine process would get them
+        self.stopped: list[core.RequestKey] = []
+        self.started: set[core.RequestKey] = set()
         self.held: dict[tuple[str, str], float] = {}  # (owner, image id): until when
         self.holds: list[HoldImage] = []
         self.refuses_holds: LegatoError | None = None
@@ -136,7 +136,7 @@ class FakeEngine:
         if self.held.pop((command.owner, command.image_id), None) is None:
             raise ImageNotFound("not held", resource=command.image_id)
 
-    def feed(self, stream: RequestStream, *reports: StreamReport) -> None:
+    def feed(self, stream: RequestStream, *reports: StreamOutput) -> None:
         """Feed outputs to a stream."""
         for report in reports:
             if isinstance(report, Started):

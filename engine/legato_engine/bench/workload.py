@@ -19,6 +19,7 @@ from legato_engine.core import (
     PromptToken,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
     TaskSpec,
@@ -129,7 +130,7 @@ class Workload:
     def _bare(self, index: int) -> Sequence:
         """The request as somebody would ask it."""
         request = Request(
-            request_id=f"{self._kind}-{index}",
+            request_id=RequestKey(f"{self._kind}-{index}"),
             task=self._task(),
             image=None if self._image is None else CachedImage(image_id="bench"),
             sampling=SamplingParams(temperature=0.0, max_tokens=self._length, seed=0),

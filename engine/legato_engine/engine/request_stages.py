@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from legato_engine.core import ImageInfo, Outline, Request, TokenInfo
+from legato_engine.core import ImageInfo, Outline, Request, RequestKey, TokenInfo
 from legato_engine.engine.preprocessor import PreprocessedImage
 from legato_engine.ipc.messages import Done, HoldImage
 from legato_engine.models.model import Adapter, PreparedImage
@@ -29,7 +29,7 @@ class Stage:
     takes_queue_place: ClassVar[bool] = True
     """Whether it counts against the limits of the waiting queue without being in it."""
 
-    request_id: str
+    request_id: RequestKey
     tenant: str
     deadline: float = math.inf
 

@@ -83,7 +83,7 @@ class OutputProcessor:
         try:
             events = task.consume(token)
         except Exception:  # a skill's bug ends its own request, not its batch mates
-            log.exception("task of request %s failed", sequence.request.request_id)
+            log.exception("task of request %s failed", sequence.request.request_id.name)
             self.fail(sequence, InternalError("the task could not read its tokens"))
             return
         self.num_tokens += 1

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection
 
-from legato_engine.core import FinishReason, Request
+from legato_engine.core import FinishReason, Request, RequestKey
 from legato_engine.errors import DeadlineExceeded, InvalidField
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -87,7 +87,7 @@ class Scheduler:
         self._outputs = OutputProcessor(
             manager, self._admission, clock, sink, block_sizes, finalize=self._finalize
         )
-        self._live: dict[str, Sequence] = {}  # by request id: all that are not finalized
+        self._live: dict[RequestKey, Sequence] = {}  # by request id: all that are not finalized
         self._records: deque[StepRecord] = deque()  # one per launch in flight, same order
         self._next_deadline = math.inf  # no live sequence has an earlier one
         self.steps_committed = 0
@@ -111,13 +111,13 @@ class Scheduler:
         self._live[request.request_id] = sequence
         self._prefill.add(sequence)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: RequestKey) -> None:
         """Forget a request; unknown ids are ignored."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._finalize(sequence)
 
-    def stop(self, request_id: str) -> None:
+    def stop(self, request_id: RequestKey) -> None:
         """End a request now with what it has; unknown ids are ignored.
 
         Its listener is told as of any other: that it started, if it did not know, and its result.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from legato.v1 import inference_pb2, media_pb2
-from legato_engine.client.request_stream import StreamReport
+from legato_engine.client.request_stream import StreamOutput
 from legato_engine.ipc.messages import Delta, Done, Queued, Started
 
 from legato_service.convert import responses
@@ -24,7 +24,7 @@ class EventStream:
         self._model = ""
         self._next_index = 0
 
-    def convert(self, output: StreamReport | None) -> list[inference_pb2.GenerateResponse]:
+    def convert(self, output: StreamOutput | None) -> list[inference_pb2.GenerateResponse]:
         """Return the events of the next output."""
         if isinstance(output, Delta):  # nearly all
             first, self._next_index = self._next_index, self._next_index + len(output.events)

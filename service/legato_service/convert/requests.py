@@ -63,7 +63,7 @@ def check_image(message: media_pb2.Image, task: core.TaskSpec, path: str = "") -
 
 
 def request(
-    request_id: str,
+    key: core.RequestKey,
     task: core.TaskSpec,
     sampling: core.SamplingParams,
     options: inference_pb2.RequestOptions,
@@ -77,7 +77,7 @@ def request(
     """
     logprobs = options.HasField("top_logprobs")
     return core.Request(
-        request_id=request_id,
+        request_id=key,
         task=task,
         sampling=sampling,
         model=options.model,

@@ -76,7 +76,7 @@ class SharedMemory:
             ImageUndecodable: the bytes are not an image of the stated form.
         """
         layout = self._check(shared)
-        writer = self._blobs.draft()
+        writer = self._blobs.open_writer()
         try:
             if shared.size_bytes > _INLINE_BYTES:
                 await asyncio.to_thread(self._copy, shared, writer)

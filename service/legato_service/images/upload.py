@@ -107,7 +107,7 @@ class Upload:
         Raises:
             QuotaExceeded: the announced size is above the owner's share.
         """
-        with closing(blobs.draft()) as writer:
+        with closing(blobs.open_writer()) as writer:
             upload = cls(header, limits, writer, quota, owner)
             try:
                 yield upload

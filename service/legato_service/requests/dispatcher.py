@@ -12,7 +12,8 @@ from typing import Protocol
 import msgspec
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import StreamReport
+from legato_engine.client.request_stream import StreamOutput
+from legato_engine.core import RequestKey
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -50,8 +51,8 @@ class Dispatcher:
         self._registry = registry
         self._deadlines = Deadlines()
 
-    def request_id(self, given: str) -> str:
-        """Return the id of the current call's request: the client's, else one not in flight.
+    def key(self, given: str) -> RequestKey:
+        """Return the key of the current call's request: with the client's id, or a free one.
 
         Raises:
             InvalidField: the client's id is malformed.
@@ -60,7 +61,7 @@ class Dispatcher:
         return rpc.adopt(given) if given else rpc.avoid(self._registry)
 
     def admit(
-        self, request_id: str, context: CallContext, default_deadline: float
+        self, key: RequestKey, context: CallContext, default_deadline: float
     ) -> ActiveRequest:
         """Return the request as a context manager, in whose block it is in flight.
 
@@ -71,8 +72,7 @@ class Dispatcher:
             DeadlineUnreachable: the estimated wait is longer than the time left.
         """
         rpc = call.current()
-        name = rpc.scoped(request_id)
-        self._registry.check(name)
+        self._registry.check(key)
         given = context.time_remaining()
         left = default_deadline if given is None else given
         wait = self._engine.estimated_wait
@@ -87,7 +87,7 @@ class Dispatcher:
                 time_left_ms=round(left * 1000),
             )
         rpc.deadline = deadline = time.monotonic() + left
-        return self._registry.enter(name, deadline)
+        return self._registry.enter(key, deadline)
 
     def model(self, name: str, adapter: str = "") -> ModelInfo:
         """Return the model of this name, empty for the default one.
@@ -140,11 +140,9 @@ class Dispatcher:
         stream = self._engine.submit(
             msgspec.structs.replace(
                 request,
-                request_id=rpc.scoped(request.request_id),
                 image=None if image is None else self.images.stage(image),
                 deadline=active.deadline,
                 priority=rpc.priority,
-                tenant=rpc.tenant,
             )
         )
         field = image.field if isinstance(image, NewImage) else ""
@@ -152,19 +150,19 @@ class Dispatcher:
         return stream
 
 
-async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamReport | None]:
+async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamOutput | None]:
     """Yield the outputs up to `Done`, and None after each `silence` seconds without one.
 
     Raises:
         LegatoError: the request failed.
     """
     with closing(ReusableTimeout()) as bound:
-        read: Callable[[], Awaitable[StreamReport | None]]
+        read: Callable[[], Awaitable[StreamOutput | None]]
         if silence == math.inf:
             read = stream.__anext__
         else:
             read = functools.partial(_next_within, stream, bound, silence)
-        output: StreamReport | None = None
+        output: StreamOutput | None = None
         while not isinstance(output, Done):
             try:
                 output = await read()
@@ -177,7 +175,7 @@ async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[St
 
 async def _next_within(
     stream: Stream, bound: ReusableTimeout, silence: float
-) -> StreamReport | None:
+) -> StreamOutput | None:
     """A read that times out loses nothing."""
     try:
         with bound.until(time.monotonic() + silence):

@@ -1,6 +1,6 @@
 """Idempotent calls: calls with one request id share a run, and its reply is repeated for a while.
 
-Names are scoped (`Call.scoped`): each tenant has ids of its own.
+A call's key has its tenant: each tenant has ids of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 from google.protobuf.message import Message
+from legato_engine.core import RequestKey
 
 from legato_service.requests.dispatcher import CallContext
 from legato_service.requests.registry import duplicate
@@ -57,7 +58,7 @@ class _Run:
 
 class _CachedReply(NamedTuple):
     fingerprint: bytes
-    reply: Message | None  # None: the name was a stream's
+    reply: Message | None  # None: the key was a stream's
     num_bytes: int
     expires_at: float  # time.monotonic() seconds
 
@@ -75,7 +76,7 @@ class _RunContext:
 
 
 class IdempotencyCache:
-    """One run for all calls of one name and content, and its reply for `keep` seconds more.
+    """One run for all calls of one key and content, and its reply for `keep` seconds more.
 
     A call that joins a run gets its reply or its failure, and the deadline of the first call. A
     call that is cancelled leaves the run alone; the last one to leave cancels it. Failures are not
@@ -89,8 +90,8 @@ class IdempotencyCache:
         self._keep_seconds = keep
         self._max_replies = max_replies
         self._max_bytes = max_bytes
-        self._runs: dict[str, _Run] = {}
-        self._replies: collections.OrderedDict[str, _CachedReply] = collections.OrderedDict()
+        self._runs: dict[RequestKey, _Run] = {}
+        self._replies: collections.OrderedDict[RequestKey, _CachedReply] = collections.OrderedDict()
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -104,23 +105,23 @@ class IdempotencyCache:
 
     async def get_or_run(
         self,
-        name: str,
+        key: RequestKey,
         fingerprint: bytes,
         work: Callable[[CallContext], Coroutine[Any, Any, ReplyT]],
         context: CallContext,
     ) -> ReplyT:
-        """Return the kept reply of this name, or that of a run in flight, or else of `work`.
+        """Return the kept reply of this key, or that of a run in flight, or else of `work`.
 
         Raises:
-            DuplicateRequest: the name belongs to a call with another fingerprint.
+            DuplicateRequest: the key belongs to a call with another fingerprint.
             Exception: whatever the run raises.
         """
-        while (run := self._runs.get(name)) is not None and run.abandoned:
+        while (run := self._runs.get(key)) is not None and run.abandoned:
             await asyncio.wait({run.task})
-        cached = None if run is not None else self._look_up(name)
+        cached = None if run is not None else self._look_up(key)
         known = run or cached
         if known is not None and known.fingerprint != fingerprint:
-            raise duplicate(name)
+            raise duplicate(key)
         if cached is not None:
             call.current().reply = "kept"
             return cast("ReplyT", cached.reply)  # fingerprints differ between methods and streams
@@ -130,27 +131,29 @@ class IdempotencyCache:
             if left is not None:
                 rpc.deadline = time.monotonic() + left
         else:
-            run = self._start(name, fingerprint, work(_RunContext(context)))
+            run = self._start(key, fingerprint, work(_RunContext(context)))
         return cast("ReplyT", await self._wait(run))
 
     @contextmanager
-    def exclusive(self, name: str) -> Iterator[None]:
-        """Reserve the name for a stream, which shares nothing.
+    def exclusive(self, key: RequestKey) -> Iterator[None]:
+        """Reserve the key for a stream, which shares nothing.
 
-        The name stays reserved for `keep` seconds after a block that ended well.
+        The key stays reserved for `keep` seconds after a block that ended well.
 
         Raises:
-            DuplicateRequest: the name is known.
+            DuplicateRequest: the key is known.
         """
-        if name in self._runs or self._look_up(name) is not None:
-            raise duplicate(name)
+        if key in self._runs or self._look_up(key) is not None:
+            raise duplicate(key)
         yield
-        self._keep(name, b"", None)
+        self._keep(key, b"", None)
 
-    def _start(self, name: str, fingerprint: bytes, work: Coroutine[Any, Any, Message]) -> _Run:
-        task = asyncio.create_task(work, name=f"shared {name}")
-        run = self._runs[name] = _Run(fingerprint, task)
-        task.add_done_callback(functools.partial(self._on_end, name))
+    def _start(
+        self, key: RequestKey, fingerprint: bytes, work: Coroutine[Any, Any, Message]
+    ) -> _Run:
+        task = asyncio.create_task(work, name=f"shared {key.name}")
+        run = self._runs[key] = _Run(fingerprint, task)
+        task.add_done_callback(functools.partial(self._on_end, key))
         return run
 
     async def _wait(self, run: _Run) -> Message:
@@ -162,30 +165,30 @@ class IdempotencyCache:
             if run.abandoned:
                 run.task.cancel()  # does nothing to a task that ended
 
-    def _on_end(self, name: str, task: asyncio.Task[Message]) -> None:
-        run = self._runs.pop(name)
+    def _on_end(self, key: RequestKey, task: asyncio.Task[Message]) -> None:
+        run = self._runs.pop(key)
         if not task.cancelled() and task.exception() is None:
-            self._keep(name, run.fingerprint, task.result())
+            self._keep(key, run.fingerprint, task.result())
 
-    def _look_up(self, name: str) -> _CachedReply | None:
-        cached = self._replies.get(name)
+    def _look_up(self, key: RequestKey) -> _CachedReply | None:
+        cached = self._replies.get(key)
         if cached is None:
             return None
         if cached.expires_at <= time.monotonic():
-            self._drop(name)
+            self._drop(key)
             return None
-        self._replies.move_to_end(name)
+        self._replies.move_to_end(key)
         return cached
 
-    def _keep(self, name: str, fingerprint: bytes, reply: Message | None) -> None:
-        if name in self._replies:
-            self._drop(name)
+    def _keep(self, key: RequestKey, fingerprint: bytes, reply: Message | None) -> None:
+        if key in self._replies:
+            self._drop(key)
         num_bytes = 0 if reply is None else reply.ByteSize()
         expires_at = time.monotonic() + self._keep_seconds
-        self._replies[name] = _CachedReply(fingerprint, reply, num_bytes, expires_at)
+        self._replies[key] = _CachedReply(fingerprint, reply, num_bytes, expires_at)
         self._num_bytes += num_bytes
         while len(self._replies) > self._max_replies or self._num_bytes > self._max_bytes:
             self._drop(next(iter(self._replies)))
 
-    def _drop(self, name: str) -> None:
-        self._num_bytes -= self._replies.pop(name).num_bytes
+    def _drop(self, key: RequestKey) -> None:
+        self._num_bytes -= self._replies.pop(key).num_bytes

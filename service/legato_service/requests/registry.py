@@ -5,31 +5,31 @@ from __future__ import annotations
 import asyncio
 import collections
 import math
-from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
+from legato_engine.core import RequestKey
 from legato_engine.errors import AdapterUnusable, Draining, ImageUndecodable
 
 from legato_service.engine import Stream
 from legato_service.errors import DuplicateRequest
 from legato_service.requests.deadlines import Deadlines
 
-MAX_ENDED = 4096  # ended requests whose names are kept
+MAX_ENDED = 4096  # ended requests whose keys are kept
 
 
 class ActiveRequest(msgspec.Struct, eq=False):
     """A request in flight for the length of a `with` block, at whose end its streams are aborted.
 
-    `deadline` is `time.monotonic()` seconds. With a registry, the request is in it under its name.
+    `deadline` is `time.monotonic()` seconds. With a registry, the request is in it under its key.
     Errors about the image or the adapter leave the block with the request's field, which the engine
     does not know.
     """
 
     deadline: float
     _registry: RequestRegistry | None = None
-    _name: str = ""
+    _key: RequestKey = RequestKey("")
     _streams: tuple[Stream, ...] = ()
     _deadlines: Deadlines | None = None
     _image_field: str = ""
@@ -72,7 +72,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
                 if not stream.ended:
                     stream.abort()
         if self._registry is not None:
-            self._registry.leave(self._name)
+            self._registry.leave(self._key)
         if isinstance(error, ImageUndecodable) and self._image_field:
             error.metadata["field"] = self._image_field
         if isinstance(error, AdapterUnusable):
@@ -87,11 +87,11 @@ class Stopped(NamedTuple):
 
 
 class RequestRegistry:
-    """The requests in flight by name, until it is closed for good."""
+    """The requests in flight by key, until it is closed for good."""
 
     def __init__(self) -> None:
-        self._active: dict[str, ActiveRequest] = {}
-        self._ended: collections.deque[str] = collections.deque(maxlen=MAX_ENDED)
+        self._active: dict[RequestKey, ActiveRequest] = {}
+        self._ended: collections.deque[RequestKey] = collections.deque(maxlen=MAX_ENDED)
         self._open = True
         self._empty = asyncio.Event()
         self._empty.set()
@@ -99,49 +99,53 @@ class RequestRegistry:
     def __len__(self) -> int:
         return len(self._active)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._active
+    def __contains__(self, key: object) -> bool:
+        return key in self._active
 
     @property
     def closed(self) -> bool:
         """Whether new requests are refused."""
         return not self._open
 
-    def check(self, name: str) -> None:
-        """Check that a request of this name can be admitted.
+    def check(self, key: RequestKey) -> None:
+        """Check that a request of this key can be admitted.
 
         Raises:
             Draining: the server is shutting down.
-            DuplicateRequest: a request of this name is in flight.
+            DuplicateRequest: a request of this key is in flight.
         """
         if not self._open:
             raise Draining("the server is shutting down")
-        if name in self._active:
-            raise duplicate(name)
+        if key in self._active:
+            raise duplicate(key)
 
-    def admit(self, name: str, deadline: float = math.inf) -> ActiveRequest:
-        """Check the name and enter it, for a `with` block that begins at once."""
-        self.check(name)
-        return self.enter(name, deadline)
+    def admit(self, key: RequestKey, deadline: float = math.inf) -> ActiveRequest:
+        """Check the key and enter it, for a `with` block that begins at once."""
+        self.check(key)
+        return self.enter(key, deadline)
 
-    def enter(self, name: str, deadline: float) -> ActiveRequest:
-        """Enter a name that was just checked."""
+    def enter(self, key: RequestKey, deadline: float) -> ActiveRequest:
+        """Enter a key that was just checked."""
         if not self._active:
             self._empty.clear()
-        active = self._active[name] = ActiveRequest(deadline, self, name)
+        active = self._active[key] = ActiveRequest(deadline, self, key)
         return active
 
-    def leave(self, name: str) -> None:
+    def leave(self, key: RequestKey) -> None:
         """Remove a request that ended."""
-        del self._active[name]
-        self._ended.append(name)
+        del self._active[key]
+        self._ended.append(key)
         if not self._active:
             self._empty.set()
 
-    def stop(self, matches: Callable[[str], bool]) -> Stopped:
+    def stop(self, target: RequestKey) -> Stopped:
         """Stop matching requests; count those that ended before too."""
-        aborted = sum(each.stop() for name, each in self._active.items() if matches(name))
-        return Stopped(aborted, sum(map(matches, self._ended)))
+        aborted = sum(each.stop() for key, each in self._active.items() if key.matches(target))
+        return Stopped(aborted, sum(key.matches(target) for key in self._ended))
+
+    def stop_all(self) -> int:
+        """Stop all requests; return how many were not stopped before."""
+        return sum(each.stop() for each in self._active.values())
 
     def close(self) -> None:
         """Refuse new requests from now on."""
@@ -152,6 +156,6 @@ class RequestRegistry:
         await self._empty.wait()
 
 
-def duplicate(name: str) -> DuplicateRequest:
-    """Return the error for a name in use."""
-    return DuplicateRequest("a request of this id is known", resource=name.rpartition("/")[2])
+def duplicate(key: RequestKey) -> DuplicateRequest:
+    """Return the error for a key in use."""
+    return DuplicateRequest("a request of this id is known", resource=key.caller_id)

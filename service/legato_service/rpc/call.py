@@ -10,6 +10,7 @@ from contextvars import ContextVar
 
 import msgspec
 from legato_engine import core
+from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
 
 ID_FORM = re.compile(r"[A-Za-z0-9._:-]{1,64}")
@@ -42,7 +43,12 @@ class Call(msgspec.Struct, eq=False):
     usage: core.Usage | None = None
     timings: core.Timings | None = None
 
-    def adopt(self, request_id: str) -> str:
+    @property
+    def key(self) -> RequestKey:
+        """The key of the call's request."""
+        return RequestKey(self.request_id, self.tenant)
+
+    def adopt(self, request_id: str) -> RequestKey:
         """Take the client's id, unless it is empty.
 
         Raises:
@@ -54,24 +60,20 @@ class Call(msgspec.Struct, eq=False):
                     "request_id holds at most 64 of A-Z a-z 0-9 . _ : -", field="options.request_id"
                 )
             self.request_id = request_id
-        return self.request_id
+        return self.key
 
-    def avoid(self, taken: Container[str]) -> str:
-        """Return the call's id, or a new one if it came by metadata and is taken.
+    def avoid(self, taken: Container[RequestKey]) -> RequestKey:
+        """Return the call's key, with a new id if the id came by metadata and is taken.
 
         A proxy may send the same `x-request-id` with several requests.
         """
-        if self.is_named and self.scoped(self.request_id) in taken:
+        if self.is_named and self.key in taken:
             self.rename()
-        return self.request_id
+        return self.key
 
     def rename(self) -> None:
         """Take a new id."""
         self.request_id = _new_id()
-
-    def scoped(self, request_id: str) -> str:
-        """Return the id, made unique to the tenant."""
-        return f"{self.tenant}/{request_id}" if self.tenant else request_id
 
 
 CURRENT: ContextVar[Call] = ContextVar("legato_call")

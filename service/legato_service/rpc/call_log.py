@@ -53,7 +53,7 @@ class CallLog:
         self.flush()
 
 
-class _CallRecord(configuration.Line, omit_defaults=True):
+class _CallRecord(configuration.LogRecord, omit_defaults=True):
     """Names, times in milliseconds, and counts; never a prompt, an image or an answer."""
 
     request_id: str

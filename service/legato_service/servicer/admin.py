@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from legato.v1 import admin_pb2 as pb
 from legato.v1 import admin_pb2_grpc
 from legato_engine.client.engine_client import EngineState
+from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
 
 from legato_service.convert import responses
@@ -57,7 +58,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         *,
         drain: Callable[[float], None],
         default_grace: float,
-        abort_elsewhere: Callable[[str], Awaitable[int]] | None = None,
+        abort_elsewhere: Callable[[RequestKey | None], Awaitable[int]] | None = None,
     ) -> None:
         self._engine = engine
         self._progress = progress
@@ -95,12 +96,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             known = self._sessions.abort(_target_id(request, target))
             return pb.AbortResponse(aborted=int(known))
         if target == "request_id":
-            aborted, ended = self._registry.stop(_matcher(_target_id(request, target)))
-            aborted += await self._elsewhere(call.current().scoped(request.request_id))
+            key = RequestKey(_target_id(request, target), call.current().tenant)
+            aborted, ended = self._registry.stop(key)
+            aborted += await self._elsewhere(key)
             return pb.AbortResponse(aborted=aborted, already_finished=ended)
         if target == "all" and request.all:
-            aborted, _ = self._registry.stop(lambda _: True)
-            aborted += await self._elsewhere("")
+            aborted = self._registry.stop_all() + await self._elsewhere(None)
             return pb.AbortResponse(aborted=aborted + self._sessions.abort_all())
         if target == "all":
             raise InvalidField("must be true", field="all")
@@ -119,8 +120,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             running=load.running, waiting=load.waiting, sessions=len(self._sessions)
         )
 
-    async def _elsewhere(self, request_id: str) -> int:
-        return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(request_id)
+    async def _elsewhere(self, target: RequestKey | None) -> int:
+        return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(target)
 
     def _state(self) -> str:
         if self._registry.closed:
@@ -135,11 +136,3 @@ def _target_id(request: pb.AbortRequest, field: Literal["session_id", "request_i
     if not target:
         raise InvalidField("must not be empty", field=field)
     return target
-
-
-def _matcher(request_id: str) -> Callable[[str], bool]:
-    rpc = call.current()
-    if rpc.tenant:
-        scoped = rpc.scoped(request_id)
-        return lambda name: name == scoped
-    return lambda name: name.rpartition("/")[2] == request_id

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import aclosing, nullcontext
 from typing import Any, Generic, TypeVar
 
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc
 from legato_engine import core
+from legato_engine.core import RequestKey
 from legato_engine.errors import InternalError
 
 from legato_service.convert import requests, responses
@@ -113,30 +114,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Run one task and stream its events."""
         given = request.options.request_id
-        request_id = self._dispatcher.request_id(given)
+        key = self._dispatcher.key(given)
         silence = requests.heartbeat(request.options)
         task = requests.task(request.task, "task")
         requests.check_image(request.image, task, "task.query.")
         sampling = requests.sampling(request.task.sampling, "task.")
-        converted = requests.request(request_id, task, sampling, request.options)
+        converted = requests.request(key, task, sampling, request.options)
         stamp = request.stamp if request.HasField("stamp") else None
         with (
-            self._exclusive(given),
-            self._dispatcher.admit(request_id, context, self._stream_deadline) as active,
+            self._idempotency_cache.exclusive(key) if given else nullcontext(),
+            self._dispatcher.admit(key, context, self._stream_deadline) as active,
         ):
             self._dispatcher.check(converted, "task.")
             image = await self._dispatcher.images.check(request.image)
             stream = self._dispatcher.submit(converted, image, active)
-            events = EventStream(request_id, request.task.task_id, stamp)
+            events = EventStream(key.caller_id, request.task.task_id, stamp)
             async with aclosing(follow(stream, silence)) as outputs:
                 async for output in outputs:
                     for event in events.convert(output):
                         yield event
-
-    def _exclusive(self, given: str) -> AbstractContextManager[None]:
-        if not given:
-            return nullcontext()
-        return self._idempotency_cache.exclusive(call.current().scoped(given))
 
     async def _unary(
         self,
@@ -149,19 +145,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _once(
         self,
-        work: Callable[[str, CallContext], Coroutine[Any, Any, ReplyT]],
+        work: Callable[[RequestKey, CallContext], Coroutine[Any, Any, ReplyT]],
         given: str,
         context: Context,
     ) -> ReplyT:
         """Run `work`; calls to which clients gave one id share it."""
-        request_id = self._dispatcher.request_id(given)
+        key = self._dispatcher.key(given)
         if not given:
-            return await work(request_id, context)
+            return await work(key, context)
         rpc = call.current()
         return await self._idempotency_cache.get_or_run(
-            rpc.scoped(request_id),
+            key,
             await fingerprint(rpc.method, rpc.received),
-            functools.partial(work, request_id),
+            functools.partial(work, key),
             context,
         )
 
@@ -169,7 +165,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self,
         skill: _Skill[RequestT, ResultT, ResponseT],
         request: RequestT,
-        request_id: str,
+        key: RequestKey,
         context: CallContext,
     ) -> ResponseT:
         options = request.options
@@ -177,10 +173,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         task = skill.task(request)
         has_image = requests.check_image(request.image, task)
         sampling = requests.sampling(request.sampling)
-        converted = requests.request(
-            request_id, task, sampling, options, deltas=False, progress=False
-        )
-        with self._dispatcher.admit(request_id, context, self._unary_deadline) as active:
+        converted = requests.request(key, task, sampling, options, deltas=False, progress=False)
+        with self._dispatcher.admit(key, context, self._unary_deadline) as active:
             model = self._dispatcher.check(converted)
             image = await self._dispatcher.images.check(request.image) if has_image else None
             done = completed(await self._dispatcher.submit(converted, image, active).done())
@@ -188,15 +182,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InternalError(f"the engine answered with a {type(done.result).__name__}")
         response = skill.response(done.result)
         stamp = request.stamp if request.HasField("stamp") else None
-        fill_info(response.info, request_id, model.name, done, stamp)
+        fill_info(response.info, key.caller_id, model.name, done, stamp)
         return response
 
     async def _run_tasks(
-        self, request: pb.RunTasksRequest, request_id: str, context: CallContext
+        self, request: pb.RunTasksRequest, key: RequestKey, context: CallContext
     ) -> pb.RunTasksResponse:
         requests.heartbeat(request.options)  # only checked: a unary call has none
-        run = TaskRun(self._dispatcher, request, request_id)
-        with self._dispatcher.admit(request_id, context, self._unary_deadline) as active:
+        run = TaskRun(self._dispatcher, request, key)
+        with self._dispatcher.admit(key, context, self._unary_deadline) as active:
             model = run.check()
             image = await self._dispatcher.images.check(request.image)
             outcomes = await run.execute(image, active)

@@ -9,6 +9,7 @@ import msgspec
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import task_pb2
 from legato_engine import core
+from legato_engine.core import RequestKey
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import Done, ModelInfo
 
@@ -30,11 +31,11 @@ class TaskRun:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, message: pb.RunTasksRequest, request_id: str
+        self, dispatcher: Dispatcher, message: pb.RunTasksRequest, key: RequestKey
     ) -> None:
         self._dispatcher = dispatcher
         self._message = message
-        self._request_id = request_id
+        self._key = key
         self._requests = [
             self._request(index, task, each)
             for index, (task, each) in enumerate(
@@ -45,13 +46,12 @@ class TaskRun:
     def _request(self, index: int, task: core.TaskSpec, message: task_pb2.Task) -> core.Request:
         """Return one task's request.
 
-        Its id is unique, because clients' ids hold no `#`. The image is cached for the later tasks
-        whatever the options say, so that it is encoded once.
+        The image is cached for the later tasks whatever the options say, so it is encoded once.
         """
         sampling = requests.sampling(message.sampling, f"tasks[{index}].")
-        request_id = f"{self._request_id}#{index}"
+        key = self._key.with_part(str(index))
         options = self._message.options
-        request = requests.request(request_id, task, sampling, options, deltas=False)
+        request = requests.request(key, task, sampling, options, deltas=False)
         return msgspec.structs.replace(request, cache_image=True)
 
     def check(self) -> ModelInfo:
@@ -91,7 +91,7 @@ class TaskRun:
     ) -> pb.RunTasksResponse:
         """Return the response, its results in the order of the tasks."""
         results = [
-            task_result(task.task_id, each, self._request_id)
+            task_result(task.task_id, each, self._key.caller_id)
             for task, each in zip(self._message.tasks, outcomes, strict=True)
         ]
         response = pb.RunTasksResponse(results=results)
@@ -105,7 +105,7 @@ class TaskRun:
 
     def _fill_info(self, info: pb.ResponseInfo, done: Sequence[Done], model: ModelInfo) -> None:
         """Fill the sum of usages, the longest image time, and the time of the whole call."""
-        info.request_id = self._request_id
+        info.request_id = self._key.caller_id
         info.model = model.name
         fill_usage(info.usage, call.total(each.usage for each in done))
         fill_duration(info.timings.image, max((each.timings.image for each in done), default=0.0))

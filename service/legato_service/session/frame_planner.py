@@ -115,6 +115,8 @@ class FramePlanner:
     def _request(self, task: core.TaskSpec, message: task_pb2.Task, path: str) -> core.Request:
         """The image is cached, so that it is encoded once a frame."""
         sampling = requests.sampling(message.sampling, path)
-        request = requests.request("", task, sampling, self._options, deltas=self._deltas)
+        request = requests.request(
+            core.RequestKey(""), task, sampling, self._options, deltas=self._deltas
+        )
         self._dispatcher.check(request, path)
         return msgspec.structs.replace(request, cache_image=True)

@@ -20,6 +20,7 @@ from legato_service.images.intake import CheckedImage, NewImage
 from legato_service.requests.dispatcher import Dispatcher, follow
 from legato_service.requests.registry import ActiveRequest
 from legato_service.requests.shared_image import SHARED_FAILURES, cached_image
+from legato_service.rpc import call
 from legato_service.session.frame import Outcome, Output
 from legato_service.session.frame_planner import FrameRequest
 
@@ -73,11 +74,11 @@ class FrameRunner:
         listener = self._listener()
         if self._shut_down or listener is None:
             return
-        request_id = f"{self._session_id}#{frame.sequence}"
+        key = core.RequestKey(self._session_id, part=str(frame.sequence))
         deadline = time.monotonic() + self._frame_deadline
-        run = FrameRun(self._dispatcher, listener, frame, request_id, deadline)
+        run = FrameRun(self._dispatcher, listener, frame, key, deadline)
         self._runs[frame] = run
-        task = asyncio.create_task(run.run(), name=f"frame {request_id}")
+        task = asyncio.create_task(run.run(), name=f"frame {key.name}")
         run.cancel = task.cancel
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -116,13 +117,13 @@ class FrameRun:
         dispatcher: Dispatcher,
         listener: FrameListener,
         frame: FrameRequest,
-        request_id: str,
+        key: core.RequestKey,
         deadline: float,
     ) -> None:
         self._dispatcher = dispatcher
         self._listener = listener
         self._frame = frame
-        self._request_id = request_id
+        self._key = key
         self._deadline = deadline
         self._streams: dict[int, Stream] = {}
         self._stopped: set[int] = set()
@@ -147,7 +148,7 @@ class FrameRun:
             async with asyncio.TaskGroup() as group:
                 await self._start_tasks(image, group)
         except Exception as error:
-            log.error("uncaught_exception", request_id=self._request_id, exc_info=error)
+            log.error("uncaught_exception", request_id=self._key.name, exc_info=error)
             for index in range(len(self._frame.tasks)):  # earlier outcomes stay
                 self._listener.ended(self._frame, index, InternalError("a frame could not be run"))
         finally:
@@ -199,7 +200,9 @@ class FrameRun:
     async def _follow(
         self, index: int, request: core.Request, image: CheckedImage, cached: ImageResult
     ) -> Done:
-        request = msgspec.structs.replace(request, request_id=f"{self._request_id}.{index}")
+        part = f"{self._key.part}.{index}"
+        key = core.RequestKey(self._key.caller_id, call.current().tenant, part)
+        request = msgspec.structs.replace(request, request_id=key)
         with ActiveRequest(self._deadline) as active:
             stream = self._streams[index] = self._dispatcher.submit(request, image, active)
             async with aclosing(follow(stream)) as outputs:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
-from legato_engine.core import FinishReason, PromptToken
+from legato_engine.core import FinishReason, PromptToken, RequestKey
 from legato_engine.errors import InternalError, PromptTooLong
 from legato_engine.ipc.messages import KVCacheStats
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -271,7 +271,7 @@ class Schedule:
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
         )
         self.sequences: list[EngineSequence] = []
-        self.aborted: set[str] = set()
+        self.aborted: set[RequestKey] = set()
         self.num_drafts = 0
         # Few words, so that prompts often begin alike.
         self._systems = [self._words(draw.randint(1, 10)) for _ in range(2)]

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from legato_engine.core import FinishReason
+from legato_engine.core import FinishReason, RequestKey
 from legato_engine.errors import DeadlineExceeded
 from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.sequence import Sequence, SequenceStatus
@@ -10,6 +10,8 @@ from legato_engine.sequence import Sequence, SequenceStatus
 from tests.engine.scheduler.tasks import LONG_SEED
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask
+
+R0, R1 = RequestKey("r0"), RequestKey("r1")
 
 ENCODE, PREFILL, DECODE, _ = LaunchKind
 TICKS_TO_PREFILL = 7  # of a picture of 13 crops: three encodes and the prefill, decodes between
@@ -168,7 +170,7 @@ def test_a_request_starts_with_the_first_part_of_its_picture() -> None:
     sequence = picture(world)
     world.steps(2)
     started = world.clock.now()
-    assert world.sink.started_ids == ["r0", "r1"]
+    assert world.sink.started_ids == [R0, R1]
     assert sequence.status is SequenceStatus.PREFILLING
     assert sequence.inputs.image is not None
     load = world.scheduler.load()
@@ -179,7 +181,7 @@ def test_a_request_starts_with_the_first_part_of_its_picture() -> None:
     assert sequence.inputs.image is not None, "it may have to be computed again"
     world.drain()
     assert sequence.inputs.image is None
-    assert world.sink.started_ids == ["r0", "r1"]
+    assert world.sink.started_ids == [R0, R1]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -204,7 +206,7 @@ def test_a_picture_may_be_given_up_in_any_phase(
     world.drain()
     assert given_up.inputs.image is None
     if expires:
-        assert type(world.sink.ended["r1"]) is DeadlineExceeded
+        assert type(world.sink.ended[R1]) is DeadlineExceeded
     computed = key is not None and phase > TICKS_TO_PREFILL
     assert following.pages.cached_tokens == (9 if computed else 0)
     for sequence in (decoding, following):

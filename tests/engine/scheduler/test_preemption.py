@@ -1,7 +1,7 @@
 """Who gives way when pages run out, and that nobody notices but by waiting."""
 
 import pytest
-from legato_engine.core import FinishReason
+from legato_engine.core import FinishReason, RequestKey
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.running_sequences import RunningSequences, preemption_rank
 from legato_engine.scheduler.waiting_queue import WaitingQueue
@@ -10,6 +10,8 @@ from legato_engine.sequence import Sequence, SequenceStatus
 from tests.engine.scheduler.tasks import LONG_SEED
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask, make_sequence
+
+R0, R1 = RequestKey("r0"), RequestKey("r1")
 
 
 def talker(world: World, *, priority: int = 0, constrained: bool = False) -> Sequence:
@@ -31,7 +33,7 @@ def test_the_newest_gives_way_and_loses_nothing(depth: int, constrained: bool) -
     both = [talker(world, constrained=constrained) for _ in range(2)]
     world.drain()
     assert preempted(world) == [both[1]]
-    assert world.sink.started_ids == ["r0", "r1"]
+    assert world.sink.started_ids == [R0, R1]
     for sequence in both:
         assert isinstance(sequence.task, FakeTask)
         assert world.tokens(sequence) == sequence.task.expected_tokens(sequence.prompt_length)
@@ -101,7 +103,7 @@ def test_whoever_gave_way_may_be_given_up(stops: bool, waits: bool) -> None:
     assert second.finalized
     assert world.tokens(second) == committed != []
     assert world.tokens(first) == FakeTask(seed=LONG_SEED, max_tokens=14).expected_tokens(2)
-    assert world.sink.started_ids == ["r0", "r1"]
+    assert world.sink.started_ids == [R0, R1]
     expected = FinishReason.CANCELLED if stops else None
     assert world.sink.ended.get(second.request.request_id) is expected
 

@@ -86,7 +86,7 @@ def ends(result: st.SearchStrategy[core.TaskResult]) -> st.SearchStrategy[Done]:
     """How requests of one skill may end."""
     return st.builds(
         Done,
-        request_id=st.just("engine's own"),
+        request_id=st.just(core.RequestKey("engine's own")),
         result=result,
         finish_reason=st.sampled_from(core.FinishReason),
         usage=st.builds(core.Usage, *[SMALL] * 5),
@@ -192,7 +192,13 @@ def test_times_are_sent_to_the_nanosecond(value: core.Timings) -> None:
     """Each part is there, rounded, with whole seconds apart."""
     usage = core.Usage(input_tokens=1, output_tokens=1)
     result, reason = core.CaptionResult(caption="yes"), core.FinishReason.STOP
-    done = Done(request_id="r", result=result, finish_reason=reason, usage=usage, timings=value)
+    done = Done(
+        request_id=core.RequestKey("r"),
+        result=result,
+        finish_reason=reason,
+        usage=usage,
+        timings=value,
+    )
     sent = response_of(responses.caption, "r", "m", done, None).info.timings
     for name in PARTS:
         assert sent.HasField(name)
@@ -204,10 +210,14 @@ def test_times_are_sent_to_the_nanosecond(value: core.Timings) -> None:
 def test_a_response_that_cannot_be_built_leaves_nothing_to_the_next() -> None:
     """An image that is too wide for the contract fails after other fields were set."""
     usage, timings = core.Usage(1, 1), core.Timings()
-    plain = Done("a", core.CaptionResult("x"), core.FinishReason.STOP, usage, timings)
+    plain = Done(
+        core.RequestKey("a"), core.CaptionResult("x"), core.FinishReason.STOP, usage, timings
+    )
     image = core.ImageInfo(image_id="secret", width=1 << 40, height=1, cache_hit=False)
     token = core.TokenInfo(token_id=7)
-    bad = Done("b", plain.result, core.FinishReason.STOP, usage, timings, image, (token,))
+    bad = Done(
+        core.RequestKey("b"), plain.result, core.FinishReason.STOP, usage, timings, image, (token,)
+    )
     expected = response_of(responses.caption, "a", "model", plain, None)
     with pytest.raises(ValueError, match="range"):
         response_of(responses.caption, "b", "model", bad, media_pb2.FrameStamp(frame_id="secret"))

@@ -52,20 +52,22 @@ def lines_of(logs, method=QUERY):
 
 
 @pytest.mark.parametrize(
-    ("cores", "given", "woken_by_calls"),
+    ("cores", "options", "given", "woken_by_calls"),
     [
-        (16, None, False),
-        (16, "event_engine_listener", True),
-        (2, None, True),
-        (2, "-event_engine_listener", False),
+        (16, [], None, False),
+        (16, [], "event_engine_listener", True),
+        (2, [], None, True),
+        (2, [], "-event_engine_listener", False),
+        (16, ["--latency-policy", "shared"], None, True),
+        (2, ["--latency-policy=low-latency"], None, False),
     ],
 )
-def test_connections_are_read_by_the_event_loop(cores, given, woken_by_calls):
-    """On many cores grpc's event engine has no part in a call; the environment decides."""
+def test_connections_are_read_by_the_event_loop(cores, options, given, woken_by_calls):
+    """With low latency grpc's event engine has no part in a call; the environment decides."""
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {"PYTHONPATH": paths} | ({} if given is None else {"GRPC_EXPERIMENTS": given})
     process = subprocess.Popen(
-        [sys.executable, "-c", _READER, str(cores)],
+        [sys.executable, "-c", _READER, str(cores), *options],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -105,7 +107,7 @@ async def test_a_request_without_id_gets_one_everywhere():
         info = (await call).info
         assert info.request_id
         assert dict(await call.trailing_metadata())["x-request-id"] == info.request_id
-        assert server.engine.requests[0].request_id == info.request_id
+        assert server.engine.requests[0].request_id.caller_id == info.request_id
 
 
 async def test_the_engine_expects_a_request_before_its_message_is_read():

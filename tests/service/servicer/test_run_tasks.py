@@ -64,7 +64,7 @@ async def test_tokens_are_listed_by_task():
         if isinstance(engine_request.task, core.CaptionTask):
             engine.fail(stream, PromptTooLong("too long"))
             return
-        tokens = (core.TokenInfo(token_id=len(engine_request.request_id), logprob=-1.0),)
+        tokens = (core.TokenInfo(token_id=len(engine_request.request_id.name), logprob=-1.0),)
         ended = msgspec.structs.replace(
             done(engine_request, solution(engine_request.task)[1]), tokens=tokens
         )

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core import EncodedImage, Request, SamplingParams
+from legato_engine.core import EncodedImage, Request, RequestKey, SamplingParams
 from legato_engine.errors import from_value
-from legato_engine.ipc.messages import Done, Failed, HoldImage, ImageHeld, Load, Report
+from legato_engine.ipc.messages import Done, EngineMessage, Failed, HoldImage, ImageHeld, Load
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from PIL import Image
@@ -38,7 +38,7 @@ class World:
     def __init__(self, assembly, **changes):
         config = msgspec.structs.replace(assembly.config, **changes)
         assembly = dataclasses.replace(assembly, config=config)
-        self.reports: list[Report] = []
+        self.reports: list[EngineMessage] = []
         self.woken = threading.Event()
         self.blobs = BlobStore(new_namespace())
         self.core = assembly.core(
@@ -49,18 +49,17 @@ class World:
         """A picture file in a blob."""
         return EncodedImage(blob=self.blobs.put(data), mime_type="image/png")
 
-    def submit(self, name, task, image=None, **fields):
+    def submit(self, name, task, image=None, tenant="", **fields):
         """Hand a request to the core."""
+        key = RequestKey(name, tenant)
         sampling = fields.pop("sampling", SamplingParams(max_tokens=12))
         self.core.submit(
-            Request(request_id=name, task=task, image=image, sampling=sampling, **fields)
+            Request(request_id=key, task=task, image=image, sampling=sampling, **fields)
         )
 
     def of(self, name, kind=object):
         """Reports of one request."""
-        return [
-            r for r in self.reports if getattr(r, "request_id", "") == name and isinstance(r, kind)
-        ]
+        return [r for r in self.reports if r.request_id.caller_id == name and isinstance(r, kind)]
 
     def run(self, *names):
         """Step until every named request has ended."""
@@ -70,7 +69,9 @@ class World:
 
     def hold(self, data, name="h", ttl=60.0):
         """How holding a picture ended."""
-        command = HoldImage(request_id=name, image=self.encoded(data), owner="me", ttl=ttl)
+        command = HoldImage(
+            request_id=RequestKey(name), image=self.encoded(data), owner="me", ttl=ttl
+        )
         self.core.hold(command)
         while not self.of(name, ImageHeld | Failed):
             self._step()
