@@ -66,7 +66,10 @@ def fill_timings(message: task_pb2.Timings, value: core.Timings) -> None:
 
 def fill_duration(message: duration_pb2.Duration, seconds: float) -> None:
     """Fill a duration that is not negative, to the nanosecond."""
-    message.seconds, message.nanos = divmod(round(seconds * 1e9), _NANOSECONDS)
+    nanos = round(seconds * 1e9)
+    if nanos >= _NANOSECONDS:
+        message.seconds, nanos = divmod(nanos, _NANOSECONDS)
+    message.nanos = nanos
 
 
 def fill_tokens(
