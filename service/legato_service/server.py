@@ -32,7 +32,7 @@ from legato_service.lifecycle.peers import Peers
 from legato_service.requests.dispatcher import Dispatcher
 from legato_service.requests.idempotency import IdempotencyCache
 from legato_service.requests.registry import RequestRegistry
-from legato_service.rpc.call_log import RpcLog
+from legato_service.rpc.call_log import CallLog
 from legato_service.rpc.grpc_options import server_options
 from legato_service.rpc.health import HealthServicer, Progress
 from legato_service.rpc.middleware import RpcMiddleware
@@ -77,9 +77,9 @@ class Server:
         self.sessions = SessionRegistry(config.max_sessions)
         self._drain = Drain(self._requests, self.sessions)
         self._engine_drain: asyncio.Task[None] | None = None
-        self.replies = IdempotencyCache()
-        self._rpc_log = RpcLog()
-        self.pictures = ImageIntake(
+        self.idempotency_cache = IdempotencyCache()
+        self._call_log = CallLog()
+        self.images = ImageIntake(
             blobs,
             max_bytes=config.max_request_bytes,
             max_pixels=config.engine.max_image_pixels,
@@ -91,9 +91,8 @@ class Server:
         self._health = HealthServicer(BUILT, progress)
         self._health_task: asyncio.Task[None] | None = None
         self._grpc = self._listener(shared=config.processes > 1)
-        is_first = (
-            peers is None or peers.is_first
-        )  # only the first process has the operator's listener
+        # Only the first process has the operator's listener.
+        is_first = peers is None or peers.is_first
         self._admin_grpc = self._listener() if config.admin_listen and is_first else None
         self.admin_address = ""  # of AdminService, once started; empty: it is off
         admin = AdminServicer(
@@ -112,11 +111,11 @@ class Server:
         return grpc.aio.server(options=server_options(self._config, shared=shared))
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
-        dispatcher = Dispatcher(self._engine, self.pictures, self._requests)
-        main = RpcMiddleware(self._config.stall_timeout, self._rpc_log, self._engine.expect)
+        dispatcher = Dispatcher(self._engine, self.images, self._requests)
+        main = RpcMiddleware(self._config.stall_timeout, self._call_log, self._engine.expect)
         inference = InferenceServicer(
             dispatcher,
-            self.replies,
+            self.idempotency_cache,
             unary_deadline=self._config.unary_deadline,
             stream_deadline=self._config.stream_deadline,
         )
@@ -136,7 +135,7 @@ class Server:
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, main.as_server)
         self._add_common((*BUILT, _ADMIN.full_name) if admin_here else BUILT, main, self._grpc)
         if self._admin_grpc is not None:
-            admin_only = RpcMiddleware(self._config.stall_timeout, self._rpc_log)
+            admin_only = RpcMiddleware(self._config.stall_timeout, self._call_log)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, admin_only.as_server)
             self._add_common((_ADMIN.full_name,), admin_only, self._admin_grpc)
 
@@ -157,7 +156,7 @@ class Server:
     def _session_limits(self) -> SessionLimits:
         return SessionLimits(
             open_timeout=self._config.session_open_timeout,
-            patience=self._config.stall_timeout,
+            credit_timeout=self._config.stall_timeout,
             frame_deadline=self._config.unary_deadline,
             max_age=self._config.max_session_age,
         )
@@ -229,4 +228,4 @@ class Server:
         grace = LAST_WRITES if drained else 0
         servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
         await asyncio.gather(*(server.stop(grace) for server in servers))
-        self._rpc_log.close()
+        self._call_log.close()

@@ -11,7 +11,7 @@ from tests.e2e.server import Server
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of legato-tiny for these tests alone; at the end it holds nothing."""
+    """Yield a server of legato-tiny, which must hold nothing at the end."""
     with Server(tmp_path_factory.mktemp("conformance")) as running:
         yield running
         running.settle()

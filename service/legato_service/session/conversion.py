@@ -1,4 +1,4 @@
-"""A session's values as the messages of the contract, and its opening as `Terms`."""
+"""Conversion of a session's opening to settings, and of its messages to responses."""
 
 from __future__ import annotations
 
@@ -12,35 +12,40 @@ from legato_engine import core
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done
 
-from legato_service.convert import info, requests
+from legato_service.convert import requests
 from legato_service.convert.event_stream import EventStream
+from legato_service.convert.response_info import duration, image_info
 from legato_service.requests.shared_image import task_result
 from legato_service.session.frame import Accepted, Dropped, Event, GoAway, Notice, Result
-from legato_service.session.plan import Job
-from legato_service.session.terms import Cause, Policy, Terms
+from legato_service.session.frame_planner import FrameRequest
+from legato_service.session.settings import DropReason, FramePolicy, SessionSettings
 
 MAX_NAME = 64  # characters
 MAX_IN_FLIGHT = 8  # frames
-QUEUED_FRAMES = 8  # that wait under EVERY_FRAME
+QUEUED_FRAMES = 8  # waiting frames under EVERY_FRAME
 DEFAULT_HEARTBEAT = 10.0  # seconds
 
 _POLICIES = {
-    pb.FRAME_POLICY_UNSPECIFIED: Policy.LATEST_WINS,
-    pb.FRAME_POLICY_LATEST_WINS: Policy.LATEST_WINS,
-    pb.FRAME_POLICY_EVERY_FRAME: Policy.EVERY_FRAME,
-    pb.FRAME_POLICY_PREEMPT: Policy.PREEMPT,
+    pb.FRAME_POLICY_UNSPECIFIED: FramePolicy.LATEST_WINS,
+    pb.FRAME_POLICY_LATEST_WINS: FramePolicy.LATEST_WINS,
+    pb.FRAME_POLICY_EVERY_FRAME: FramePolicy.EVERY_FRAME,
+    pb.FRAME_POLICY_PREEMPT: FramePolicy.PREEMPT,
 }
-_DROPS = {
-    Cause.SUPERSEDED: pb.DROP_REASON_SUPERSEDED,
-    Cause.TOO_OLD: pb.DROP_REASON_TOO_OLD,
-    Cause.OVERLOADED: pb.DROP_REASON_OVERLOADED,
-    Cause.CANCELLED: pb.DROP_REASON_CANCELLED,
-    Cause.GOING_AWAY: pb.DROP_REASON_GOING_AWAY,
+_DROP_REASONS = {
+    DropReason.SUPERSEDED: pb.DROP_REASON_SUPERSEDED,
+    DropReason.TOO_OLD: pb.DROP_REASON_TOO_OLD,
+    DropReason.OVERLOADED: pb.DROP_REASON_OVERLOADED,
+    DropReason.CANCELLED: pb.DROP_REASON_CANCELLED,
+    DropReason.GOING_AWAY: pb.DROP_REASON_GOING_AWAY,
 }
 
 
-def terms(message: pb.SessionOpen, *, patience: float) -> Terms:
-    """What the session is granted; raises `InvalidField` by the opening's fields."""
+def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettings:
+    """Convert the opening.
+
+    Raises:
+        InvalidField: a field is malformed.
+    """
     if len(message.session_name) > MAX_NAME:
         raise InvalidField(f"at most {MAX_NAME} characters", field="open.session_name")
     if message.frame_policy not in _POLICIES:
@@ -52,19 +57,23 @@ def terms(message: pb.SessionOpen, *, patience: float) -> Terms:
         raise InvalidField("must not be negative", field="open.max_frame_age")
     policy = _POLICIES[message.frame_policy]
     in_flight = min(message.max_in_flight or 1, MAX_IN_FLIGHT)
-    return Terms(
+    return SessionSettings(
         policy=policy,
         max_in_flight=in_flight,
-        # Otherwise one frame waits, and a newer one may be on its way to take its place.
-        frame_credits=QUEUED_FRAMES if policy is Policy.EVERY_FRAME else in_flight + 1,
+        # The other policies let one frame wait; a newer one may be on its way to replace it.
+        frame_credits=QUEUED_FRAMES if policy is FramePolicy.EVERY_FRAME else in_flight + 1,
         max_frame_age=max_age or math.inf,
         response_credits=message.response_credits or None,
-        patience=patience,
+        credit_timeout=credit_timeout,
     )
 
 
 def heartbeat(message: pb.SessionOpen) -> float:
-    """Seconds of silence before a heartbeat; raises `InvalidField`."""
+    """Return the seconds of silence before a heartbeat.
+
+    Raises:
+        InvalidField: the interval is not positive.
+    """
     if not message.HasField("heartbeat_interval"):
         return DEFAULT_HEARTBEAT
     seconds = _seconds(message.heartbeat_interval)
@@ -73,25 +82,30 @@ def heartbeat(message: pb.SessionOpen) -> float:
     return max(seconds, requests.MIN_HEARTBEAT)
 
 
-class Script:
-    """Writes what the core says as responses, `index` 0, 1, 2, ..."""
+class ResponseBuilder:
+    """Converts the core's messages to responses with `index` 0, 1, 2, ...
+
+    `go_away_reason` is the status that the next `go_away` message carries.
+    """
 
     def __init__(self, session_id: str) -> None:
         self._session_id = session_id
-        self._next = 0
+        self._next_index = 0
         self._events: dict[int, dict[int, EventStream]] = {}  # by sequence and task
-        self.farewell = status_pb2.Status()
+        self.go_away_reason = status_pb2.Status()
 
     def opened(self, opened: pb.SessionOpened) -> pb.SessionResponse:
-        """The first response."""
+        """Wrap the first response."""
         return self._numbered(pb.SessionResponse(opened=opened))
 
     def heartbeat(self) -> pb.SessionResponse:
-        """Nothing to say."""
+        """Return a heartbeat."""
         return self._numbered(pb.SessionResponse(heartbeat=inference_pb2.Heartbeat()))
 
-    def of(self, message: Notice | Event[Job] | Result[Job]) -> pb.SessionResponse:
-        """A message of the core's."""
+    def response(
+        self, message: Notice | Event[FrameRequest] | Result[FrameRequest]
+    ) -> pb.SessionResponse:
+        """Convert a message of the core."""
         match message:
             case Accepted():
                 response = pb.SessionResponse(
@@ -104,7 +118,7 @@ class Script:
                 self._events.pop(message.sequence, None)
             case GoAway():
                 away = pb.SessionGoAway(
-                    time_left=info.duration(message.time_left), reason=self.farewell
+                    time_left=duration(message.time_left), reason=self.go_away_reason
                 )
                 response = pb.SessionResponse(go_away=away)
             case Event():
@@ -116,36 +130,36 @@ class Script:
         return self._numbered(response)
 
     def _numbered(self, response: pb.SessionResponse) -> pb.SessionResponse:
-        response.index = self._next
-        self._next += 1
+        response.index = self._next_index
+        self._next_index += 1
         return response
 
-    def _delta(self, message: Event[Job]) -> pb.FrameDelta:
-        job, index = message.frame, message.index
-        of_frame = self._events.setdefault(job.sequence, {})
+    def _delta(self, message: Event[FrameRequest]) -> pb.FrameDelta:
+        frame, index = message.frame, message.index
+        of_frame = self._events.setdefault(frame.sequence, {})
         if index not in of_frame:
-            request_id = f"{self._session_id}#{job.sequence}.{index}"
-            of_frame[index] = EventStream(request_id, job.task_ids[index], None)
-        (event,) = of_frame[index].of(message.report)
-        return pb.FrameDelta(sequence=job.sequence, task_id=job.task_ids[index], event=event)
+            request_id = f"{self._session_id}#{frame.sequence}.{index}"
+            of_frame[index] = EventStream(request_id, frame.task_ids[index], None)
+        (event,) = of_frame[index].convert(message.output)
+        return pb.FrameDelta(sequence=frame.sequence, task_id=frame.task_ids[index], event=event)
 
-    def _result(self, message: Result[Job]) -> pb.FrameResult:
-        job, index, outcome = message.frame, message.index, message.outcome
-        task_id = job.task_ids[index]
+    def _result(self, message: Result[FrameRequest]) -> pb.FrameResult:
+        frame, index, outcome = message.frame, message.index, message.outcome
+        task_id = frame.task_ids[index]
         if outcome is None:
-            result = _nothing(task_id, job.tasks[index].asked)
+            result = _empty_result(task_id, frame.tasks[index].request)
         else:
-            result = task_result(task_id, outcome, f"{self._session_id}#{job.sequence}.{index}")
+            result = task_result(task_id, outcome, f"{self._session_id}#{frame.sequence}.{index}")
         if (
-            message.stopped is Cause.SUPERSEDED
+            message.stopped is DropReason.SUPERSEDED
             and result.finish_reason == task_pb2.FINISH_REASON_CANCELLED
         ):
             result.finish_reason = task_pb2.FINISH_REASON_SUPERSEDED
         image = outcome.image if isinstance(outcome, Done) else None
         return pb.FrameResult(
-            stamp=job.stamp,
+            stamp=frame.stamp,
             result=result,
-            image=info.image(image),
+            image=None if image is None else image_info(image),
             last_for_frame=message.last,
         )
 
@@ -153,18 +167,17 @@ class Script:
 def _dropped(message: Dropped) -> pb.FrameDropped:
     return pb.FrameDropped(
         sequence=message.sequence,
-        reason=_DROPS[message.cause],
+        reason=_DROP_REASONS[message.reason],
         frame_credits=message.frame_credits,
         dropped_total=message.dropped_total,
     )
 
 
-def _nothing(task_id: str, asked: core.Request | Exception) -> task_pb2.TaskResult:
-    """The partial result of a task that was stopped before it began: its skill's, empty."""
+def _empty_result(task_id: str, request: core.Request | Exception) -> task_pb2.TaskResult:
     result = task_pb2.TaskResult(
         task_id=task_id, finish_reason=task_pb2.FINISH_REASON_CANCELLED, usage=task_pb2.Usage()
     )
-    match asked.task if isinstance(asked, core.Request) else None:
+    match request.task if isinstance(request, core.Request) else None:
         case core.CaptionTask():
             result.caption.SetInParent()
         case core.DetectTask():

@@ -1,6 +1,6 @@
 """A process that writes one slot again and again, each time with one byte all over.
 
-`python -m tests.service.scribbler SIZE` prints the region's name and writes until its input ends.
+`python -m tests.service.slot_writer SIZE` prints the region's name and writes until its input ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from legato_client._images.shared_frames import SharedFrames
 
 
 def main() -> None:
-    """Write until nobody listens."""
+    """Write until the input ends."""
     size = int(sys.argv[1])
     frames = [bytes([value]) * size for value in range(1, 6)]
     ended = threading.Event()

@@ -1,4 +1,4 @@
-"""What a session's frames are asked: checked when it is said, made into requests by each frame."""
+"""Conversion of a session's frames and tasks to engine requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import msgspec
-from legato.v1 import media_pb2, task_pb2
+from legato.v1 import inference_pb2, media_pb2, task_pb2
 from legato.v1 import session_pb2 as pb
 from legato_engine import core
 from legato_engine.errors import InvalidField, LegatoError, SessionProtocol
@@ -20,43 +20,49 @@ from legato_service.session.frame import Frame
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedTask:
-    """A task as asked, its request still without an id; or what is wrong with it."""
+    """A task's request without an id, or what is wrong with the task."""
 
     task_id: str
-    asked: core.Request | LegatoError
+    request: core.Request | LegatoError
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Job(Frame):
-    """A frame with all that it takes to run it."""
+class FrameRequest(Frame):
+    """A frame with all that is needed to run it."""
 
     stamp: media_pb2.FrameStamp
-    image: media_pb2.Image | None  # None once it was taken in
+    image: media_pb2.Image | None  # None once it was read
     tasks: tuple[PlannedTask, ...]
 
 
-class Planner:
-    """Turns the messages of one session into jobs.
+class FramePlanner:
+    """Converts the frames of one session.
 
-    Raises, when the session opens, what is wrong with its model, its adapter or its tasks.
+    Raises:
+        LegatoError: the opening's model, adapter or tasks cannot be served.
     """
 
     def __init__(self, dispatcher: Dispatcher, opening: pb.SessionOpen, max_age: float) -> None:
         self._dispatcher = dispatcher
-        self._options = {"model": opening.model, "adapter": opening.adapter}
+        self._options = inference_pb2.RequestOptions(model=opening.model, adapter=opening.adapter)
         self._deltas = opening.stream_deltas
         self._clock = CaptureClock(max_age)
         self.model: ModelInfo = dispatcher.model(opening.model, opening.adapter)
-        self._standing = self._checked(opening.standing_tasks, "open.standing_tasks")
+        self._standing_tasks = self._checked(opening.standing_tasks, "open.standing_tasks")
 
     def update(self, messages: Sequence[task_pb2.Task]) -> None:
-        """Replace the standing tasks; raises `InvalidField` and the like."""
-        self._standing = self._checked(messages, "update.standing_tasks")
+        """Replace the standing tasks.
 
-    def job(self, message: pb.Frame, now: float, wall_clock: float) -> Job:
-        """A frame that arrived at `now` on our clock, `wall_clock` on everybody's.
+        Raises:
+            LegatoError: a task is malformed or cannot be served.
+        """
+        self._standing_tasks = self._checked(messages, "update.standing_tasks")
 
-        Raises `SessionProtocol` when nothing names it.
+    def plan(self, message: pb.Frame, now: float, wall_clock: float) -> FrameRequest:
+        """Convert a frame that arrived at `now` (`time.monotonic`) and `wall_clock`.
+
+        Raises:
+            SessionProtocol: the frame has no stamp.
         """
         if not message.HasField("stamp"):
             raise SessionProtocol("a frame needs its stamp", field="frame.stamp")
@@ -64,10 +70,10 @@ class Planner:
         if stamp.HasField("capture_time"):
             age = self._clock.age(stamp.capture_time.ToNanoseconds() / 1e9, wall_clock)
         tasks = self._tasks(message)
-        return Job(
+        return FrameRequest(
             sequence=stamp.sequence,
             task_ids=tuple(task.task_id for task in tasks),
-            born=now - age,
+            captured_at=now - age,
             must_run=message.must_run,
             stamp=stamp,
             image=message.image,
@@ -75,42 +81,42 @@ class Planner:
         )
 
     def _tasks(self, message: pb.Frame) -> tuple[PlannedTask, ...]:
-        """The frame's tasks; a list that makes no sense is one failed task without a name."""
-        standing = () if message.skip_standing_tasks else self._standing
+        """An invalid list becomes one failed task without an id."""
+        standing = () if message.skip_standing_tasks else self._standing_tasks
         extra = tuple(
             self._planned(each, f"frame.extra_tasks[{index}]")
             for index, each in enumerate(message.extra_tasks[: requests.MAX_TASKS + 1])
         )
         tasks = (*standing, *extra)
-        names = [task.task_id for task in tasks if task.task_id]
+        ids = [task.task_id for task in tasks if task.task_id]
         limit = requests.MAX_TASKS
         if not 1 <= len(tasks) <= limit:
             error = InvalidField(f"a frame has 1 to {limit} tasks", field="frame", limit=limit)
-        elif len(names) != len(set(names)):
+        elif len(ids) != len(set(ids)):
             error = InvalidField("the ids of a frame's tasks must differ", field="frame")
         else:
             return tasks
         return (PlannedTask("", error),)
 
     def _checked(self, messages: Sequence[task_pb2.Task], field: str) -> tuple[PlannedTask, ...]:
-        specs = requests.tasks(messages, field, least=0)
+        tasks = requests.tasks(messages, field, least=0)
         return tuple(
-            PlannedTask(message.task_id, self._request(spec, message, f"{field}[{index}]."))
-            for index, (spec, message) in enumerate(zip(specs, messages, strict=True))
+            PlannedTask(message.task_id, self._request(task, message, f"{field}[{index}]."))
+            for index, (task, message) in enumerate(zip(tasks, messages, strict=True))
         )
 
     def _planned(self, message: task_pb2.Task, path: str) -> PlannedTask:
         try:
-            spec = requests.task(message, path)
-            return PlannedTask(message.task_id, self._request(spec, message, f"{path}."))
+            task = requests.task(message, path)
+            return PlannedTask(message.task_id, self._request(task, message, f"{path}."))
         except LegatoError as error:
             return PlannedTask(message.task_id[: requests.MAX_TASK_ID], error)
 
-    def _request(self, spec: core.TaskSpec, message: task_pb2.Task, path: str) -> core.Request:
-        """The request; the picture is kept for the frame's other tasks: it is encoded once."""
+    def _request(self, task: core.TaskSpec, message: task_pb2.Task, path: str) -> core.Request:
+        """The image is cached, so that it is encoded once a frame."""
         sampling = requests.sampling(message.sampling, path)
-        asked = requests.request(
-            core.RequestKey(""), spec, sampling, self._options, deltas=self._deltas
+        request = requests.request(
+            core.RequestKey(""), task, sampling, self._options, deltas=self._deltas
         )
-        self._dispatcher.check(asked, path)
-        return msgspec.structs.replace(asked, cache_image=True)
+        self._dispatcher.check(request, path)
+        return msgspec.structs.replace(request, cache_image=True)
