@@ -94,7 +94,7 @@ class InProcess:
         """
         self._serial += 1
         request = engine_core.Request(
-            request_id=f"hop-{self._serial}",
+            request_id=engine_core.RequestKey(f"hop-{self._serial}"),
             task=engine_core.QueryTask(question=QUESTION),
             image=self._source(kind),
             sampling=engine_core.SamplingParams(temperature=0.0, max_tokens=tokens, seed=0),

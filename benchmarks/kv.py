@@ -24,6 +24,7 @@ from legato_engine.core import (
     PromptToken,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
 )
 from legato_engine.device.base import Device
@@ -63,7 +64,7 @@ class Asker(SilentSink):
     def _sequence(self, start: Sequence[int], image: PreparedImage | None) -> EngineSequence:
         index = next(self._ids)
         request = Request(
-            request_id=str(index),
+            request_id=RequestKey(str(index)),
             task=QueryTask(question=f"{index}: what is there?"),
             image=None if image is None else CachedImage(image_id=image.key),
             sampling=SamplingParams(temperature=0.0, max_tokens=1, seed=0),

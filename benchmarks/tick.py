@@ -15,6 +15,7 @@ from legato_engine.core import (
     QueryResult,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TextDelta,
 )
@@ -139,7 +140,7 @@ def ticks(make_task: Callable[[int], Task], streams: int, count: int) -> list[in
     )
     for index in range(streams):
         task = make_task(length)
-        request = Request(request_id=f"request-{index}", task=QueryTask(question="?"))
+        request = Request(request_id=RequestKey(f"request-{index}"), task=QueryTask(question="?"))
         requests.add(ScheduledRequest(request_id=request.request_id, tenant="", request=request))
         scheduler.submit(EngineSequence(index, request, task, None, 1, task.prompt))
     for _ in range(2 * streams + WARM_UP):

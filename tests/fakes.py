@@ -16,6 +16,7 @@ from legato_engine.core import (
     QueryResult,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TextDelta,
 )
@@ -127,11 +128,10 @@ def make_sequence(
     """Return a waiting sequence of request `r<seq_id>`; its adapter changes its prefix too."""
     task = task if task is not None else FakeTask(seed=seq_id)
     request = Request(
-        request_id=f"r{seq_id}",
+        request_id=RequestKey(f"r{seq_id}", tenant),
         task=QueryTask(question="?"),
         deadline=deadline,
         priority=priority,
-        tenant=tenant,
     )
     if prefix_key is not None and adapter:
         prefix_key = f"{prefix_key} {adapter}"
@@ -156,9 +156,9 @@ class FakeSink:
     """Collects events and checks their order; calls `on_delta` on a delta."""
 
     def __init__(self) -> None:
-        self.started_ids: list[str] = []
+        self.started_ids: list[RequestKey] = []
         self.texts: dict[str, list[str]] = {}
-        self.ended: dict[str, FinishReason | LegatoError] = {}
+        self.ended: dict[RequestKey, FinishReason | LegatoError] = {}
         self.on_delta: Callable[[EngineSequence], None] = lambda sequence: None
 
     def started(self, sequence: EngineSequence) -> None:

@@ -17,6 +17,7 @@ from legato_engine.core import (
     FinishReason,
     ImageInfo,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
 )
@@ -132,7 +133,7 @@ class Engine:
         tasks: list[WatchedTask] = []
         for index, case in enumerate(cases):
             request = Request(
-                request_id=str(index),
+                request_id=RequestKey(str(index)),
                 task=case.task,
                 image=None if case.size is None else CachedImage(image_id=str(case.size)),
                 sampling=SamplingParams(temperature=0.0, max_tokens=budget(case), seed=0),

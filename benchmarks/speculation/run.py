@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from legato_engine.core import Event, FinishReason, TaskResult
+from legato_engine.core import Event, FinishReason, RequestKey, TaskResult
 from legato_engine.engine.assembly import Assembly
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.scheduler.runner import LaunchTimes
@@ -136,7 +136,7 @@ class Run(SilentSink):
         self._submitted: list[float] = []
         self._records: list[StepRecord] = []
         self._times: list[LaunchTimes] = []
-        self._averages: dict[str, list[tuple[float, float]]] = {}
+        self._averages: dict[RequestKey, list[tuple[float, float]]] = {}
         self._kv_use: list[tuple[float, float]] = []
         self._scheduler = assembly.scheduler(
             self,

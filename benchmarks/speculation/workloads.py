@@ -21,6 +21,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskSpec,
 )
@@ -138,10 +139,10 @@ def real_requests(assembly: Assembly, images: Sequence[PreparedImage]) -> list[E
 
 
 def _sequence(
-    assembly: Assembly, request_id: str, task: TaskSpec, image: PreparedImage | None
+    assembly: Assembly, name: str, task: TaskSpec, image: PreparedImage | None
 ) -> EngineSequence:
     request = Request(
-        request_id=request_id,
+        request_id=RequestKey(name),
         task=task,
         image=None if image is None else CachedImage(image_id=image.key),
         sampling=SamplingParams(temperature=0.0, seed=0),

@@ -181,18 +181,49 @@ class ImageInfo(Value, frozen=True):
 # ---------------------------------------------------------------- requests
 
 
+class RequestKey(
+    msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, cache_hash=True
+):
+    """The identity of a request in all processes of a server."""
+
+    caller_id: str
+    """Given by the caller, else made up by the service; unique within its tenant."""
+
+    tenant: str = ""
+    part: str = ""  # of a call of several: "2" of RunTasks, frame and task "7.0" of a session
+    worker: int = 0  # number of the service process; 0 is the first
+
+    @property
+    def name(self) -> str:
+        """`tenant/caller_id#part`: the same from every service process. Seeds derive from it."""
+        name = f"{self.tenant}/{self.caller_id}" if self.tenant else self.caller_id
+        return f"{name}#{self.part}" if self.part else name
+
+    @property
+    def call(self) -> RequestKey:
+        """The key that all parts of a call share."""
+        return self.with_part("")
+
+    def with_part(self, part: str) -> RequestKey:
+        """The key of this part of the same call."""
+        return RequestKey(self.caller_id, self.tenant, part, self.worker)
+
+    def matches(self, target: RequestKey) -> bool:
+        """Whether `target` means this request; without a tenant, it means those of all tenants."""
+        return self.caller_id == target.caller_id and target.tenant in ("", self.tenant)
+
+
 class Request(Value, frozen=True):
     """One task on at most one image, as the service hands it to the engine.
 
-    `request_id` is unique in the engine, see `caller_id`.
     `deadline` is absolute `time.monotonic()` seconds (one clock for all processes of a host).
-    Of those who wait a higher `priority` goes first; `tenant` is whom the request counts for.
+    Of those who wait a higher `priority` goes first.
     Without `deltas` only the whole result is told, which repeats what they would have said; without
     `progress` not even that it waits or has started.
     With `return_tokens` every token is told, with its probability if `logprobs`.
     """
 
-    request_id: str
+    request_id: RequestKey
     task: TaskSpec
     image: ImageSource | None = None
     sampling: SamplingParams = SamplingParams()
@@ -205,28 +236,11 @@ class Request(Value, frozen=True):
     deltas: bool = True
     progress: bool = True
     priority: int = 0
-    tenant: str = ""
 
-
-def without_link(request_id: str) -> str:
-    """The id without the number and the `@` that a service process beside the first puts before it.
-
-    No caller's id holds an `@`.
-    """
-    return request_id.rpartition("@")[2]
-
-
-def scoped_id(request_id: str) -> str:
-    """The id as its service process knows the request: several tasks of one call are one.
-
-    A task has a `#` and its number behind; no caller's id holds a `#`.
-    """
-    return without_link(request_id).partition("#")[0]
-
-
-def caller_id(request_id: str) -> str:
-    """What the caller named the request, without the tenant's name and the `/` before it."""
-    return scoped_id(request_id).rpartition("/")[2]
+    @property
+    def tenant(self) -> str:
+        """Whom the request counts for."""
+        return self.request_id.tenant
 
 
 # ---------------------------------------------------------------- what comes back

@@ -16,6 +16,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
 )
@@ -72,7 +73,7 @@ class Answers(SilentSink):
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         """Remember it."""
-        self.results[sequence.request.request_id] = sequence.task.result(finish_reason)
+        self.results[sequence.request.request_id.caller_id] = sequence.task.result(finish_reason)
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +126,16 @@ def run(
     sampling = SamplingParams(temperature=0.0, max_tokens=16)
     for number, name in enumerate(names):
         asked = Request(
-            request_id=f"{number}-caption",
+            request_id=RequestKey(f"{number}-caption"),
             task=CaptionTask(),
             image=CachedImage(image_id="grey"),
             sampling=sampling,
         )
         scheduler.submit(make_sequence(assembly.frontend, asked, grey, adapters.get(name)))
         asked = Request(
-            request_id=f"{number}-query", task=QueryTask(question="What?" * 20), sampling=sampling
+            request_id=RequestKey(f"{number}-query"),
+            task=QueryTask(question="What?" * 20),
+            sampling=sampling,
         )
         scheduler.submit(make_sequence(assembly.frontend, asked, None, adapters.get(name)))
     scheduler.drain()

@@ -19,6 +19,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
     TaskSpec,
@@ -54,7 +55,7 @@ class Results(SilentSink):
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         """Remember it."""
-        self.by_id[sequence.request.request_id] = sequence.task.result(finish_reason)
+        self.by_id[sequence.request.request_id.caller_id] = sequence.task.result(finish_reason)
 
 
 def assembled(device: str, *, graphs: bool = True, dtype: str = "f32") -> Assembly:
@@ -74,7 +75,7 @@ class Told(SilentSink):
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
         """Remember them."""
-        self.by_id[sequence.request.request_id] += tokens_of(events)
+        self.by_id[sequence.request.request_id.caller_id] += tokens_of(events)
 
 
 def tokens(assembly: Assembly) -> list[list[TokenInfo]]:
@@ -85,7 +86,7 @@ def tokens(assembly: Assembly) -> list[list[TokenInfo]]:
     image = assembly.frontend.prepare_image(shapes_picture(), "shapes", info)
     for index, task in enumerate(TASKS):
         request = Request(
-            request_id=str(index),
+            request_id=RequestKey(str(index)),
             task=task,
             image=CachedImage(image_id="shapes"),
             sampling=SamplingParams(temperature=0.0, max_tokens=48),
@@ -105,7 +106,7 @@ def answers(assembly: Assembly, depth: int, temperature: float = 0.0) -> dict[st
     image = assembly.frontend.prepare_image(shapes_picture(), "shapes", info)
     for index, task in enumerate(TASKS * 2):
         request = Request(
-            request_id=str(index),
+            request_id=RequestKey(str(index)),
             task=task,
             image=CachedImage(image_id="shapes"),
             sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=48),

@@ -22,6 +22,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
     TaskSpec,
@@ -70,11 +71,11 @@ class Watch(SilentSink):
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
         """Remember the tokens."""
-        self.tokens[sequence.request.request_id] += tokens_of(events)
+        self.tokens[sequence.request.request_id.caller_id] += tokens_of(events)
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         """Remember it."""
-        self.results[sequence.request.request_id] = sequence.task.result(finish_reason)
+        self.results[sequence.request.request_id.caller_id] = sequence.task.result(finish_reason)
 
     def committed(self, record: StepRecord) -> None:
         """Remember its plan."""
@@ -116,7 +117,7 @@ def run(
         image = picture(assembly, index % 3) if index != 0 else None
         task = tasks[index % 3] if index else QueryTask(question="x" * 99)
         request = Request(
-            request_id=str(index),
+            request_id=RequestKey(str(index)),
             task=task,
             image=CachedImage(image_id="any") if image else None,
             sampling=SamplingParams(temperature=temperature, seed=index, max_tokens=24),

@@ -40,7 +40,7 @@ def main() -> None:
     links = Links(arguments.doors[0], os.eventfd(0))
     links.broadcast(Loading(stage="weights", fraction=0.5))
     links.broadcast(Ready(model=MODEL, pid=os.getpid()))
-    running: dict[str, core.Request] = {}
+    running: dict[core.RequestKey, core.Request] = {}
     threading.Thread(target=_beat, args=(arguments.doors[1], running), daemon=True).start()
     while os.getppid() == int(arguments.parent):
         links.flush()
@@ -52,7 +52,7 @@ def main() -> None:
         _look(links, running)
 
 
-def _apply(links: Links, running: dict[str, core.Request], command: Command) -> None:
+def _apply(links: Links, running: dict[core.RequestKey, core.Request], command: Command) -> None:
     match command:
         case Submit(request=request) if isinstance(request.task, core.QueryTask):
             links.post(started(request))
@@ -67,7 +67,7 @@ def _apply(links: Links, running: dict[str, core.Request], command: Command) -> 
             links.post(done(running.pop(request_id), core.QueryResult(answer=""), reason))
 
 
-def _look(links: Links, running: dict[str, core.Request]) -> None:
+def _look(links: Links, running: dict[core.RequestKey, core.Request]) -> None:
     for request in list(running.values()):
         assert isinstance(request.task, core.QueryTask)
         path = request.task.question.removeprefix(UNTIL)
@@ -76,7 +76,7 @@ def _look(links: Links, running: dict[str, core.Request]) -> None:
             links.post(done(request, core.QueryResult(answer=path)))
 
 
-def _beat(door: int, running: dict[str, core.Request]) -> None:
+def _beat(door: int, running: dict[core.RequestKey, core.Request]) -> None:
     audience, pause = Subscribers(door), threading.Event()
     step = 0
     while not pause.wait(0.1):

@@ -60,10 +60,10 @@ class FakeEngine:
         self.blobs = BlobStore(new_namespace())
         self.requests: list[core.Request] = []
         self.expected = 0
-        self.streams: dict[str, RequestStream] = {}
-        self.aborted: list[str] = []  # what the engine process would have been told
-        self.stopped: list[str] = []
-        self.started: set[str] = set()
+        self.streams: dict[core.RequestKey, RequestStream] = {}
+        self.aborted: list[core.RequestKey] = []  # what the engine process would have been told
+        self.stopped: list[core.RequestKey] = []
+        self.started: set[core.RequestKey] = set()
         self.held: dict[tuple[str, str], float] = {}  # (owner, image id): until when
         self.holds: list[HoldImage] = []
         self.refuses_holds: LegatoError | None = None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from legato.v1 import error_pb2, inference_pb2, media_pb2, task_pb2
 from legato_engine import errors
 from legato_engine.client.engine_client import EngineState
+from legato_engine.core import RequestKey
 from legato_service.errors import (
     TABLE,
     DuplicateRequest,
@@ -232,7 +233,7 @@ async def test_an_id_in_flight_is_not_taken_twice():
         failed = await refusal(server.inference.Query(other))
         check_shape(failed, "ALREADY_EXISTS", "DUPLICATE_REQUEST", "mine")
         assert failed.details["ResourceInfo"].resource_name == "mine"
-        answer(engine, engine.streams["mine"])
+        answer(engine, engine.streams[RequestKey("mine")])
         assert (await first).answer
 
 

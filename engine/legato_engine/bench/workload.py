@@ -19,6 +19,7 @@ from legato_engine.core import (
     PromptToken,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
     TaskSpec,
@@ -126,7 +127,7 @@ class Workload:
 
     def _natural(self, index: int) -> Sequence:
         request = Request(
-            request_id=f"{self._kind}-{index}",
+            request_id=RequestKey(f"{self._kind}-{index}"),
             task=self._task(),
             image=None if self._image is None else CachedImage(image_id="bench"),
             sampling=SamplingParams(temperature=0.0, max_tokens=self._length, seed=0),

@@ -11,7 +11,7 @@ import structlog
 from legato_engine.client.monitor import EngineMonitor, EngineState
 from legato_engine.client.pending_commands import PendingCommands
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core import WITH_BLOB, Request
+from legato_engine.core import WITH_BLOB, Request, RequestKey
 from legato_engine.errors import (
     Draining,
     EngineLost,
@@ -60,8 +60,8 @@ class EngineConnection(EngineMonitor):
 
     def __init__(self, namespace: str, number: int = 0) -> None:
         super().__init__()
-        self._prefix = f"{number}@" if number else ""
-        self._streams: dict[str, RequestStream] = {}
+        self._number = number
+        self._streams: dict[RequestKey, RequestStream] = {}
         self._calls = PendingCommands(self._send)
         self._call_numbers = itertools.count()
         self._endpoint = ""
@@ -119,9 +119,9 @@ class EngineConnection(EngineMonitor):
         Raises `EngineStarting`, `EngineLost`, `Draining`, or `InvalidField` when a request with
         this id is open. The blob is discarded in every case.
         """
-        if self._prefix:
-            name = self._prefix + request.request_id
-            request = msgspec.structs.replace(request, request_id=name)
+        if self._number:
+            key = self._own(request.request_id)
+            request = msgspec.structs.replace(request, request_id=key)
         try:
             self._check_open(request.request_id)
         except LegatoError:
@@ -147,9 +147,9 @@ class EngineConnection(EngineMonitor):
         stays for its time. Raises as `submit`, what is wrong with the picture, and `QuotaExceeded`.
         """
         try:
-            name = self._prefix + command.request_id
-            self._check_open(name)
-            held = await self._calls.ask(msgspec.structs.replace(command, request_id=name))
+            key = self._own(command.request_id)
+            self._check_open(key)
+            held = await self._calls.ask(msgspec.structs.replace(command, request_id=key))
         finally:
             self.blobs.discard(command.image.blob)
         assert isinstance(held, ImageHeld), "the engine answers a hold with what is held"
@@ -157,11 +157,11 @@ class EngineConnection(EngineMonitor):
 
     async def drop(self, command: DropImage) -> None:
         """Have the engine hold a picture no longer. Raises as `submit`, and `ImageNotFound`."""
-        name = self._prefix + command.request_id
-        self._check_open(name)
-        await self._calls.ask(msgspec.structs.replace(command, request_id=name))
+        key = self._own(command.request_id)
+        self._check_open(key)
+        await self._calls.ask(msgspec.structs.replace(command, request_id=key))
 
-    async def stop_elsewhere(self, target: str = "") -> int:
+    async def stop_elsewhere(self, target: RequestKey | None = None) -> int:
         """Stop requests that came through other processes: those of an id, or all; how many.
 
         `target` is as in `messages.StopElsewhere`. They end as after `RequestStream.stop`. Raises
@@ -170,12 +170,17 @@ class EngineConnection(EngineMonitor):
         self._check_alive()
         if self._link is None:
             raise EngineLost("there is no engine any more")
-        name = f"{self._prefix}?{next(self._call_numbers)}"  # no caller's id holds a `?`
-        answer = await self._calls.ask(StopElsewhere(request_id=name, target=target))
+        number = next(self._call_numbers)
+        key = RequestKey(f"?{number}", worker=self._number)  # no caller's id holds a `?`
+        answer = await self._calls.ask(StopElsewhere(request_id=key, target=target))
         assert isinstance(answer, Stopped), "the engine answers with what it stopped"
         return answer.count
 
-    def _check_open(self, request_id: str) -> None:
+    def _own(self, key: RequestKey) -> RequestKey:
+        """The key as the engine knows it, which tells the service processes apart."""
+        return msgspec.structs.replace(key, worker=self._number)
+
+    def _check_open(self, request_id: RequestKey) -> None:
         if self.state is _READY and request_id not in self._streams:
             return
         if self.state in (EngineState.DRAINING, EngineState.STOPPED):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from legato_engine.core import RequestKey
 from legato_engine.errors import LegatoError, from_value
 from legato_engine.ipc.messages import (
     Abort,
@@ -26,7 +27,7 @@ class PendingCommands:
 
     def __init__(self, send: Callable[[Question | Abort], None]) -> None:
         self._send = send
-        self._waiting: dict[str, asyncio.Future[Answer]] = {}
+        self._waiting: dict[RequestKey, asyncio.Future[Answer]] = {}
 
     def __len__(self) -> int:
         """Commands without an answer yet."""

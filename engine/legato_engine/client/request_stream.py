@@ -15,6 +15,7 @@ from legato_engine.core import (
     PointEvent,
     ReasoningDelta,
     Request,
+    RequestKey,
     TextDelta,
     TokensDelta,
 )
@@ -42,8 +43,8 @@ class RequestStream(msgspec.Struct, eq=False):
     _result: asyncio.Future[Done] | None = None
 
     @property
-    def request_id(self) -> str:
-        """The request's id."""
+    def request_id(self) -> RequestKey:
+        """The request's key."""
         return self.request.request_id
 
     def abort(self, error: LegatoError | None = None) -> None:

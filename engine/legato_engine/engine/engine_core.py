@@ -11,7 +11,7 @@ import time
 import msgspec
 import structlog
 
-from legato_engine.core import CachedImage, Request
+from legato_engine.core import CachedImage, Request, RequestKey
 from legato_engine.engine.adapter_store import AdapterStore
 from legato_engine.engine.lazy import Lazy
 from legato_engine.engine.lease_handler import LeaseHandler
@@ -89,14 +89,14 @@ class EngineCore:
         else:
             self._schedule(pending)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: RequestKey) -> None:
         """End a request without output; unknown ids are ignored."""
         request = self._requests.remove(request_id)
         if request is not None:
             request.cancel()
             self._scheduler.abort(request_id)
 
-    def stop(self, request_id: str) -> None:
+    def stop(self, request_id: RequestKey) -> None:
         """End a request now with the result it has; unknown ids and leases are ignored."""
         match self._requests.get(request_id):
             case PendingRequest() as request:
@@ -214,7 +214,7 @@ class EngineCore:
             raise AdapterNotFound("this engine holds no adapters", resource=request.adapter)
         self._check_capacity(request.request_id, request.tenant)
 
-    def _check_capacity(self, request_id: str, tenant: str) -> None:
+    def _check_capacity(self, request_id: RequestKey, tenant: str) -> None:
         if request_id in self._requests:
             raise InvalidField("request id is in use", field="request_id")
         self._scheduler.check_queue(tenant, self._requests.queued_tenants())
@@ -293,9 +293,9 @@ class EngineCore:
         )
         self._unannounced.append(sequence)
 
-    def _fail(self, request_id: str, error: BaseException) -> None:
+    def _fail(self, request_id: RequestKey, error: BaseException) -> None:
         if not isinstance(error, LegatoError):
-            _log.error("request_failed", request_id=request_id, exc_info=error)
+            _log.error("request_failed", request_id=request_id.name, exc_info=error)
             error = InternalError("the request could not be prepared")
         self._sink.fail(request_id, error)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
+from legato_engine.core import RequestKey
 from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.engine.request_stages import PendingLease
 from legato_engine.errors import InternalError, LegatoError, to_value
@@ -77,9 +78,9 @@ class LeaseHandler:
         """End the leases whose time is over."""
         self._leases.expire()
 
-    def fail(self, request_id: str, error: Exception) -> None:
+    def fail(self, request_id: RequestKey, error: Exception) -> None:
         """Send a command's failure."""
         if not isinstance(error, LegatoError):
-            _log.error("image_lease_failed", request_id=request_id, exc_info=error)
+            _log.error("image_lease_failed", request_id=request_id.name, exc_info=error)
             error = InternalError("the image could not be held")
         self._send(Failed(request_id=request_id, error=to_value(error)))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from legato_engine.core import Event, FinishReason, Timings, Usage
+from legato_engine.core import Event, FinishReason, RequestKey, Timings, Usage
 from legato_engine.engine.request_stages import ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.errors import LegatoError, to_value
@@ -34,7 +34,7 @@ class OutputSink:
         self._send = send
         self._finish = finish
 
-    def fail(self, request_id: str, error: LegatoError) -> None:
+    def fail(self, request_id: RequestKey, error: LegatoError) -> None:
         """Send the failure of a request that is not scheduled."""
         self._send(Failed(request_id=request_id, error=to_value(error)))
 

@@ -11,7 +11,14 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from legato_engine.core import FinishReason, Outline, Request, SegmentResult, SegmentTask
+from legato_engine.core import (
+    FinishReason,
+    Outline,
+    Request,
+    RequestKey,
+    SegmentResult,
+    SegmentTask,
+)
 from legato_engine.engine.request_stages import PendingRefinement, ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.ipc.messages import Done, EngineOutput
@@ -74,7 +81,9 @@ class Refinements:
     def advance(self, request: PendingRefinement, launch: Callable[[Refinement], None]) -> None:
         """Take the completed work; `launch` runs a refinement on the device."""
         if (failure := request.work.exception()) is not None:
-            _log.warning("outline_not_refined", request_id=request.request_id, reason=repr(failure))
+            _log.warning(
+                "outline_not_refined", request_id=request.request_id.name, reason=repr(failure)
+            )
             self.num_unrefined += 1
             self.finish_unrefined(request)
         elif request.refinement is None:
@@ -94,7 +103,7 @@ class Refinements:
         """Stop the thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _on_device_done(self, request_id: str, refinement: Refinement) -> None:
+    def _on_device_done(self, request_id: RequestKey, refinement: Refinement) -> None:
         request = self._requests.get(request_id)
         if not isinstance(request, PendingRefinement) or request.refinement is not refinement:
             return  # it ended in the meantime, and its id may be another request's

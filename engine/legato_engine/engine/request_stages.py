@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from legato_engine.core import ImageInfo, Outline, Request, TokenInfo
+from legato_engine.core import ImageInfo, Outline, Request, RequestKey, TokenInfo
 from legato_engine.engine.preprocessor import PendingImage, PreprocessedImage
 from legato_engine.ipc.messages import Done, HoldImage
 from legato_engine.models.model import Adapter, PreparedImage
@@ -25,7 +25,7 @@ class Stage:
     takes_queue_place: ClassVar[bool] = True
     """Whether it counts against the queue's limits although it is not in the queue."""
 
-    request_id: str
+    request_id: RequestKey
     tenant: str
     deadline: float = math.inf
 

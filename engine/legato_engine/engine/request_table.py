@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from legato_engine.core import RequestKey
 from legato_engine.engine.request_stages import Stage
 
 _Future = concurrent.futures.Future[Any]
@@ -23,28 +24,30 @@ class RequestTable:
 
     def __init__(self, *, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._entries: dict[str, Stage] = {}
-        self._completed: collections.deque[tuple[str, _Future]] = collections.deque()
+        self._entries: dict[RequestKey, Stage] = {}
+        self._completed: collections.deque[tuple[RequestKey, _Future]] = collections.deque()
         self._next_deadline = math.inf
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, request_id: str) -> bool:
+    def __contains__(self, request_id: RequestKey) -> bool:
         return request_id in self._entries
 
     def add(self, entry: Stage) -> None:
         """Add an entry and watch its futures."""
-        assert entry.request_id not in self._entries, f"request id {entry.request_id} is in use"
+        assert entry.request_id not in self._entries, (
+            f"request id {entry.request_id.name} is in use"
+        )
         self._entries[entry.request_id] = entry
         self._next_deadline = min(self._next_deadline, entry.deadline)
         self.watch(entry)
 
-    def get(self, request_id: str) -> Stage | None:
+    def get(self, request_id: RequestKey) -> Stage | None:
         """Return the entry of an id, or None."""
         return self._entries.get(request_id)
 
-    def remove(self, request_id: str) -> Stage | None:
+    def remove(self, request_id: RequestKey) -> Stage | None:
         """Remove and return the entry of an id, or return None."""
         return self._entries.pop(request_id, None)
 
@@ -95,7 +98,7 @@ class RequestTable:
         """Return the number of requests in a stage."""
         return sum(isinstance(each, stage) for each in self._entries.values())
 
-    def _on_completed(self, request_id: str, future: _Future) -> None:
+    def _on_completed(self, request_id: RequestKey, future: _Future) -> None:
         """Runs on the thread that completed or cancelled the future."""
         self._completed.append((request_id, future))
         self._wake()

@@ -11,6 +11,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
 )
 from legato_engine.engine.engine_core import make_sequence
@@ -27,10 +28,14 @@ def warm_up(frontend: ModelFrontend, scheduler: Scheduler) -> None:
     pixels = Image.fromarray(np.zeros((48, 64, 3), np.uint8))
     source = CachedImage(image_id=info.image_id)
     if "caption" in frontend.tasks:
-        request = Request(request_id="0", task=CaptionTask(), image=source, sampling=sampling)
+        request = Request(
+            request_id=RequestKey("0"), task=CaptionTask(), image=source, sampling=sampling
+        )
         image = frontend.prepare_image(pixels, info.image_id, info)
         scheduler.submit(make_sequence(frontend, request, image))
     if "query" in frontend.tasks:
-        request = Request(request_id="1", task=QueryTask(question="?"), sampling=sampling)
+        request = Request(
+            request_id=RequestKey("1"), task=QueryTask(question="?"), sampling=sampling
+        )
         scheduler.submit(make_sequence(frontend, request, None))
     scheduler.drain()

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from legato_engine.core import WITH_BLOB, caller_id, scoped_id
+from legato_engine.core import WITH_BLOB, RequestKey
 from legato_engine.errors import InvalidField, to_value
 from legato_engine.ipc.busy_poll import EXPECTED
 from legato_engine.ipc.framing import FrameReader, FrameWriter
@@ -50,7 +50,7 @@ class _Link:
     connection: socket.socket
     incoming: FrameReader = dataclasses.field(default_factory=FrameReader)
     unsent: FrameWriter = dataclasses.field(default_factory=FrameWriter)
-    open: dict[str, bool] = dataclasses.field(default_factory=dict)
+    open: dict[RequestKey, bool] = dataclasses.field(default_factory=dict)
     is_full: bool = False  # the kernel takes no more, and says when it does
     namespace: str = ""
 
@@ -70,7 +70,7 @@ class Links:
         self._wake_fd = wake_fd
         self._on_gone = on_gone
         self._links: dict[int, _Link] = {}  # by descriptor
-        self._owners: dict[str, _Link] = {}  # by id
+        self._owners: dict[RequestKey, _Link] = {}  # by id
         self._posted: set[_Link] = set()
         self._status: Loading | Ready | None = None
         self._events: list[tuple[int, int]] = []  # that `wait` saw
@@ -176,14 +176,14 @@ class Links:
             for each, owner in self._owners.items()
             if owner is not asking
             and owner.open[each]
-            and command.target in ("", scoped_id(each), caller_id(each))
+            and (command.target is None or each.matches(command.target))
         ]
-        count = len({each.partition("#")[0] for each in found})
+        count = len({each.call for each in found})
         asking.unsent.add(encode(Stopped(request_id=command.request_id, count=count)))
         self._posted.add(asking)
         return [Stop(request_id=each) for each in found]
 
-    def _claim(self, request_id: str, link: _Link, *, stops: bool) -> bool:
+    def _claim(self, request_id: RequestKey, link: _Link, *, stops: bool) -> bool:
         if request_id in self._owners:
             error = InvalidField("request id is in use", field="options.request_id")
             link.unsent.add(encode(Failed(request_id=request_id, error=to_value(error))))
@@ -193,7 +193,7 @@ class Links:
         link.open[request_id] = stops
         return True
 
-    def _release(self, request_id: str, link: _Link) -> None:
+    def _release(self, request_id: RequestKey, link: _Link) -> None:
         del self._owners[request_id]
         del link.open[request_id]
 

@@ -18,6 +18,7 @@ from legato_engine.core import (
     ImageInfo,
     RawImage,
     Request,
+    RequestKey,
     TaskResult,
     Timings,
     TokenInfo,
@@ -36,19 +37,19 @@ class Submit(Value, frozen=True):
 class Abort(Value, frozen=True):
     """Forget this request; unknown ids are ignored."""
 
-    request_id: str
+    request_id: RequestKey
 
 
 class Stop(Value, frozen=True):
     """End this request now with what it has: its `Done` says CANCELLED. Unknown ids are ignored."""
 
-    request_id: str
+    request_id: RequestKey
 
 
 class HoldImage(Value, frozen=True):
     """Prepare a picture and hold it for `owner`, `ttl` seconds from when it is prepared."""
 
-    request_id: str
+    request_id: RequestKey
     image: EncodedImage | RawImage
     owner: str
     ttl: float
@@ -58,20 +59,19 @@ class HoldImage(Value, frozen=True):
 class DropImage(Value, frozen=True):
     """End `owner`'s hold of a picture; one that nobody holds is forgotten."""
 
-    request_id: str
+    request_id: RequestKey
     image_id: str
     owner: str
 
 
 class StopElsewhere(Value, frozen=True):
-    """`Stop` the requests that `target` names, all when it is empty, of the other processes' only.
+    """`Stop` requests of the other service processes: all, or those that match `target`.
 
-    A target names a request by its caller's id, of one tenant where it has a tenant's `name/` in
-    front. Answered by `Stopped`.
+    Answered by `Stopped`.
     """
 
-    request_id: str
-    target: str = ""
+    request_id: RequestKey
+    target: RequestKey | None = None
 
 
 class Expect(Value, frozen=True):
@@ -185,7 +185,7 @@ class Heartbeat(Value, frozen=True):
 class Queued(Value, frozen=True):
     """The request had to wait; `position` 0 is next."""
 
-    request_id: str
+    request_id: RequestKey
     position: int
     estimated_wait: float
 
@@ -193,7 +193,7 @@ class Queued(Value, frozen=True):
 class Started(Value, frozen=True):
     """Prefill was launched."""
 
-    request_id: str
+    request_id: RequestKey
     model: str
     input_tokens: int
     cached_tokens: int
@@ -204,14 +204,14 @@ class Started(Value, frozen=True):
 class Delta(Value, frozen=True):
     """What one commit added."""
 
-    request_id: str
+    request_id: RequestKey
     events: tuple[Event, ...]
 
 
 class Done(Value, frozen=True):
     """The whole result; repeats everything the deltas said."""
 
-    request_id: str
+    request_id: RequestKey
     result: TaskResult
     finish_reason: FinishReason
     usage: Usage
@@ -223,7 +223,7 @@ class Done(Value, frozen=True):
 class ImageHeld(Value, frozen=True):
     """A picture is held until `until`, in `time.monotonic()` seconds."""
 
-    request_id: str
+    request_id: RequestKey
     image: ImageInfo
     until: float
 
@@ -231,20 +231,20 @@ class ImageHeld(Value, frozen=True):
 class ImageDropped(Value, frozen=True):
     """A picture is held no more, by this owner."""
 
-    request_id: str
+    request_id: RequestKey
 
 
 class Failed(Value, frozen=True):
     """The request failed; nothing follows."""
 
-    request_id: str
+    request_id: RequestKey
     error: ErrorValue
 
 
 class Stopped(Value, frozen=True):
     """How many requests a `StopElsewhere` stopped; several tasks of one call are one."""
 
-    request_id: str
+    request_id: RequestKey
     count: int
 
 

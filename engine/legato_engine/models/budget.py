@@ -7,7 +7,7 @@ import math
 
 import msgspec
 
-from legato_engine.core import Request, SamplingParams, without_link
+from legato_engine.core import Request, RequestKey, SamplingParams
 from legato_engine.errors import InvalidField, PromptTooLong
 
 
@@ -28,7 +28,7 @@ def resolve_sampling(request: Request, defaults: SamplingDefaults) -> SamplingPa
         top_p=defaults.top_p if asked.top_p is None else asked.top_p,
         top_k=defaults.top_k if asked.top_k is None else asked.top_k,
         max_tokens=defaults.max_tokens if asked.max_tokens is None else asked.max_tokens,
-        seed=_seed(without_link(request.request_id)) if asked.seed is None else asked.seed,
+        seed=_seed(request.request_id) if asked.seed is None else asked.seed,
         stop=asked.stop,
     )
     _check(sampling)
@@ -57,9 +57,9 @@ def token_budget(wanted: int, prompt_length: int, max_context: int) -> int:
     return min(wanted, room)
 
 
-def _seed(request_id: str) -> int:
+def _seed(request_id: RequestKey) -> int:
     """A retried request samples the same."""
-    return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8]) >> 1
+    return int.from_bytes(hashlib.sha256(request_id.name.encode()).digest()[:8]) >> 1
 
 
 def _check(sampling: SamplingParams) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from legato_engine.config import EngineConfig
-from legato_engine.core import FinishReason, Request
+from legato_engine.core import FinishReason, Request, RequestKey
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -72,8 +72,8 @@ class NullEngine:
         self._num_objects = config.null_objects
         self._send = send
         self._images = NullImages(config, blobs)
-        self._waiting: dict[str, NullRequest] = {}
-        self._running: dict[str, NullRequest] = {}
+        self._waiting: dict[RequestKey, NullRequest] = {}
+        self._running: dict[RequestKey, NullRequest] = {}
         self._next_step = 0.0
         self._next_deadline = math.inf  # no request has an earlier one
         self.steps_committed = 0
@@ -107,7 +107,7 @@ class NullEngine:
         if must_wait and request.progress:
             self._announce_queued(request.request_id)
 
-    def stop(self, request_id: str) -> None:
+    def stop(self, request_id: RequestKey) -> None:
         """End a request now with the result it has; unknown ids are ignored."""
         now = time.monotonic()
         waiting = self._waiting.pop(request_id, None)
@@ -117,7 +117,7 @@ class NullEngine:
         if running is not None:
             self._finish(running, FinishReason.CANCELLED, now)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: RequestKey) -> None:
         """End a request without output; unknown ids are ignored."""
         self._waiting.pop(request_id, None)
         self._running.pop(request_id, None)
@@ -257,7 +257,7 @@ class NullEngine:
             )
         )
 
-    def _announce_queued(self, request_id: str) -> None:
+    def _announce_queued(self, request_id: RequestKey) -> None:
         position, wait = len(self._waiting) - 1, self.estimated_wait()
         self._send(Queued(request_id=request_id, position=position, estimated_wait=wait))
 

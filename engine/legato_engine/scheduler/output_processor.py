@@ -83,7 +83,7 @@ class OutputProcessor:
         try:
             events = task.consume(token)
         except Exception as error:  # noqa: BLE001 - a task's bug ends its own request only
-            _log.error("task_failed", request_id=sequence.request.request_id, exc_info=error)
+            _log.error("task_failed", request_id=sequence.request.request_id.name, exc_info=error)
             self.fail(sequence, InternalError("the task could not read its tokens"))
             return
         self.num_tokens += 1

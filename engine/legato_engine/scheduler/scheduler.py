@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection
 
-from legato_engine.core import FinishReason, Request
+from legato_engine.core import FinishReason, Request, RequestKey
 from legato_engine.errors import DeadlineExceeded, InvalidField
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -85,7 +85,7 @@ class Scheduler:
         self._outputs = OutputProcessor(
             manager, self._admission, clock, sink, block_sizes, finalize=self._finalize
         )
-        self._live: dict[str, Sequence] = {}  # not finalized, by request id
+        self._live: dict[RequestKey, Sequence] = {}  # not finalized, by request id
         self._records: deque[StepRecord] = deque()  # of the launches in flight, in their order
         self._next_deadline = math.inf  # at most the earliest deadline of a live sequence
         self.steps_committed = 0
@@ -113,13 +113,13 @@ class Scheduler:
         self._live[request.request_id] = sequence
         self._prefill.add(sequence)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: RequestKey) -> None:
         """End a request without further events; ignore unknown ids."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self._finalize(sequence)
 
-    def stop(self, request_id: str) -> None:
+    def stop(self, request_id: RequestKey) -> None:
         """End a request with the result so far; ignore unknown ids.
 
         The sink receives `started`, unless it has, and `done`.

@@ -86,7 +86,7 @@ def image(message: media_pb2.Image | None, spec: core.TaskSpec, path: str = "") 
 
 
 def request(
-    request_id: str,
+    key: core.RequestKey,
     spec: core.TaskSpec,
     sampling: core.SamplingParams,
     options: Fields,
@@ -100,7 +100,7 @@ def request(
     """
     logprobs = "top_logprobs" in options
     return core.Request(
-        request_id=request_id,
+        request_id=key,
         task=spec,
         sampling=sampling,
         model=options.get("model", ""),

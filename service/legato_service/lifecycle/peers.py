@@ -6,6 +6,7 @@ import asyncio
 from typing import Protocol
 
 from legato_engine.client.connection import EngineConnection
+from legato_engine.core import RequestKey
 from legato_engine.errors import Unavailable
 
 _PATIENCE = 2.0  # seconds for an engine to say what it stopped; it stops it later, too
@@ -23,15 +24,15 @@ class Peers(Protocol):
         """Have every process drain within so many seconds, this one included."""
         ...
 
-    async def abort(self, request_id: str) -> int:
-        """Stop what the others have of this id, all when it is empty; how many requests."""
+    async def abort(self, target: RequestKey | None) -> int:
+        """Stop the others' requests that match `target`, or all; returns how many."""
         ...
 
 
-async def abort_elsewhere(engine: EngineConnection, request_id: str) -> int:
+async def abort_elsewhere(engine: EngineConnection, target: RequestKey | None) -> int:
     """Stop other processes' requests through the engine; none where there is no engine."""
     try:
         async with asyncio.timeout(_PATIENCE):
-            return await engine.stop_elsewhere(request_id)
+            return await engine.stop_elsewhere(target)
     except (Unavailable, TimeoutError):
         return 0

@@ -13,6 +13,7 @@ import msgspec
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import StreamReport
+from legato_engine.core import RequestKey
 from legato_engine.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -52,22 +53,21 @@ class Dispatcher:
         self._gate = gate
         self._deadlines = Deadlines()
 
-    def name(self, given: str) -> str:
-        """The id of the current call's request: the caller's, else one that nobody in flight has.
+    def key(self, given: str) -> RequestKey:
+        """The key of the current call's request: the caller's, else one that nobody in flight has.
 
         Raises `InvalidField` when the caller's is malformed.
         """
         rpc = call.current()
         return rpc.adopt(given) if given else rpc.avoid(self._gate)
 
-    def admit(self, request_id: str, caller: Caller, default_deadline: float) -> ActiveRequest:
+    def admit(self, key: RequestKey, caller: Caller, default_deadline: float) -> ActiveRequest:
         """To be in flight for the length of a block.
 
         Raises `Draining`, `DuplicateRequest`, `DeadlineExceeded` or `DeadlineUnreachable`.
         """
         rpc = call.current()
-        name = rpc.scoped(request_id)
-        self._gate.check(name)
+        self._gate.check(key)
         given = caller.time_remaining()
         left = default_deadline if given is None else given
         wait = self._engine.estimated_wait
@@ -82,7 +82,7 @@ class Dispatcher:
                 time_left_ms=round(left * 1000),
             )
         rpc.deadline = deadline = time.monotonic() + left
-        return self._gate.enter(name, deadline)
+        return self._gate.enter(key, deadline)
 
     def model(self, name: str, adapter: str = "") -> ModelInfo:
         """The model of this name, empty for the default one.
@@ -128,11 +128,9 @@ class Dispatcher:
         stream = self._engine.submit(
             msgspec.structs.replace(
                 request,
-                request_id=rpc.scoped(request.request_id),
                 image=image,
                 deadline=visit.deadline,
                 priority=rpc.priority,
-                tenant=rpc.tenant,
             )
         )
         field = picture.field if isinstance(picture, NewPicture) else ""

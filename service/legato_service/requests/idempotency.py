@@ -1,6 +1,6 @@
 """Calls that named themselves: work that several of them share, and its reply for a while.
 
-Names are scoped (`Call.scoped`): a tenant's ids are its own.
+They are known by their keys: a tenant's ids are its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+from legato_engine.core import RequestKey
 
 from legato_service.requests.dispatcher import Caller
 from legato_service.requests.registry import duplicate
@@ -93,8 +95,8 @@ class IdempotencyCache:
         self._keep_for = keep
         self._max_replies = max_replies
         self._max_bytes = max_bytes
-        self._running: dict[str, _Running] = {}
-        self._kept: collections.OrderedDict[str, _Kept] = collections.OrderedDict()
+        self._running: dict[RequestKey, _Running] = {}
+        self._kept: collections.OrderedDict[RequestKey, _Kept] = collections.OrderedDict()
         self._kept_bytes = 0
 
     def __len__(self) -> int:
@@ -106,18 +108,18 @@ class IdempotencyCache:
         """Callers that wait for runs under way."""
         return sum(running.waiters for running in self._running.values())
 
-    async def once(self, name: str, asked: bytes, work: Work, caller: Caller) -> bytes:
+    async def once(self, key: RequestKey, asked: bytes, work: Work, caller: Caller) -> bytes:
         """The reply of `work`, of a run under way, or of one that ended a while ago.
 
         `asked` is the call's `fingerprint`. Raises `DuplicateRequest` when the name is known for
         anything else, and what the work raises.
         """
-        while (running := self._running.get(name)) is not None and running.abandoned:
+        while (running := self._running.get(key)) is not None and running.abandoned:
             await asyncio.wait({running.task})
-        kept = None if running is not None else self._look_up(name)
+        kept = None if running is not None else self._look_up(key)
         known = running or kept
         if known is not None and known.fingerprint != asked:
-            raise duplicate(name)
+            raise duplicate(key)
         if kept is not None:
             assert kept.reply is not None, "a stream has no fingerprint"
             call.current().reply = "kept"
@@ -128,25 +130,25 @@ class IdempotencyCache:
             if left is not None:
                 rpc.deadline = time.monotonic() + left
         else:
-            running = self._start(name, asked, work, caller)
+            running = self._start(key, asked, work, caller)
         return await self._wait(running)
 
     @contextmanager
-    def exclusive(self, name: str) -> Iterator[None]:
+    def exclusive(self, key: RequestKey) -> Iterator[None]:
         """A stream has the name: nobody joins it, and it joins nobody.
 
         Raises `DuplicateRequest` when the name is known. It stays taken for `keep` seconds after a
         block that ended well.
         """
-        if name in self._running or self._look_up(name) is not None:
-            raise duplicate(name)
+        if key in self._running or self._look_up(key) is not None:
+            raise duplicate(key)
         yield
-        self._keep(name, b"", None)
+        self._keep(key, b"", None)
 
-    def _start(self, name: str, asked: bytes, work: Work, caller: Caller) -> _Running:
-        task = asyncio.create_task(work(_Joint(caller)), name=f"shared {name}")
-        running = self._running[name] = _Running(asked, task)
-        task.add_done_callback(functools.partial(self._on_end, name))
+    def _start(self, key: RequestKey, asked: bytes, work: Work, caller: Caller) -> _Running:
+        task = asyncio.create_task(work(_Joint(caller)), name=f"shared {key.name}")
+        running = self._running[key] = _Running(asked, task)
+        task.add_done_callback(functools.partial(self._on_end, key))
         return running
 
     async def _wait(self, running: _Running) -> bytes:
@@ -158,28 +160,28 @@ class IdempotencyCache:
             if running.abandoned:
                 running.task.cancel()  # nothing happens to one that has ended
 
-    def _on_end(self, name: str, task: asyncio.Task[bytes]) -> None:
-        running = self._running.pop(name)
+    def _on_end(self, key: RequestKey, task: asyncio.Task[bytes]) -> None:
+        running = self._running.pop(key)
         if not task.cancelled() and task.exception() is None:
-            self._keep(name, running.fingerprint, task.result())
+            self._keep(key, running.fingerprint, task.result())
 
-    def _look_up(self, name: str) -> _Kept | None:
-        kept = self._kept.get(name)
+    def _look_up(self, key: RequestKey) -> _Kept | None:
+        kept = self._kept.get(key)
         if kept is None:
             return None
         if kept.until <= time.monotonic():
-            self._drop(name)
+            self._drop(key)
             return None
-        self._kept.move_to_end(name)
+        self._kept.move_to_end(key)
         return kept
 
-    def _keep(self, name: str, asked: bytes, reply: bytes | None) -> None:
-        if name in self._kept:
-            self._drop(name)
-        self._kept[name] = kept = _Kept(asked, reply, time.monotonic() + self._keep_for)
+    def _keep(self, key: RequestKey, asked: bytes, reply: bytes | None) -> None:
+        if key in self._kept:
+            self._drop(key)
+        self._kept[key] = kept = _Kept(asked, reply, time.monotonic() + self._keep_for)
         self._kept_bytes += kept.size
         while len(self._kept) > self._max_replies or self._kept_bytes > self._max_bytes:
             self._drop(next(iter(self._kept)))
 
-    def _drop(self, name: str) -> None:
-        self._kept_bytes -= self._kept.pop(name).size
+    def _drop(self, key: RequestKey) -> None:
+        self._kept_bytes -= self._kept.pop(key).size

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import math
-from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import msgspec
+from legato_engine.core import RequestKey
 from legato_engine.errors import AdapterUnusable, Draining, ImageUndecodable
 
 from legato_service.engine import Stream
@@ -22,14 +22,14 @@ MAX_ENDED = 4096  # ended requests that are remembered
 class ActiveRequest(msgspec.Struct, eq=False):
     """A request, for the length of a `with` block; however that ends, the engine forgets it.
 
-    `deadline` is absolute monotonic. In a `gate` it is in flight under its `name`. A picture that
+    `deadline` is absolute monotonic. In a `gate` it is in flight under its `key`. A picture that
     the engine cannot decode is told by the field it came in, which the engine does not know, and so
     is an adapter that it cannot use.
     """
 
     deadline: float
     _gate: RequestRegistry | None = None
-    _name: str = ""
+    _key: RequestKey = RequestKey("")
     _streams: tuple[Stream, ...] = ()
     _deadlines: Deadlines | None = None
     _picture: str = ""
@@ -72,7 +72,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
                 if not stream.ended:
                     stream.abort()
         if self._gate is not None:
-            self._gate.leave(self._name)
+            self._gate.leave(self._key)
         if isinstance(error, ImageUndecodable) and self._picture:
             error.metadata["field"] = self._picture
         if isinstance(error, AdapterUnusable):
@@ -90,8 +90,8 @@ class RequestRegistry:
     """Knows who is inside by name, until it is closed for good."""
 
     def __init__(self) -> None:
-        self._inside: dict[str, ActiveRequest] = {}
-        self._ended: collections.deque[str] = collections.deque(maxlen=MAX_ENDED)
+        self._inside: dict[RequestKey, ActiveRequest] = {}
+        self._ended: collections.deque[RequestKey] = collections.deque(maxlen=MAX_ENDED)
         self._open = True
         self._empty = asyncio.Event()
         self._empty.set()
@@ -100,45 +100,49 @@ class RequestRegistry:
         """Requests in flight."""
         return len(self._inside)
 
-    def __contains__(self, name: object) -> bool:
-        """Whether a request of this name is in flight."""
-        return name in self._inside
+    def __contains__(self, key: object) -> bool:
+        """Whether a request of this key is in flight."""
+        return key in self._inside
 
     @property
     def closed(self) -> bool:
         """Whether new requests are refused."""
         return not self._open
 
-    def check(self, name: str) -> None:
-        """Raises `Draining` or `DuplicateRequest` where nobody of this name could enter."""
+    def check(self, key: RequestKey) -> None:
+        """Raises `Draining` or `DuplicateRequest` where nobody of this key could enter."""
         if not self._open:
             raise Draining("the server is shutting down")
-        if name in self._inside:
-            raise duplicate(name)
+        if key in self._inside:
+            raise duplicate(key)
 
-    def hold(self, name: str, deadline: float = math.inf) -> ActiveRequest:
+    def hold(self, key: RequestKey, deadline: float = math.inf) -> ActiveRequest:
         """Be inside, from now to the end of a block that begins at once. Raises as `check` does."""
-        self.check(name)
-        return self.enter(name, deadline)
+        self.check(key)
+        return self.enter(key, deadline)
 
-    def enter(self, name: str, deadline: float) -> ActiveRequest:
+    def enter(self, key: RequestKey, deadline: float) -> ActiveRequest:
         """As `hold`, after a `check` of this turn of the event loop."""
         if not self._inside:
             self._empty.clear()
-        visit = self._inside[name] = ActiveRequest(deadline, self, name)
+        visit = self._inside[key] = ActiveRequest(deadline, self, key)
         return visit
 
-    def leave(self, name: str) -> None:
+    def leave(self, key: RequestKey) -> None:
         """Be inside no longer."""
-        del self._inside[name]
-        self._ended.append(name)
+        del self._inside[key]
+        self._ended.append(key)
         if not self._inside:
             self._empty.set()
 
-    def stop(self, is_meant: Callable[[str], bool]) -> Stopped:
-        """Stop all whose names are meant; also tells how many of those meant had ended."""
-        aborted = sum(each.stop() for name, each in self._inside.items() if is_meant(name))
-        return Stopped(aborted, sum(map(is_meant, self._ended)))
+    def stop(self, target: RequestKey) -> Stopped:
+        """Stop the requests that `target` means; also tells how many of them had ended."""
+        aborted = sum(each.stop() for key, each in self._inside.items() if key.matches(target))
+        return Stopped(aborted, sum(key.matches(target) for key in self._ended))
+
+    def stop_all(self) -> int:
+        """Stop all requests; returns how many were not stopped before."""
+        return sum(each.stop() for each in self._inside.values())
 
     def close(self) -> None:
         """Refuse everybody from now on; those inside stay."""
@@ -149,6 +153,6 @@ class RequestRegistry:
         await self._empty.wait()
 
 
-def duplicate(name: str) -> DuplicateRequest:
-    """The refusal of a name that is taken; the caller knows it without its tenant."""
-    return DuplicateRequest("a request of this id is known", resource=name.rpartition("/")[2])
+def duplicate(key: RequestKey) -> DuplicateRequest:
+    """The refusal of a key that is taken; the caller knows it without its tenant."""
+    return DuplicateRequest("a request of this id is known", resource=key.caller_id)

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 
 import msgspec
 from legato_engine import core
+from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
 
 ID_FORM = re.compile(r"[A-Za-z0-9._:-]{1,64}")
@@ -52,7 +53,12 @@ class Call(msgspec.Struct, eq=False):
     usage: core.Usage | None = None
     timings: core.Timings | None = None
 
-    def adopt(self, request_id: str) -> str:
+    @property
+    def key(self) -> RequestKey:
+        """The key of the call's request."""
+        return RequestKey(self.request_id, self.tenant)
+
+    def adopt(self, request_id: str) -> RequestKey:
         """Take the caller's id when it gave one; raises `InvalidField` when it is malformed."""
         if request_id:
             if ID_FORM.fullmatch(request_id) is None:
@@ -60,24 +66,20 @@ class Call(msgspec.Struct, eq=False):
                     "request_id holds at most 64 of A-Z a-z 0-9 . _ : -", field="options.request_id"
                 )
             self.request_id = request_id
-        return self.request_id
+        return self.key
 
-    def avoid(self, taken: Container[str]) -> str:
-        """The call's id, which its caller did not give in the request; another if this is taken.
+    def avoid(self, taken: Container[RequestKey]) -> RequestKey:
+        """The call's key, whose id its caller did not give in the request; another if it is taken.
 
         What a proxy sends as `x-request-id` names a request, too, but it may send it with several.
         """
-        if self.is_named and self.scoped(self.request_id) in taken:
+        if self.is_named and self.key in taken:
             self.rename()
-        return self.request_id
+        return self.key
 
     def rename(self) -> None:
         """Take an id of the server's own making."""
         self.request_id = _new_id()
-
-    def scoped(self, request_id: str) -> str:
-        """An id as the engine and the gate know it: no two tenants' are the same."""
-        return f"{self.tenant}/{request_id}" if self.tenant else request_id
 
 
 CURRENT: ContextVar[Call] = ContextVar("legato_call")

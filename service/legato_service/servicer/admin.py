@@ -9,6 +9,7 @@ from typing import Protocol
 from legato.v1 import admin_pb2 as pb
 from legato.v1 import admin_pb2_grpc
 from legato_engine.client.engine_client import EngineState
+from legato_engine.core import RequestKey
 from legato_engine.errors import InvalidField
 
 from legato_service.convert import info, responses
@@ -58,7 +59,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         *,
         drain: Callable[[float], None],
         default_grace: float,
-        abort_elsewhere: Callable[[str], Awaitable[int]] | None = None,
+        abort_elsewhere: Callable[[RequestKey | None], Awaitable[int]] | None = None,
     ) -> None:
         self._engine = engine
         self._progress = progress
@@ -97,12 +98,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             known = self._sessions.abort(_named(request, target))
             return pb.AbortResponse(aborted=int(known))
         if target == "request_id":
-            aborted, ended = self._gate.stop(_meaning(_named(request, target)))
-            aborted += await self._elsewhere(call.current().scoped(request.request_id))
+            key = RequestKey(_named(request, target), call.current().tenant)
+            aborted, ended = self._gate.stop(key)
+            aborted += await self._elsewhere(key)
             return pb.AbortResponse(aborted=aborted, already_finished=ended)
         if target == "all" and request.all:
-            aborted, _ = self._gate.stop(lambda _: True)
-            aborted += await self._elsewhere("")
+            aborted = self._gate.stop_all() + await self._elsewhere(None)
             return pb.AbortResponse(aborted=aborted + self._sessions.abort_all())
         if target == "all":
             raise InvalidField("must be true", field="all")
@@ -123,8 +124,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             running=load.running, waiting=load.waiting, sessions=len(self._sessions)
         )
 
-    async def _elsewhere(self, request_id: str) -> int:
-        return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(request_id)
+    async def _elsewhere(self, target: RequestKey | None) -> int:
+        return 0 if self._abort_elsewhere is None else await self._abort_elsewhere(target)
 
     def _state(self) -> str:
         """The contract's word for where the engine stands."""
@@ -140,12 +141,3 @@ def _named(request: pb.AbortRequest, field: str) -> str:
     if not name:
         raise InvalidField("must not be empty", field=field)
     return name
-
-
-def _meaning(request_id: str) -> Callable[[str], bool]:
-    """Whether a scoped name is this request's."""
-    rpc = call.current()
-    if rpc.tenant:
-        scoped = rpc.scoped(request_id)
-        return lambda name: name == scoped
-    return lambda name: name.rpartition("/")[2] == request_id

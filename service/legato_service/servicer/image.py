@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from google.protobuf import timestamp_pb2
 from legato.v1 import image_pb2 as pb
 from legato.v1 import image_pb2_grpc
+from legato_engine.core import RequestKey
 from legato_engine.errors import (
     ClientTooSlow,
     DeadlineExceeded,
@@ -64,8 +65,8 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     ) -> pb.PutImageResponse:
         """Gather, check, have it held. However it ends, nothing of the upload itself is left."""
         owner = caller(context)
-        request_id = self._name()
-        with self._gate.hold(request_id), self._in_time(context) as timeout:
+        key = self._key()
+        with self._gate.hold(key), self._in_time(context) as timeout:
             async with timeout:
                 messages = aiter(request_iterator)
                 header = read_header(await self._next(messages), self._limits)
@@ -75,7 +76,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
                     # grpc ends the messages of a cancelled call as if it were complete; that it is
                     # cancelled comes right behind, here or, by way of an Abort, within the hold.
                     await asyncio.sleep(0)
-                    held = await self._hold(request_id, upload, header, owner)
+                    held = await self._hold(key, upload, header, owner)
         return pb.PutImageResponse(image=info.image(held.image), expire_time=_wall_time(held.until))
 
     async def DeleteImage(
@@ -84,20 +85,18 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
         """Ask the engine, which knows."""
         if not request.image_id:
             raise InvalidField("must not be empty", field="image_id")
-        request_id = self._name()
-        with self._gate.hold(request_id), self._in_time(context) as timeout:
+        key = self._key()
+        with self._gate.hold(key), self._in_time(context) as timeout:
             async with timeout:
                 await self._engine.drop(
-                    DropImage(
-                        request_id=request_id, image_id=request.image_id, owner=caller(context)
-                    )
+                    DropImage(request_id=key, image_id=request.image_id, owner=caller(context))
                 )
         return pb.DeleteImageResponse()
 
-    async def _hold(self, request_id: str, upload: Upload, header: Header, owner: str) -> ImageHeld:
+    async def _hold(self, key: RequestKey, upload: Upload, header: Header, owner: str) -> ImageHeld:
         form = await upload.finish()
         command = HoldImage(
-            request_id=request_id,
+            request_id=key,
             image=as_source(form, upload.draft.publish()),
             owner=owner,
             ttl=header.ttl,
@@ -112,10 +111,8 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
             error.metadata["field"] = f"header.{error.metadata.get('field', '')}"
             raise
 
-    def _name(self) -> str:
-        """The call's id as the engine knows it."""
-        rpc = call.current()
-        return rpc.scoped(rpc.avoid(self._gate))
+    def _key(self) -> RequestKey:
+        return call.current().avoid(self._gate)
 
     async def _next(self, messages: AsyncIterator[pb.PutImageRequest]) -> pb.PutImageRequest | None:
         """The next message, None behind the last; an upload that stands still is given up."""

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import inference_pb2_grpc, media_pb2
 from legato_engine import core
+from legato_engine.core import RequestKey
 from legato_engine.errors import InternalError
 
 from legato_service.convert import requests, responses
@@ -26,7 +27,7 @@ from legato_service.servicer.task_run import TaskRun
 Answer: TypeAlias = Awaitable[Any]
 """A message as it travels, which the boundary leaves so; generated code expects the message."""
 
-Work: TypeAlias = Callable[[Fields, Fields, str, Caller], Coroutine[Any, Any, bytes]]
+Work: TypeAlias = Callable[[Fields, Fields, RequestKey, Caller], Coroutine[Any, Any, bytes]]
 """Answers a request of these fields and options under a name."""
 
 
@@ -80,17 +81,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """One task, streamed."""
         options = requests.fields(request.options)
         given = options.get("request_id", "")
-        request_id = self._dispatcher.name(given)
+        key = self._dispatcher.key(given)
         silence = requests.heartbeat(options)
         spec = requests.task(request.task, "task")
         requests.image(request.image, spec, "task.query.")
         sampling = requests.sampling(request.task.sampling, "task.")
-        asked = requests.request(request_id, spec, sampling, options)
-        alone = self._replies.exclusive(call.current().scoped(given)) if given else nullcontext()
-        with alone, self._dispatcher.admit(request_id, context, self._stream_deadline) as visit:
+        asked = requests.request(key, spec, sampling, options)
+        alone = self._replies.exclusive(key) if given else nullcontext()
+        with alone, self._dispatcher.admit(key, context, self._stream_deadline) as visit:
             self._dispatcher.check(asked, "task.")
             events = EventStream(
-                request_id,
+                key.caller_id,
                 request.task.task_id,
                 request.stamp if request.HasField("stamp") else None,
             )
@@ -109,24 +110,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         asked = requests.fields(request)
         options = requests.fields(asked.get("options"))
         given = options.get("request_id", "")
-        name = self._dispatcher.name(given)
+        key = self._dispatcher.key(given)
         if given:
-            return self._shared(functools.partial(work, asked, options, name), name, context)
-        return work(asked, options, name, context)
+            return self._shared(functools.partial(work, asked, options, key), key, context)
+        return work(asked, options, key, context)
 
     async def _shared(
-        self, work: Callable[[Caller], Coroutine[Any, Any, bytes]], name: str, context: Context
+        self,
+        work: Callable[[Caller], Coroutine[Any, Any, bytes]],
+        key: RequestKey,
+        context: Context,
     ) -> bytes:
         rpc = call.current()
         asked = await fingerprint(rpc.method, rpc.received)
-        return await self._replies.once(rpc.scoped(name), asked, work, context)
+        return await self._replies.once(key, asked, work, context)
 
     async def _run_tasks(
-        self, asked: Fields, options: Fields, request_id: str, caller: Caller
+        self, asked: Fields, options: Fields, key: RequestKey, caller: Caller
     ) -> bytes:
         requests.heartbeat(options)
-        run = TaskRun(self._dispatcher, asked, options, request_id)
-        with self._dispatcher.admit(request_id, caller, self._unary_deadline) as visit:
+        run = TaskRun(self._dispatcher, asked, options, key)
+        with self._dispatcher.admit(key, caller, self._unary_deadline) as visit:
             model = run.check()
             picture = await self._dispatcher.pictures.check(asked.get("image"))
             outcomes = await run.execute(picture, visit)
@@ -138,7 +142,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         answers: Answers,
         asked: Fields,
         options: Fields,
-        request_id: str,
+        key: RequestKey,
         caller: Caller,
     ) -> bytes:
         """One task's answer."""
@@ -147,16 +151,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         spec = skill.convert(asked)
         has_picture = requests.image(image, spec)
         sampling = requests.sampling(asked.get("sampling"))
-        request = requests.request(
-            request_id, spec, sampling, options, deltas=False, progress=False
-        )
-        with self._dispatcher.admit(request_id, caller, self._unary_deadline) as visit:
+        request = requests.request(key, spec, sampling, options, deltas=False, progress=False)
+        with self._dispatcher.admit(key, caller, self._unary_deadline) as visit:
             model = self._dispatcher.check(request)
             picture = await self._dispatcher.pictures.check(image) if has_picture else None
             done = answered(await self._dispatcher.submit(request, picture, visit).done())
         if not isinstance(done.result, skill.result):
             raise InternalError(f"the engine answered with a {type(done.result).__name__}")
-        return answers.write(request_id, model.name, done, asked.get("stamp"))
+        return answers.write(key.caller_id, model.name, done, asked.get("stamp"))
 
 
 class _Skill(NamedTuple):

@@ -8,6 +8,7 @@ import msgspec
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import media_pb2, task_pb2
 from legato_engine import core
+from legato_engine.core import RequestKey
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import Done, ModelInfo
 
@@ -26,11 +27,11 @@ class TaskRun:
     """One RunTasks call. Raises `InvalidField` when its list of tasks is malformed."""
 
     def __init__(
-        self, dispatcher: Dispatcher, asked: Fields, options: Fields, request_id: str
+        self, dispatcher: Dispatcher, asked: Fields, options: Fields, key: RequestKey
     ) -> None:
         tasks = asked.get("tasks", ())
         self._dispatcher = dispatcher
-        self._request_id = request_id
+        self._key = key
         self._image = asked.get("image")
         self._task_ids = [message.task_id for message in tasks]
         self._asked = [
@@ -41,13 +42,13 @@ class TaskRun:
     def _ask(
         self, index: int, spec: core.TaskSpec, task: task_pb2.Task, options: Fields
     ) -> core.Request:
-        """A task's own request. No caller's id holds a `#`, so these ids are nobody else's.
+        """A task's own request.
 
         The picture is kept for the later tasks whatever the options say: it is encoded once.
         """
         sampling = requests.sampling(task.sampling, f"tasks[{index}].")
-        request_id = f"{self._request_id}#{index}"
-        asked = requests.request(request_id, spec, sampling, options, deltas=False)
+        key = self._key.with_part(str(index))
+        asked = requests.request(key, spec, sampling, options, deltas=False)
         return msgspec.structs.replace(asked, cache_image=True)
 
     def check(self) -> ModelInfo:
@@ -90,7 +91,7 @@ class TaskRun:
         image_time = max((each.timings.image for each in done), default=0.0)
         total_time = time.monotonic() - call.current().started
         info = pb.ResponseInfo(
-            request_id=self._request_id,
+            request_id=self._key.caller_id,
             model=model.name,
             usage=convert_info.usage(call.total(each.usage for each in done)),
             timings=task_pb2.Timings(
@@ -101,7 +102,7 @@ class TaskRun:
             stamp=stamp,
         )
         results = [
-            task_result(task_id, each, self._request_id)
+            task_result(task_id, each, self._key.caller_id)
             for task_id, each in zip(self._task_ids, outcomes, strict=True)
         ]
         response = pb.RunTasksResponse(results=results, info=info)

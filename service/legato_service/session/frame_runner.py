@@ -20,6 +20,7 @@ from legato_service.images.intake import NewPicture, Picture
 from legato_service.requests.dispatcher import Dispatcher, follow
 from legato_service.requests.registry import ActiveRequest
 from legato_service.requests.shared_image import SHARED_FAILURES, held_name
+from legato_service.rpc import call
 from legato_service.session.frame import Outcome, Report
 from legato_service.session.plan import Job
 
@@ -73,11 +74,11 @@ class FrameRunner:
         listener = self._listener()
         if self._dismissed or listener is None:
             return
-        request_id = f"{self._session_id}#{job.sequence}"
+        key = core.RequestKey(self._session_id, part=str(job.sequence))
         deadline = time.monotonic() + self._patience
-        run = FrameRun(self._dispatcher, listener, job, request_id, deadline)
+        run = FrameRun(self._dispatcher, listener, job, key, deadline)
         self._runs[job] = run
-        task = asyncio.create_task(run.run(), name=f"frame {request_id}")
+        task = asyncio.create_task(run.run(), name=f"frame {key.name}")
         run.cancel = task.cancel
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -117,13 +118,13 @@ class FrameRun:
         dispatcher: Dispatcher,
         listener: Listener,
         job: Job,
-        request_id: str,
+        key: core.RequestKey,
         deadline: float,
     ) -> None:
         self._dispatcher = dispatcher
         self._listener = listener
         self._job = job
-        self._request_id = request_id
+        self._key = key
         self._deadline = deadline
         self._streams: dict[int, Stream] = {}
         self._stopped: set[int] = set()
@@ -148,7 +149,7 @@ class FrameRun:
             async with asyncio.TaskGroup() as group:
                 await self._begin_all(picture, group)
         except Exception as error:
-            log.error("uncaught_exception", request_id=self._request_id, exc_info=error)
+            log.error("uncaught_exception", request_id=self._key.name, exc_info=error)
             for index in range(len(self._job.tasks)):  # those that ended stay as they are
                 self._listener.ended(self._job, index, InternalError("a frame could not be run"))
         finally:
@@ -197,7 +198,9 @@ class FrameRun:
     async def _follow(
         self, index: int, asked: core.Request, picture: Picture, begun: Begun
     ) -> Done:
-        request = msgspec.structs.replace(asked, request_id=f"{self._request_id}.{index}")
+        part = f"{self._key.part}.{index}"
+        key = core.RequestKey(self._key.caller_id, call.current().tenant, part)
+        request = msgspec.structs.replace(asked, request_id=key)
         with ActiveRequest(self._deadline) as visit:
             stream = self._streams[index] = self._dispatcher.submit(request, picture, visit)
             async with aclosing(follow(stream)) as reports:

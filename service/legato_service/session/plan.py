@@ -109,6 +109,8 @@ class Planner:
     def _request(self, spec: core.TaskSpec, message: task_pb2.Task, path: str) -> core.Request:
         """The request; the picture is kept for the frame's other tasks: it is encoded once."""
         sampling = requests.sampling(message.sampling, path)
-        asked = requests.request("", spec, sampling, self._options, deltas=self._deltas)
+        asked = requests.request(
+            core.RequestKey(""), spec, sampling, self._options, deltas=self._deltas
+        )
         self._dispatcher.check(asked, path)
         return msgspec.structs.replace(asked, cache_image=True)

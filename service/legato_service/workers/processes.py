@@ -15,6 +15,7 @@ import msgspec
 import structlog
 from legato_engine.client.engine_client import EngineClient
 from legato_engine.client.supervisor import Backoff, ChildProcess
+from legato_engine.core import RequestKey
 from legato_engine.shm.blob_store import BlobStore
 
 from legato_service.config import ServiceConfig
@@ -74,9 +75,9 @@ class WorkerProcesses:
         for line in self._lines.values():
             line.send(Leave(grace=grace))
 
-    async def abort(self, request_id: str) -> int:
+    async def abort(self, target: RequestKey | None) -> int:
         """Stop what they have of this id, or all they have; how many requests."""
-        return await abort_elsewhere(self._engine, request_id) if self._settings else 0
+        return await abort_elsewhere(self._engine, target) if self._settings else 0
 
     async def left(self, within: float | None = None) -> bool:
         """Wait until all have left, at most so many seconds; whether they did."""

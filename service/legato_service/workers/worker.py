@@ -15,6 +15,7 @@ import structlog
 import uvloop
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.supervisor import bind_to_parent
+from legato_engine.core import RequestKey
 from legato_engine.errors import Draining
 
 from legato_service.config import ServiceConfig
@@ -63,9 +64,9 @@ class _First:
         """Leaves it to the first, which orders it of all."""
         self._line.send(Leave(grace=grace))
 
-    async def abort(self, request_id: str) -> int:
+    async def abort(self, target: RequestKey | None) -> int:
         """By way of the engine."""
-        return await abort_elsewhere(self._engine, request_id)
+        return await abort_elsewhere(self._engine, target)
 
 
 async def follow(settings: Settings, connection: socket.socket) -> int:

@@ -19,6 +19,7 @@ from legato_engine.core import (
     QueryResult,
     QueryTask,
     Request,
+    RequestKey,
     TextDelta,
     Timings,
     Usage,
@@ -153,7 +154,7 @@ def main():
     load(config.model)
     blobs = BlobReader(arguments.namespace)
     links = Links(arguments.doors[0], os.eventfd(0))
-    live: set[str] = set()
+    live: set[RequestKey] = set()
     held: set[str] = set()
     frozen = threading.Event()
     threading.Thread(target=beat, args=(arguments, config, live, frozen), daemon=True).start()

@@ -15,7 +15,7 @@ from legato_engine.client.engine_client import EngineClient, EngineLimits, Engin
 from legato_engine.client.request_stream import merge_events
 from legato_engine.client.supervisor import ChildProcess
 from legato_engine.config import EngineConfig
-from legato_engine.core import EncodedImage, FinishReason, QueryTask, Request, TextDelta
+from legato_engine.core import EncodedImage, FinishReason, QueryTask, Request, RequestKey, TextDelta
 from legato_engine.errors import (
     Draining,
     EngineLost,
@@ -54,7 +54,7 @@ async def running(
 
 def ask(question, name="r", image=None):
     """A request that tells the fake engine what to do."""
-    return Request(request_id=name, task=QueryTask(question=question), image=image)
+    return Request(request_id=RequestKey(name), task=QueryTask(question=question), image=image)
 
 
 def running_process(client: EngineClient) -> ChildProcess:
@@ -226,12 +226,12 @@ async def test_blob_ends_with_its_request():
 def hold(client, data, name="h"):
     """A command to hold a picture of these bytes."""
     image = EncodedImage(blob=client.blobs.put(data), mime_type="image/png")
-    return HoldImage(request_id=name, image=image, owner="me", ttl=5.0)
+    return HoldImage(request_id=RequestKey(name), image=image, owner="me", ttl=5.0)
 
 
 def drop(image_id, name="d"):
     """A command to drop it."""
-    return DropImage(request_id=name, image_id=image_id, owner="me")
+    return DropImage(request_id=RequestKey(name), image_id=image_id, owner="me")
 
 
 async def test_a_picture_is_held_and_dropped():
@@ -372,9 +372,9 @@ async def test_stopping_elsewhere():
         own, another = ([each.submit(ask("slow", n)) for n in "abc"] for each in (client, other))
         for stream in another:
             assert isinstance(await anext(stream), Started)
-        assert await client.stop_elsewhere("a") == 1
+        assert await client.stop_elsewhere(RequestKey("a")) == 1
         assert (await another[0].done()).finish_reason is FinishReason.CANCELLED
-        assert await client.stop_elsewhere("a") == 0
+        assert await client.stop_elsewhere(RequestKey("a")) == 0
         assert await client.stop_elsewhere() == 2
         for stream in another[1:]:
             assert (await stream.done()).finish_reason is FinishReason.CANCELLED

@@ -15,6 +15,7 @@ from legato_engine.core import (
     QueryTask,
     ReasoningDelta,
     Request,
+    RequestKey,
     TextDelta,
     Timings,
     TokenInfo,
@@ -25,7 +26,7 @@ from legato_engine.errors import EngineLost, InternalError, PromptTooLong, to_va
 from legato_engine.ipc.messages import Delta, Done, Failed
 
 DONE = Done(
-    request_id="r",
+    request_id=RequestKey("r"),
     result=QueryResult(answer="ab"),
     finish_reason=FinishReason.STOP,
     usage=Usage(input_tokens=1, output_tokens=2),
@@ -35,7 +36,7 @@ DONE = Done(
 
 def delta(*events):
     """A delta of request r."""
-    return Delta(request_id="r", events=events)
+    return Delta(request_id=RequestKey("r"), events=events)
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def stopped():
 @pytest.fixture
 def stream(aborted, stopped):
     """A stream under test."""
-    request = Request(request_id="r", task=QueryTask(question="?"))
+    request = Request(request_id=RequestKey("r"), task=QueryTask(question="?"))
     return RequestStream(request, on_abort=aborted.append, on_stop=stopped.append)
 
 
@@ -85,7 +86,7 @@ async def test_prompt_consumer_gets_each_delta(stream):
 
 async def test_failure_is_raised_once(stream):
     """A failure reaches the reader as its own error, then the stream is at its end."""
-    stream.feed(Failed(request_id="r", error=to_value(PromptTooLong("long", limit=4))))
+    stream.feed(Failed(request_id=RequestKey("r"), error=to_value(PromptTooLong("long", limit=4))))
     with pytest.raises(PromptTooLong) as caught:
         await anext(stream)
     assert caught.value.metadata == {"limit": "4"}

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core import CachedImage, CaptionTask, DetectTask, QueryTask
+from legato_engine.core import CachedImage, CaptionTask, DetectTask, QueryTask, RequestKey
 from legato_engine.engine.assembly import assemble
 from legato_engine.errors import InvalidField
 from legato_engine.ipc.messages import Done, Failed, Started
@@ -220,12 +220,12 @@ def test_aborts_and_stops_while_an_adapter_is_read(world):
     """A request whose adapter is being read can be aborted and stopped; no slot stays held."""
     for number in range(6):
         world.submit(f"r-{number}", CaptionTask(), world.encoded(png(seed=9)), adapter="x")
-    world.core.abort("r-0")
-    world.core.stop("r-1")
+    world.core.abort(RequestKey("r-0"))
+    world.core.stop(RequestKey("r-1"))
     for _ in range(5):
         world.core.step()
-    world.core.abort("r-2")
-    world.core.stop("r-3")
+    world.core.abort(RequestKey("r-2"))
+    world.core.stop(RequestKey("r-3"))
     world.run("r-1", "r-3", "r-4", "r-5")
     assert not world.of("r-0")
 

@@ -15,6 +15,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     TaskResult,
     TaskSpec,
@@ -38,7 +39,7 @@ class Results(SilentSink):
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         """Keep the result."""
-        self.of[sequence.request.request_id] = sequence.task.result(finish_reason)
+        self.of[sequence.request.request_id.caller_id] = sequence.task.result(finish_reason)
 
 
 @pytest.fixture(scope="module", params=["random-tiny", "legato-tiny"])
@@ -94,7 +95,7 @@ def sequence(
     pixels = np.random.default_rng(1).integers(0, 256, (30, 40, 3), dtype=np.uint8)
     image = assembly.frontend.prepare_image(Image.fromarray(pixels), "noise", info)
     request = Request(
-        request_id=name,
+        request_id=RequestKey(name),
         task=task,
         image=CachedImage(image_id="noise") if has_image else None,
         sampling=sampling,

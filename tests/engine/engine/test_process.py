@@ -14,7 +14,14 @@ import msgspec
 import pytest
 from legato_engine.client.engine_client import EngineClient, EngineLimits
 from legato_engine.config import EngineConfig
-from legato_engine.core import DetectTask, EncodedImage, QueryTask, Request, SamplingParams
+from legato_engine.core import (
+    DetectTask,
+    EncodedImage,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 from legato_engine.errors import EngineLost, ImageUndecodable
 from legato_engine.ipc.messages import Done, Load
 from legato_engine.telemetry.timeline import timeline_path
@@ -70,7 +77,7 @@ def ask(name, image=None, max_tokens=8):
     """Return a detection on an image, or a query."""
     task = DetectTask(object="cat") if image else QueryTask(question="hello")
     sampling = SamplingParams(max_tokens=max_tokens)
-    return Request(request_id=name, task=task, image=image, sampling=sampling)
+    return Request(request_id=RequestKey(name), task=task, image=image, sampling=sampling)
 
 
 def image(client):

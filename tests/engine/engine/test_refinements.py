@@ -16,6 +16,7 @@ from legato_engine.core import (
     FinishReason,
     OutlineEvent,
     QueryTask,
+    RequestKey,
     SamplingParams,
     SegmentTask,
 )
@@ -242,7 +243,7 @@ def test_an_aborted_request_sends_nothing_more(gated):
     world, gate = gated
     ask(world, "r", cache_image=False)
     wait_held(world, gate, "r")
-    world.core.abort("r")
+    world.core.abort(RequestKey("r"))
     gate.open()
     ask(world, "s")
     assert not outline(*world.run("s")).coarse
@@ -255,13 +256,13 @@ def test_a_result_for_an_aborted_request_is_not_its_successors(world):
     """A request that reuses the id while the device works for the aborted one is refined itself."""
     ask(world, "r")
     requests = world.core._requests
-    while not getattr(requests.get("r"), "refinement", None):
+    while not getattr(requests.get(RequestKey("r")), "refinement", None):
         if not world.core.busy:
             world.woken.wait(10)
             world.woken.clear()
         world.core.step()
-    first = requests.get("r").refinement
-    world.core.abort("r")
+    first = requests.get(RequestKey("r")).refinement
+    world.core.abort(RequestKey("r"))
     ask(world, "r")
     (done,) = world.run("r")
     assert first.answer is not None
@@ -274,7 +275,7 @@ def test_a_stopped_request_gets_the_coarse_outline(gated):
     world, gate = gated
     ask(world, "r")
     wait_held(world, gate, "r")
-    world.core.stop("r")
+    world.core.stop(RequestKey("r"))
     (done,) = world.of("r", Done)
     assert (outline(done).coarse, done.finish_reason) == (True, FinishReason.STOP)
     gate.open()
@@ -290,7 +291,7 @@ def test_a_deadline_gets_the_coarse_outline(gated):
     ask(world, "r", deadline=deadline)
     wait_held(world, gate, "r")
     assert world.core.next_deadline() == deadline
-    held = world.core._requests.remove("r")
+    held = world.core._requests.remove(RequestKey("r"))
     world.core._requests.add(dataclasses.replace(held, deadline=time.monotonic()))
     world.core.step()
     (done,) = world.of("r", Done)
@@ -303,13 +304,13 @@ def test_pending_refinements_take_places_in_the_queue(gated):
     places = world.core._scheduler._admission._max_waiting
     ask(world, "r")
     wait_held(world, gate, "r")
-    held = world.core._requests.get("r")
+    held = world.core._requests.get(RequestKey("r"))
     for number in range(places):
-        world.core._requests.add(dataclasses.replace(held, request_id=f"r{number}"))
+        world.core._requests.add(dataclasses.replace(held, request_id=RequestKey(f"r{number}")))
     ask(world, "one more")
     assert isinstance(world.error("one more"), QueueFull)
     for number in range(places):
-        world.core.abort(f"r{number}")
+        world.core.abort(RequestKey(f"r{number}"))
     gate.open()
     world.run("r")
 

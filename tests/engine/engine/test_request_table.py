@@ -5,11 +5,12 @@ import math
 from typing import Any
 
 import pytest
-from legato_engine.core import BlobRef, EncodedImage, QueryTask, Request
+from legato_engine.core import BlobRef, EncodedImage, QueryTask, Request, RequestKey
 from legato_engine.engine.request_stages import PendingLease, ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
 from legato_engine.ipc.messages import HoldImage
 
+A, B = RequestKey("a"), RequestKey("b")
 IMAGE = EncodedImage(blob=BlobRef(name="", size=0), mime_type="image/png")
 
 
@@ -23,20 +24,22 @@ class World:
     def _wake(self):
         self.num_wakes += 1
 
-    def lease(self, name, *, tenant="t", deadline=math.inf):
+    def lease(self, name, *, tenant="", deadline=math.inf):
         """Add a lease whose image is not prepared yet."""
-        command = HoldImage(request_id=name, image=IMAGE, owner=tenant, ttl=1.0)
+        key = RequestKey(name, tenant)
+        command = HoldImage(request_id=key, image=IMAGE, owner=tenant, ttl=1.0)
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         entry = PendingLease(
-            request_id=name, tenant=tenant, deadline=deadline, command=command, image=future
+            request_id=key, tenant=tenant, deadline=deadline, command=command, image=future
         )
         self.table.add(entry)
         return entry
 
-    def scheduled(self, name, *, tenant="t"):
+    def scheduled(self, name, *, tenant=""):
         """Add a request that the scheduler has."""
-        request = Request(request_id=name, task=QueryTask(question="?"), tenant=tenant)
-        entry = ScheduledRequest(request_id=name, tenant=tenant, request=request)
+        key = RequestKey(name, tenant)
+        request = Request(request_id=key, task=QueryTask(question="?"))
+        entry = ScheduledRequest(request_id=key, tenant=tenant, request=request)
         self.table.add(entry)
         return entry
 
@@ -52,11 +55,11 @@ def test_an_id_has_one_entry(world):
     first = world.lease("a")
     with pytest.raises(AssertionError, match="request id a is in use"):
         world.scheduled("a")
-    assert "a" in world.table
-    assert world.table.remove("a") is first
-    assert world.table.remove("a") is None
+    assert A in world.table
+    assert world.table.remove(A) is first
+    assert world.table.remove(A) is None
     second = world.scheduled("a")
-    assert world.table.get("a") is second
+    assert world.table.get(A) is second
     assert (world.table.count(ScheduledRequest), world.table.count(PendingLease)) == (1, 0)
 
 
@@ -75,7 +78,7 @@ def test_completed_futures_wake_and_are_returned_once(world):
 def test_work_of_a_removed_request_is_dropped(world):
     """It is not returned for a later request of the same id either."""
     removed = world.lease("a")
-    world.table.remove("a")
+    world.table.remove(A)
     world.lease("a")
     removed.image.set_result("image")
     assert list(world.table.completed()) == []
@@ -88,10 +91,10 @@ def test_entries_expire_once_their_deadline_has_passed(world):
     assert world.table.next_deadline == 1.0
     assert world.table.expired(0.9) == []
     assert world.table.expired(1.0) == [early]
-    world.table.remove("a")
+    world.table.remove(A)
     assert world.table.next_deadline == 2.0
     assert world.table.expired(5.0) == [late]
-    world.table.remove("b")
+    world.table.remove(B)
     assert world.table.next_deadline == math.inf
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from legato_engine.core import EncodedImage, ImageInfo, PixelFormat, RawImage
+from legato_engine.core import EncodedImage, ImageInfo, PixelFormat, RawImage, RequestKey
 from legato_engine.engine.lease_handler import LeaseHandler
 from legato_engine.engine.preprocessor import Preprocessor
 from legato_engine.engine.request_stages import PendingLease
@@ -81,17 +81,19 @@ class World:
         name = f"r{next(self._names)}"
         blob = self.blobs.put(data)
         image = raw(blob) if raw else EncodedImage(blob=blob, mime_type="image/png")
-        command = HoldImage(request_id=name, image=image, owner=owner, ttl=ttl, sha256=sha256)
+        command = HoldImage(
+            request_id=RequestKey(name), image=image, owner=owner, ttl=ttl, sha256=sha256
+        )
         self.requests.add(self.leases.start(command))
         return name
 
     def answer(self, name):
         """Return the only output of a command."""
-        while not any(output.request_id == name for output in self.outputs):
+        while not any(output.request_id.caller_id == name for output in self.outputs):
             assert self.woken.wait(30)
             self.woken.clear()
             self.step()
-        (output,) = [output for output in self.outputs if output.request_id == name]
+        (output,) = [output for output in self.outputs if output.request_id.caller_id == name]
         return from_value(output.error) if isinstance(output, Failed) else output
 
     def hold(self, data, owner="me", **fields):
@@ -101,7 +103,7 @@ class World:
     def drop(self, image_id, owner="me"):
         """Drop an image; return the output."""
         name = f"r{next(self._names)}"
-        self.leases.drop(DropImage(request_id=name, image_id=image_id, owner=owner))
+        self.leases.drop(DropImage(request_id=RequestKey(name), image_id=image_id, owner=owner))
         return self.answer(name)
 
     def pass_time(self, seconds):
@@ -120,7 +122,7 @@ class World:
 
     def abort(self, name):
         """Abort a command as the engine does; return whether it was pending."""
-        lease = self.requests.remove(name)
+        lease = self.requests.remove(RequestKey(name))
         if lease is not None:
             lease.cancel()
         return lease is not None
@@ -271,7 +273,7 @@ def test_an_aborted_lease_is_removed(world):
     assert not world.requests.queued_tenants()
     world.frontend.gate.set()
     assert isinstance(world.hold(BLUE), ImageHeld)
-    assert [output.request_id for output in world.outputs] == ["r2"]
+    assert [output.request_id.caller_id for output in world.outputs] == ["r2"]
     assert world.quota.num_bytes == PREPARED
     assert len(world.cache) == 1
 
@@ -281,4 +283,4 @@ def test_every_command_gets_one_output(world):
     held = world.hold(RED)
     dropped = world.drop(held.image.image_id)
     assert isinstance(dropped, ImageDropped)
-    assert [output.request_id for output in world.outputs] == ["r0", "r1"]
+    assert [output.request_id.caller_id for output in world.outputs] == ["r0", "r1"]

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 
-from legato_engine.core import CaptionTask, QueryResult, Request, Timings, Usage
+from legato_engine.core import CaptionTask, QueryResult, Request, RequestKey, Timings, Usage
 from legato_engine.core import FinishReason as Reason
 from legato_engine.ipc.links import Links
 from legato_engine.ipc.messages import Done, Loading, Submit
@@ -85,15 +85,20 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
+def as_key(name):
+    """The key of a request of the first service process, or the key that is given."""
+    return name if isinstance(name, RequestKey) else RequestKey(name)
+
+
 def submit(name):
-    """Some request."""
-    return Submit(request=Request(request_id=name, task=CaptionTask()))
+    """A request of this name or key."""
+    return Submit(request=Request(request_id=as_key(name), task=CaptionTask()))
 
 
 def done(name, size=1):
-    """Its answer."""
+    """Its result."""
     return Done(
-        request_id=name,
+        request_id=as_key(name),
         result=QueryResult(answer="x" * size),
         finish_reason=Reason.STOP,
         usage=Usage(input_tokens=1, output_tokens=1),

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.engine_client import EngineState
-from legato_engine.core import BlobRef, CaptionTask, EncodedImage, Request, caller_id
+from legato_engine.core import BlobRef, CaptionTask, EncodedImage, Request, RequestKey
 from legato_engine.ipc.messages import (
     Abort,
     DropImage,
@@ -24,7 +24,9 @@ from legato_engine.ipc.messages import (
     Submit,
 )
 
-from tests.engine.ipc.linked import done, linked, loading, submit, until
+from tests.engine.ipc.linked import as_key, done, linked, loading, submit, until
+
+A1, B1, C1, Z1 = (RequestKey(name, worker=1) for name in "abcz")
 
 
 class Poller:
@@ -50,7 +52,7 @@ def connected(ends, *, spare_cores=True, state=EngineState.READY):
 
 def queued(name):
     """A report that is not the last."""
-    return Queued(request_id=name, position=0, estimated_wait=0.0)
+    return Queued(request_id=as_key(name), position=0, estimated_wait=0.0)
 
 
 async def test_a_report_goes_to_whom_it_concerns():
@@ -58,13 +60,13 @@ async def test_a_report_goes_to_whom_it_concerns():
     with linked() as ends:
         first, second = ends.knock(), ends.knock()
         first.submit("a")
-        second.submit("1@a")
+        second.submit(A1)
         await ends.received(2)
-        for name in ("a", "1@a"):
+        for name in ("a", A1):
             ends.engine.post(queued(name))
             ends.engine.send(done(name))
         assert await first.told(2) == [queued("a"), done("a")]
-        assert await second.told(2) == [queued("1@a"), done("1@a")]
+        assert await second.told(2) == [queued(A1), done(A1)]
 
 
 async def test_the_status_reaches_all_and_latecomers():
@@ -87,13 +89,13 @@ async def test_who_hangs_up_leaves_nothing():
     with linked() as ends:
         first, second = ends.knock(), ends.knock()
         first.submit("a")
-        second.submit("1@a", "1@b", "1@c")
+        second.submit(A1, B1, C1)
         await ends.received(4)
-        ends.engine.send(done("1@c"))
+        ends.engine.send(done(C1))
         second.link.close()
-        assert {each.request_id for each in await ends.received(2)} == {"1@a", "1@b"}
+        assert {each.request_id for each in await ends.received(2)} == {A1, B1}
         assert len(ends.engine) == 1
-        ends.engine.send(done("1@a"))
+        ends.engine.send(done(A1))
         ends.engine.send(done("a"))
         assert await first.told(1) == [done("a")]
 
@@ -104,7 +106,7 @@ async def test_whose_memory_is_over_is_told():
         services = [ends.knock() for _ in range(3)]
         for number, service in enumerate(services[:2]):
             image = EncodedImage(blob=BlobRef(name=f"ns-{number}-abc", size=1), mime_type="")
-            request = Request(request_id=f"{number}", task=CaptionTask(), image=image)
+            request = Request(request_id=RequestKey(f"{number}"), task=CaptionTask(), image=image)
             service.link.send(Submit(request=request))
         await ends.received(2)
         services[1].link.close()
@@ -121,17 +123,17 @@ async def test_the_end_of_a_link_comes_before_what_others_ask():
     with linked() as ends:
         first = ends.knock()
         second = ends.knock()
-        second.submit("1@a")
+        second.submit(A1)
         await ends.received()
         third = ends.knock()
         first.submit("b")
-        third.submit("1@z")
+        third.submit(Z1)
         assert len(await ends.received(2)) == 2
         first.submit("c")
-        third.submit("1@a")
+        third.submit(A1)
         second.link.close()
         commands = await ends.received(3)
-        assert commands[0] == Abort(request_id="1@a")
+        assert commands[0] == Abort(request_id=A1)
         assert submit("c") in commands
 
 
@@ -142,14 +144,14 @@ async def test_nobody_takes_over_or_ends_what_is_anothers():
         first.submit("a")
         await ends.received()
         second.submit("a", "b")
-        second.link.send(Abort(request_id="a"))
-        second.link.send(Stop(request_id="a"))
-        second.link.send(Stop(request_id="b"))
-        assert await ends.received(2) == [submit("b"), Stop(request_id="b")]
+        second.link.send(Abort(request_id=RequestKey("a")))
+        second.link.send(Stop(request_id=RequestKey("a")))
+        second.link.send(Stop(request_id=RequestKey("b")))
+        assert await ends.received(2) == [submit("b"), Stop(request_id=RequestKey("b"))]
         ends.engine.flush()
         (failed,) = await second.told(1)
         assert isinstance(failed, Failed)
-        assert failed.request_id == "a"
+        assert failed.request_id == RequestKey("a")
         ends.engine.send(done("a"))
         assert await first.told(1) == [done("a")]
 
@@ -158,14 +160,14 @@ async def test_answers_about_pictures_go_to_who_asked():
     """`HoldImage` and `DropImage` are answered to the process that asked, and forgotten with it."""
     with linked() as ends:
         first, second = ends.knock(), ends.knock()
-        drops = [DropImage(request_id=n, image_id="img_1", owner="me") for n in ("1@a", "1@b")]
+        drops = [DropImage(request_id=n, image_id="img_1", owner="me") for n in (A1, B1)]
         for drop in drops:
             second.link.send(drop)
         assert await ends.received(2) == drops
-        ends.engine.send(ImageDropped(request_id="1@a"))
-        assert await second.told(1) == [ImageDropped(request_id="1@a")]
+        ends.engine.send(ImageDropped(request_id=A1))
+        assert await second.told(1) == [ImageDropped(request_id=A1)]
         second.link.close()
-        assert await ends.received() == [Abort(request_id="1@b")]
+        assert await ends.received() == [Abort(request_id=B1)]
         assert first.reports == []
 
 
@@ -174,10 +176,14 @@ async def test_an_aborted_request_is_told_nothing_more():
     with linked() as ends:
         service = ends.knock()
         service.submit("a")
-        service.link.send(Abort(request_id="a"))
+        service.link.send(Abort(request_id=RequestKey("a")))
         service.submit("a")
-        assert await ends.received(3) == [submit("a"), Abort(request_id="a"), submit("a")]
-        service.link.send(Abort(request_id="a"))
+        assert await ends.received(3) == [
+            submit("a"),
+            Abort(request_id=RequestKey("a")),
+            submit("a"),
+        ]
+        service.link.send(Abort(request_id=RequestKey("a")))
         await ends.received()
         ends.engine.send(done("a"))
         service.submit("b")
@@ -190,26 +196,29 @@ async def test_stopping_what_others_have():
     """What the other processes have of an id is stopped, of one tenant or any; tasks count once."""
     with linked() as ends:
         first, second = ends.knock(), ends.knock()
-        first.submit("a#0", "a#1", "shop/a", "b")
-        second.submit("1@a", "1@c")
-        second.link.send(DropImage(request_id="1@drop", image_id="img_1", owner="me"))
+        tasks = [RequestKey("a", part=part) for part in "01"]
+        of_shop = RequestKey("a", "shop")
+        first.submit(*tasks, of_shop, "b")
+        second.submit(A1, C1)
+        drop = DropImage(request_id=RequestKey("drop", worker=1), image_id="img_1", owner="me")
+        second.link.send(drop)
         await ends.received(7)
 
         async def stopped(service, call, target, count):
-            service.link.send(StopElsewhere(request_id=call, target=target))
+            service.link.send(StopElsewhere(request_id=RequestKey(call), target=target))
             stops = await ends.received(count)
             assert all(isinstance(each, Stop) for each in stops)
             return {each.request_id for each in stops}
 
-        assert await stopped(second, "7", "a", 3) == {"a#0", "a#1", "shop/a"}
-        assert await stopped(second, "8", "shop/a", 1) == {"shop/a"}
-        assert await stopped(first, "9", "", 2) == {"1@a", "1@c"}
+        assert await stopped(second, "7", RequestKey("a"), 3) == {*tasks, of_shop}
+        assert await stopped(second, "8", of_shop, 1) == {of_shop}
+        assert await stopped(first, "9", None, 2) == {A1, C1}
         ends.engine.flush()
         assert await second.told(2) == [
-            Stopped(request_id="7", count=2),
-            Stopped(request_id="8", count=1),
+            Stopped(request_id=RequestKey("7"), count=2),
+            Stopped(request_id=RequestKey("8"), count=1),
         ]
-        assert await first.told(1) == [Stopped(request_id="9", count=2)]
+        assert await first.told(1) == [Stopped(request_id=RequestKey("9"), count=2)]
 
 
 async def test_a_backlog_of_reports_leaves_in_order():
@@ -296,18 +305,12 @@ async def test_which_requests_wait_for_those_of_their_turn(spare_cores):
             connection.submit(request)
         ends.engine.receive()  # lets the service in
         ends.engine.wait(1000)
-        came = [command.request.request_id for command in ends.engine.receive()]
+        came = [command.request.request_id.caller_id for command in ends.engine.receive()]
         assert came == (["a", "b", "c"] if spare_cores else ["a"])
         if not spare_cores:
             others = await ends.received(2)
-            assert [each.request.request_id for each in others] == ["b", "c"]
+            assert [each.request.request_id.caller_id for each in others] == ["b", "c"]
         await connection.close()
-
-
-def test_callers_ids():
-    """The number of a link, the name of a tenant and the number of a task are not the caller's."""
-    ids = ("a", "3@a", "a#0", "12@some/a", "some/a#7", "1@a.b:c-d#3")
-    assert [caller_id(each) for each in ids] == ["a"] * 5 + ["a.b:c-d"]
 
 
 async def test_an_engine_that_expects_a_request_does_not_sleep():

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from legato_engine.core import RequestKey
 from legato_engine.ipc import links, transport
 from legato_engine.ipc.messages import Abort, Heartbeat, Load, Queued
 from legato_engine.ipc.transport import EngineLink
@@ -65,14 +66,14 @@ async def test_the_end_is_told_once_behind_the_last_words():
         service = ends.knock()
         service.submit("a")
         await ends.received()
-        ends.engine.post(Queued(request_id="a", position=0, estimated_wait=0.0))
+        ends.engine.post(Queued(request_id=RequestKey("a"), position=0, estimated_wait=0.0))
         ends.engine.post(done("a", size=1_000_000))
         told_at_end: list[int] = []
         service.link._on_end = lambda: told_at_end.append(len(service.reports))
         closing = asyncio.create_task(asyncio.to_thread(ends.engine.close, 60_000))
         await until(lambda: told_at_end)
         await closing
-        service.link.send(Abort(request_id="a"))
+        service.link.send(Abort(request_id=RequestKey("a")))
         await asyncio.sleep(0)
         assert told_at_end == [2]
 

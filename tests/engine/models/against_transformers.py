@@ -6,7 +6,14 @@ import random
 
 import torch
 from legato_engine.config import EngineConfig
-from legato_engine.core import FinishReason, PromptToken, QueryTask, Request, SamplingParams
+from legato_engine.core import (
+    FinishReason,
+    PromptToken,
+    QueryTask,
+    Request,
+    RequestKey,
+    SamplingParams,
+)
 from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.models.paged_cache import PrefillSpan
@@ -86,15 +93,15 @@ class Answers:
 
     def started(self, sequence):
         """Nothing yet."""
-        self.told[sequence.request.request_id] = []
+        self.told[sequence.request.request_id.caller_id] = []
 
     def delta(self, sequence, events):
         """The tokens that the events tell."""
-        self.told[sequence.request.request_id] += tokens_of(events)
+        self.told[sequence.request.request_id.caller_id] += tokens_of(events)
 
     def done(self, sequence, finish_reason):
         """The whole answer."""
-        name = sequence.request.request_id
+        name = sequence.request.request_id.caller_id
         self.results[name] = sequence.task.result(finish_reason).answer
         self.reasons[name] = finish_reason
 
@@ -121,7 +128,7 @@ class Engine:
     def prompt(self, question):
         """Ids that the model is given."""
         task = self.assembly.frontend.make_task(
-            Request(request_id="p", task=QueryTask(question=question))
+            Request(request_id=RequestKey("p"), task=QueryTask(question=question))
         )
         return [token.token_id for token in task.prompt]
 
@@ -131,7 +138,7 @@ class Engine:
         scheduler = self.assembly.scheduler(answers, pipeline_depth=depth)
         for index, question in enumerate(questions):
             request = Request(
-                request_id=str(index),
+                request_id=RequestKey(str(index)),
                 task=QueryTask(question=question),
                 sampling=SamplingParams(**sampling),
                 return_tokens=True,

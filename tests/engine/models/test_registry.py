@@ -9,7 +9,7 @@ import sys
 import msgspec
 import pytest
 import torch
-from legato_engine.core import ImageInfo, QueryTask, Request
+from legato_engine.core import ImageInfo, QueryTask, Request, RequestKey
 from legato_engine.errors import InvalidField, ModelNotFound, PromptTooLong
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
@@ -47,7 +47,7 @@ def test_resolving_loads_no_torch(child_python_path):
         "from legato_engine.models.registry import resolve\n"
         "from legato_engine.core import *\n"
         "bundle = resolve('random-tiny')\n"
-        "request = Request(request_id='r', task=QueryTask(question='?'))\n"
+        "request = Request(request_id=RequestKey('r'), task=QueryTask(question='?'))\n"
         "assert bundle.frontend.make_task(request).prompt\n"
         "from PIL import Image\n"
         "info = ImageInfo(image_id='i', width=99, height=99, cache_hit=False)\n"
@@ -116,7 +116,7 @@ def test_a_shorter_context_is_kept_to():
     """A bound on the context reaches the model and the prompts; one that cannot be is refused."""
     bundle = resolve("random-tiny", max_context=64)
     assert bundle.max_context == bundle.load(CPU, torch.float32).max_context == 64
-    request = Request(request_id="r", task=QueryTask(question="x" * 100))
+    request = Request(request_id=RequestKey("r"), task=QueryTask(question="x" * 100))
     with pytest.raises(PromptTooLong) as caught:
         bundle.frontend.make_task(request)
     assert caught.value.metadata["limit"] == "64"

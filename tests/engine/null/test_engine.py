@@ -22,6 +22,7 @@ from legato_engine.core import (
     QueryTask,
     RawImage,
     Request,
+    RequestKey,
     SamplingParams,
     SegmentTask,
     TextDelta,
@@ -67,7 +68,7 @@ class Bench:
 
     def submit(self, name, task=HELLO, **fields):
         """Submit a request."""
-        self.engine.submit(Request(request_id=name, task=task, **fields))
+        self.engine.submit(Request(request_id=RequestKey(name), task=task, **fields))
 
     def run(self, name="a", task=HELLO, **fields):
         """Run a request to its end; return its outputs."""
@@ -78,7 +79,7 @@ class Bench:
 
     def of(self, name):
         """Return the outputs of a request."""
-        return [output for output in self.outputs if output.request_id == name]
+        return [output for output in self.outputs if output.request_id.caller_id == name]
 
     def image(self, size=(30, 20), orientation=1):
         """Put a JPEG into a blob."""
@@ -215,7 +216,7 @@ def test_paced_requests_wait():
     assert bench.engine.estimated_wait() > 0
     bench.run("d", model="other")
     assert kinds(bench.of("b"))[:2] == ["Queued", "Started"]
-    ends = [output.request_id for output in bench.outputs if isinstance(output, Done)]
+    ends = [output.request_id.caller_id for output in bench.outputs if isinstance(output, Done)]
     assert ends == ["a", "b"]
     assert isinstance(bench.of("b")[0], Queued)
 
@@ -239,8 +240,8 @@ def test_a_stop_gives_the_partial_result(running):
         bench.engine.step()
     bench.submit("waiting")
     name = "other" if running else "waiting"
-    bench.engine.stop(name)
-    bench.engine.stop(name)
+    bench.engine.stop(RequestKey(name))
+    bench.engine.stop(RequestKey(name))
     told: list[Any] = bench.of(name)
     assert kinds(told).count("Started") == 1
     assert kinds(told)[-1] == "Done"
@@ -255,7 +256,7 @@ def test_an_abort_is_silent_and_a_deadline_is_not():
     bench.submit("aborted")
     bench.submit("late", deadline=time.monotonic())
     bench.submit("waiting", deadline=time.monotonic())
-    bench.engine.abort("aborted")
+    bench.engine.abort(RequestKey("aborted"))
     told = len(bench.of("aborted"))
     bench.engine.step()
     assert len(bench.of("aborted")) == told
@@ -286,7 +287,7 @@ async def test_the_process_serves_without_a_model():
         data = io.BytesIO()
         Image.new("RGB", (8, 6)).save(data, "PNG")
         image = EncodedImage(blob=client.blobs.put(data.getvalue()), mime_type="image/png")
-        detect = Request(request_id="a", task=DetectTask(object="cat"), image=image)
+        detect = Request(request_id=RequestKey("a"), task=DetectTask(object="cat"), image=image)
         outputs: list[Any] = [output async for output in client.submit(detect)]
         assert isinstance(outputs[0], Started)
         assert isinstance(outputs[-1], Done)
@@ -308,7 +309,7 @@ async def test_the_process_paces_and_stops():
     try:
         await client.wait_ready()
         endless = SamplingParams(max_tokens=7000)
-        stream = client.submit(Request(request_id="a", task=HELLO, sampling=endless))
+        stream = client.submit(Request(request_id=RequestKey("a"), task=HELLO, sampling=endless))
         assert isinstance(await stream.__anext__(), Started)
         first: Any = await stream.__anext__()
         assert isinstance(first.events[0], TextDelta)
@@ -331,7 +332,9 @@ def test_images_are_leased_and_dropped():
 
     def hold(name, size, ttl=9.0, **fields):
         image = bench.image(size)
-        bench.engine.hold(HoldImage(request_id=name, image=image, owner="me", ttl=ttl, **fields))
+        bench.engine.hold(
+            HoldImage(request_id=RequestKey(name), image=image, owner="me", ttl=ttl, **fields)
+        )
         return bench.outputs[-1]
 
     held = hold("h", (40, 30))
@@ -343,7 +346,9 @@ def test_images_are_leased_and_dropped():
     *_, answered = bench.run(image=CachedImage(image_id=held.image.image_id))
     assert answered.image.cache_hit
     for name, kind in (("d", "ImageDropped"), ("e", "Failed")):
-        bench.engine.drop(DropImage(request_id=name, image_id=held.image.image_id, owner="me"))
+        bench.engine.drop(
+            DropImage(request_id=RequestKey(name), image_id=held.image.image_id, owner="me")
+        )
         assert type(bench.outputs[-1]).__name__ == kind
     over = hold("short", (30, 30), ttl=0.0).image.image_id
     *_, failed = bench.run(image=CachedImage(image_id=over))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from legato_engine.core import QueryTask, Request, SamplingParams
+from legato_engine.core import QueryTask, Request, RequestKey, SamplingParams
 from legato_engine.device.cpu import CpuDevice
 from legato_engine.engine.engine_core import make_sequence
 from legato_engine.errors import InvalidField
@@ -140,7 +140,7 @@ def asked(engine, temperature):
     sequences = []
     for number, question in enumerate(same.questions(5, seed=3)):
         task = QueryTask(question=question)
-        request = Request(request_id=str(number), task=task, sampling=sampling)
+        request = Request(request_id=RequestKey(str(number)), task=task, sampling=sampling)
         sequences.append(make_sequence(engine.assembly.frontend, request, None))
     return Run(engine.assembly, sequences)
 

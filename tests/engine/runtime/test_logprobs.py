@@ -14,6 +14,7 @@ from legato_engine.core import (
     ImageInfo,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     SegmentTask,
     TaskSpec,
@@ -54,7 +55,7 @@ class Listener(SilentSink):
 
     def watch(self, sequence):
         """Note what its task reads."""
-        seen = self.tokens[sequence.request.request_id] = []
+        seen = self.tokens[sequence.request.request_id.caller_id] = []
         consume = sequence.task.consume
 
         def read(token):
@@ -76,7 +77,11 @@ def request(name, *, logprobs=True, temperature=0.8):
     """One of the tasks; under this seed some boxes come."""
     sampling = SamplingParams(temperature=temperature, top_p=0.9, seed=2, max_tokens=10)
     return Request(
-        request_id=name, task=ASKED[name], image=PICTURE, sampling=sampling, logprobs=logprobs
+        request_id=RequestKey(name),
+        task=ASKED[name],
+        image=PICTURE,
+        sampling=sampling,
+        logprobs=logprobs,
     )
 
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable
 
 import msgspec
-from legato_engine.core import FinishReason, PromptToken
+from legato_engine.core import FinishReason, PromptToken, RequestKey
 from legato_engine.errors import InternalError, PromptTooLong
 from legato_engine.ipc.messages import KVCacheStats
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -96,7 +96,7 @@ class Schedule:
             block_sizes=RandomBlocks(largest, seed) if self.speculates else None,
         )
         self.sequences: list[EngineSequence] = []
-        self.aborted: set[str] = set()
+        self.aborted: set[RequestKey] = set()
         self.num_drafts = 0
         # Few words, so that prompts often share a prefix.
         self._systems = [self._words(draw.randint(1, 10)) for _ in range(2)]

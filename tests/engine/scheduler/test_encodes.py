@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from legato_engine.core import FinishReason
+from legato_engine.core import FinishReason, RequestKey
 from legato_engine.errors import DeadlineExceeded
 from legato_engine.scheduler.launch import LaunchKind, Plan
 from legato_engine.sequence import Sequence, SequenceStatus
@@ -10,6 +10,8 @@ from legato_engine.sequence import Sequence, SequenceStatus
 from tests.engine.scheduler.tasks import LONG_SEED
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask
+
+R0, R1 = RequestKey("r0"), RequestKey("r1")
 
 ENCODE, PREFILL, DECODE, _ = LaunchKind
 STEPS_TO_PREFILL = 7  # of an image of 13 crops: three encodes and the prefill, decodes between
@@ -168,7 +170,7 @@ def test_a_request_starts_with_the_first_part_of_its_image() -> None:
     sequence = image(world)
     world.steps(2)
     started = world.clock.now()
-    assert world.sink.started_ids == ["r0", "r1"]
+    assert world.sink.started_ids == [R0, R1]
     assert sequence.status is SequenceStatus.PREFILLING
     assert sequence.inputs.image is not None
     load = world.scheduler.load()
@@ -179,7 +181,7 @@ def test_a_request_starts_with_the_first_part_of_its_image() -> None:
     assert sequence.inputs.image is not None, "released before the end"
     world.drain()
     assert sequence.inputs.image is None
-    assert world.sink.started_ids == ["r0", "r1"]
+    assert world.sink.started_ids == [R0, R1]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -204,7 +206,7 @@ def test_a_request_may_be_aborted_in_any_phase_of_its_image(
     world.drain()
     assert aborted.inputs.image is None
     if expires:
-        assert type(world.sink.ended["r1"]) is DeadlineExceeded
+        assert type(world.sink.ended[R1]) is DeadlineExceeded
     computed = key is not None and phase > STEPS_TO_PREFILL
     assert following.pages.cached_tokens == (9 if computed else 0)
     for sequence in (text, following):

@@ -1,12 +1,14 @@
 """The end of a sequence: by its task, its client, its deadline or an error."""
 
 import pytest
-from legato_engine.core import FinishReason
+from legato_engine.core import FinishReason, RequestKey
 from legato_engine.errors import DeadlineExceeded, InternalError
 
 from tests.engine.scheduler.tasks import LONG_SEED, long_task, stopping_task
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask
+
+R0, R1 = RequestKey("r0"), RequestKey("r1")
 
 # ---------------------------------------------------------------- by its task
 
@@ -18,7 +20,7 @@ def test_a_stop_token_leaves_one_zombie(constrained: bool) -> None:
     sequence = world.submit(stopping_task(3, constrained=constrained))
     while not sequence.finalized:
         world.steps(1)
-    assert world.sink.ended == {"r0": FinishReason.STOP}
+    assert world.sink.ended == {R0: FinishReason.STOP}
     assert sequence.is_zombie
     assert sequence.row >= 0
     world.steps(1)
@@ -40,7 +42,7 @@ def test_the_length_cap_leaves_no_zombie() -> None:
     world = World()
     sequence = world.submit(long_task(max_tokens=5))
     world.scheduler.drain()
-    assert world.sink.ended == {"r0": FinishReason.LENGTH}
+    assert world.sink.ended == {R0: FinishReason.LENGTH}
     assert len(world.tokens(sequence)) == len(world.records) == 5
     assert sum(record.zombies for record in world.records) == 0
 
@@ -52,7 +54,7 @@ def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
     stopping.max_tokens = 4
     world.submit(stopping)
     world.scheduler.drain()
-    assert world.sink.ended == {"r0": FinishReason.STOP}
+    assert world.sink.ended == {R0: FinishReason.STOP}
 
 
 # ---------------------------------------------------------------- by its client
@@ -67,7 +69,7 @@ def test_aborting_a_waiting_request_removes_it_at_once() -> None:
     world.abort(waiting)
     assert world.scheduler.num_waiting == 0
     world.scheduler.drain()
-    assert world.sink.started_ids == ["r0"]
+    assert world.sink.started_ids == [R0]
     world.check_rest()
 
 
@@ -99,7 +101,7 @@ def test_unknown_and_ended_requests_can_be_aborted() -> None:
     sequence = world.submit(long_task(max_tokens=2))
     world.scheduler.drain()
     world.abort(sequence)
-    world.scheduler.abort("never seen")
+    world.scheduler.abort(RequestKey("never seen"))
     world.check_rest()
 
 
@@ -108,12 +110,12 @@ def test_an_aborted_id_may_come_again_while_its_zombie_is_in_flight() -> None:
     world = World()
     sequence = world.submit(long_task())
     world.steps(2)
-    world.scheduler.abort("r0")
+    world.scheduler.abort(R0)
     assert sequence.is_zombie
     world.sequences.clear()
     world.sink.texts.clear()
     again = world.submit(long_task())
-    assert again.request.request_id == "r0"
+    assert again.request.request_id == R0
     world.scheduler.drain()
     assert world.tokens(again) == long_task().expected_tokens(2)
     assert sequence.row == -1
@@ -137,8 +139,8 @@ def test_stopping_a_waiting_request_emits_its_start_and_its_empty_result() -> No
     world.steps(2)
     world.scheduler.stop(waiting.request.request_id)
     assert world.scheduler.num_waiting == 0
-    assert world.sink.started_ids == ["r0", "r1"]
-    assert world.sink.ended == {"r1": FinishReason.CANCELLED}
+    assert world.sink.started_ids == [R0, R1]
+    assert world.sink.ended == {R1: FinishReason.CANCELLED}
     assert world.tokens(waiting) == []
     world.scheduler.drain()
     world.check_rest()
@@ -154,7 +156,7 @@ def test_stopping_after_any_step_ends_with_what_was_committed(num_steps: int, de
     committed = list(world.tokens(sequence))
     world.scheduler.stop(sequence.request.request_id)
     world.scheduler.stop(sequence.request.request_id)
-    assert world.sink.ended == {"r0": FinishReason.CANCELLED}
+    assert world.sink.ended == {R0: FinishReason.CANCELLED}
     world.scheduler.drain()
     assert world.tokens(sequence) == committed
     assert world.tokens(other) == long_task().expected_tokens(2)
@@ -168,7 +170,7 @@ def test_a_request_may_be_stopped_by_its_own_delta() -> None:
     world.submit(long_task())
     world.scheduler.drain()
     world.check_rest()
-    assert world.sink.ended == {"r0": FinishReason.CANCELLED}
+    assert world.sink.ended == {R0: FinishReason.CANCELLED}
 
 
 def test_unknown_and_ended_requests_can_be_stopped() -> None:
@@ -177,8 +179,8 @@ def test_unknown_and_ended_requests_can_be_stopped() -> None:
     world.submit(long_task(max_tokens=2))
     world.scheduler.drain()
     ended = dict(world.sink.ended)
-    world.scheduler.stop("r0")
-    world.scheduler.stop("never seen")
+    world.scheduler.stop(R0)
+    world.scheduler.stop(RequestKey("never seen"))
     assert world.sink.ended == ended
     world.check_rest()
 
@@ -247,7 +249,7 @@ def test_a_later_deadline_is_checked_after_an_earlier_one() -> None:
     world.steps(1)
     world.clock.advance(2.0)
     world.steps(1)
-    assert list(world.sink.ended) == ["r1"]
+    assert list(world.sink.ended) == [R1]
     world.clock.advance(3.0)
     world.steps(1)
-    assert list(world.sink.ended) == ["r1", "r0"]
+    assert list(world.sink.ended) == [R1, R0]

@@ -1,7 +1,7 @@
 """Preemption when pages run out: the victims, and that only their waiting time changes."""
 
 import pytest
-from legato_engine.core import FinishReason
+from legato_engine.core import FinishReason, RequestKey
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.scheduler.running_sequences import RunningSequences, preemption_rank
 from legato_engine.scheduler.waiting_queue import WaitingQueue
@@ -10,6 +10,8 @@ from legato_engine.sequence import Sequence, SequenceStatus
 from tests.engine.scheduler.tasks import LONG_SEED
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask, make_sequence
+
+R0, R1 = RequestKey("r0"), RequestKey("r1")
 
 
 def growing(world: World, *, priority: int = 0, constrained: bool = False) -> Sequence:
@@ -31,7 +33,7 @@ def test_the_newest_is_preempted_and_loses_no_token(depth: int, constrained: boo
     both = [growing(world, constrained=constrained) for _ in range(2)]
     world.drain()
     assert preempted(world) == [both[1]]
-    assert world.sink.started_ids == ["r0", "r1"]
+    assert world.sink.started_ids == [R0, R1]
     for sequence in both:
         assert isinstance(sequence.task, FakeTask)
         assert world.tokens(sequence) == sequence.task.expected_tokens(sequence.prompt_length)
@@ -101,7 +103,7 @@ def test_a_preempted_request_may_be_aborted_or_stopped(stops: bool, waits: bool)
     assert second.finalized
     assert world.tokens(second) == committed != []
     assert world.tokens(first) == FakeTask(seed=LONG_SEED, max_tokens=14).expected_tokens(2)
-    assert world.sink.started_ids == ["r0", "r1"]
+    assert world.sink.started_ids == [R0, R1]
     expected = FinishReason.CANCELLED if stops else None
     assert world.sink.ended.get(second.request.request_id) is expected
 

@@ -1,12 +1,15 @@
 """The step: its order, and what sink and observer receive."""
 
 import pytest
+from legato_engine.core import RequestKey
 from legato_engine.scheduler.launch import LaunchKind
 from legato_engine.sequence import SequenceStatus
 
 from tests.engine.scheduler.tasks import long_task
 from tests.engine.scheduler.world import World
 from tests.fakes import FakeTask
+
+R0 = RequestKey("r0")
 
 # ---------------------------------------------------------------- order
 
@@ -114,7 +117,7 @@ def test_a_request_starts_when_its_prefill_is_launched() -> None:
     sequence = world.submit(long_task())
     statuses = [sequence.status]
     world.steps(1)
-    assert world.sink.started_ids == ["r0"]
+    assert world.sink.started_ids == [R0]
     statuses.append(sequence.status)
     assert sequence.timing.prefill_start == 100.0
     world.clock.advance(2.0)

@@ -111,7 +111,7 @@ def test_adapters_beyond_the_slots_take_turns() -> None:
     for number in range(24):
         world.submit(FakeTask(seed=1, max_tokens=6), adapter=("x", "", "y", "x")[number % 4])
     world.drain()
-    started = [int(name[1:]) for name in world.sink.started_ids]
+    started = [int(key.caller_id[1:]) for key in world.sink.started_ids]
     adapted = [number for number in started if number % 4 != 1]
     assert started != sorted(started), "no request overtook one without a slot"
     assert max(number - index for index, number in enumerate(adapted)) <= 2 * 24 // 4

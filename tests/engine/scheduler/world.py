@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence as Many
 
 import msgspec
+from legato_engine.core import RequestKey
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import Load
 from legato_engine.kv_cache.manager import KVCacheManager
@@ -102,7 +103,7 @@ class World:
         self.sequences: list[Sequence] = []
         self.refinements: list[Refinement] = []
         self.refined: list[int] = []  # their indices, in the order of completion
-        self.aborted: set[str] = set()
+        self.aborted: set[RequestKey] = set()
 
     def committed(self, record: StepRecord) -> None:
         """Keep the record; the world is the scheduler's observer."""

@@ -16,6 +16,7 @@ from legato_engine.core import (
     PointTask,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     SegmentTask,
 )
@@ -95,13 +96,13 @@ class Run(SilentSink):
 
     def delta(self, sequence, events):
         """Keep the events, each with the number of the token that made it."""
-        self._events.setdefault(sequence.request.request_id, []).append(
+        self._events.setdefault(sequence.request.request_id.caller_id, []).append(
             (sequence.num_committed, tuple(events))
         )
 
     def done(self, sequence, finish_reason):
         """Keep the whole."""
-        name = sequence.request.request_id
+        name = sequence.request.request_id.caller_id
         result = sequence.task.result(finish_reason)
         events = self._events.get(name, [])
         self.answers[name] = Answer(sequence.task.tokens, result, finish_reason, events)
@@ -117,7 +118,7 @@ class Run(SilentSink):
             prepare = self.assembly.frontend.prepare_image
             image = prepare(Image.fromarray(pixels), str(picture), info)
         request = Request(
-            request_id=name,
+            request_id=RequestKey(name),
             task=task,
             image=None if image is None else CachedImage(image_id=str(picture)),
             sampling=SamplingParams(seed=seed, **self._sampling),

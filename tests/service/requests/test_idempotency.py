@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine import errors
+from legato_engine.core import RequestKey
 from legato_service.errors import DuplicateRequest
 from legato_service.requests.idempotency import IdempotencyCache, fingerprint
 from legato_service.rpc import call
@@ -182,7 +183,7 @@ async def test_the_last_to_leave_ends_the_work():
         for each in calls:
             each.cancel()
         await until(lambda: not engine.streams and server.server.num_in_flight == 0)
-        assert engine.aborted == ["mine"]
+        assert engine.aborted == [RequestKey("mine")]
         engine.script = answer
         assert (await server.inference.Query(OTHER)).answer
 
@@ -195,7 +196,7 @@ async def test_ids_are_a_tenants_own():
         other = server.inference.Query(OTHER, metadata=(("legato-tenant", "b"),))
         nobodys = server.inference.Query(QUERY)
         await until(lambda: len(engine.streams) == 3)
-        assert set(engine.streams) == {"a/mine", "b/mine", "mine"}
+        assert set(engine.streams) == {RequestKey("mine", tenant) for tenant in ("a", "b", "")}
         finish(engine)
         for each in (one, other, nobodys):
             assert (await each).info.request_id == "mine"
@@ -267,7 +268,7 @@ async def ask(replies, name, content=b"?", size=1):
     context = contextvars.copy_context()
     context.run(call.CURRENT.set, call.Call("test"))
     task = asyncio.get_running_loop().create_task(
-        replies.once(name, content, work, Waiter()), context=context
+        replies.once(RequestKey(name), content, work, Waiter()), context=context
     )
     return await task, bool(made)
 
@@ -319,10 +320,10 @@ async def test_a_run_that_was_given_up_is_not_joined():
         return reply()
 
     call.CURRENT.set(call.Call("test"))
-    first = asyncio.create_task(replies.once("a", b"?", work, Waiter()))
+    first = asyncio.create_task(replies.once(RequestKey("a"), b"?", work, Waiter()))
     await until(lambda: bool(begun))
     first.cancel()
-    second = asyncio.create_task(replies.once("a", b"!", work, Waiter()))
+    second = asyncio.create_task(replies.once(RequestKey("a"), b"!", work, Waiter()))
     await asyncio.gather(first, return_exceptions=True)
     assert len(begun) == 1
     release.set()
@@ -333,11 +334,11 @@ async def test_a_run_that_was_given_up_is_not_joined():
 async def test_a_stream_that_failed_frees_its_name():
     """`exclusive` keeps the name of a block that ended well, and of no other."""
     replies = IdempotencyCache()
-    with pytest.raises(ValueError, match="bad"), replies.exclusive("a"):
+    with pytest.raises(ValueError, match="bad"), replies.exclusive(RequestKey("a")):
         raise ValueError("bad")
-    with replies.exclusive("a"):
+    with replies.exclusive(RequestKey("a")):
         pass
-    with pytest.raises(DuplicateRequest), replies.exclusive("a"):
+    with pytest.raises(DuplicateRequest), replies.exclusive(RequestKey("a")):
         pass
 
 
@@ -377,7 +378,7 @@ class Walk:
                 del self.live[name]
             return f"{name}{content.decode()}".encode()
 
-        asked = self.replies.once(name, content, work, Waiter())
+        asked = self.replies.once(RequestKey(name), content, work, Waiter())
         self.callers.append((f"{name}{content.decode()}", asyncio.create_task(asked)))
 
     def leave(self, number):

@@ -5,14 +5,14 @@ import time
 
 import pytest
 from legato_engine.client.request_stream import RequestStream
-from legato_engine.core import QueryTask, Request
+from legato_engine.core import QueryTask, Request, RequestKey
 from legato_engine.errors import DeadlineExceeded
 from legato_service.requests.deadlines import Deadlines
 
 
 def watched(order):
     """A request's stream, which notes its end."""
-    request = Request(request_id="a", task=QueryTask(question="?"))
+    request = Request(request_id=RequestKey("a"), task=QueryTask(question="?"))
     return RequestStream(request, on_abort=order.append, on_stop=order.append)
 
 

@@ -105,7 +105,7 @@ async def test_a_request_without_id_gets_one_everywhere():
         info = (await call).info
         assert info.request_id
         assert dict(await call.trailing_metadata())["x-request-id"] == info.request_id
-        assert server.engine.requests[0].request_id == info.request_id
+        assert server.engine.requests[0].request_id.caller_id == info.request_id
 
 
 async def test_the_engine_hears_of_a_question_before_its_message_is_read():

@@ -8,6 +8,7 @@ from google.protobuf import duration_pb2
 from legato.v1 import admin_pb2 as pb
 from legato.v1 import inference_pb2, task_pb2
 from legato_engine.client.engine_client import EngineState
+from legato_engine.core import RequestKey
 from legato_engine.errors import QueueFull
 from legato_engine.ipc.messages import Load, PipelineStats
 
@@ -207,8 +208,8 @@ async def test_abort_names_one_and_spares_the_others():
         assert counts(await server.admin.Abort(pb.AbortRequest(request_id="nobody"))) == (0, 0)
         assert counts(await server.admin.Abort(pb.AbortRequest(request_id="mine"))) == (1, 0)
         assert (await refusal(first)).reason == "PREEMPTED"
-        assert set(server.engine.streams) == {"other"}
-        answer(server.engine, server.engine.streams["other"])
+        assert set(server.engine.streams) == {RequestKey("other")}
+        answer(server.engine, server.engine.streams[RequestKey("other")])
         assert (await second).answer
 
 
@@ -305,7 +306,7 @@ async def test_drain_returns_at_once_with_what_is_left():
         assert (await server.admin.GetLoad(ASK)).engine_state == "draining"
         refused = await refusal(server.inference.Query(asked("?", "late")))
         assert refused.reason == "DRAINING"
-        answer(engine, engine.streams["mine"])
+        answer(engine, engine.streams[RequestKey("mine")])
         assert (await call).answer
         assert await server.server.drained()
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from legato.v1 import inference_pb2 as pb
 from legato.v1 import media_pb2
 from legato_engine import core
+from legato_engine.core import RequestKey
 from legato_engine.ipc.messages import Done
 from legato_service.convert import responses
 from legato_service.convert.info import Answers
@@ -94,7 +95,7 @@ def ends(result: st.SearchStrategy[core.TaskResult]) -> st.SearchStrategy[Done]:
     """How requests of one skill may end."""
     return st.builds(
         Done,
-        request_id=st.just("engine's own"),
+        request_id=st.just(RequestKey("engine's own")),
         result=result,
         finish_reason=st.sampled_from(core.FinishReason),
         usage=st.builds(core.Usage, *[SMALL] * 5),
@@ -123,7 +124,9 @@ def test_times_are_told_to_the_nanosecond(value: core.Timings) -> None:
     """Each part is there, rounded, with whole seconds apart."""
     usage = core.Usage(input_tokens=1, output_tokens=1)
     result, reason = core.CaptionResult(caption="yes"), core.FinishReason.STOP
-    done = Done(request_id="r", result=result, finish_reason=reason, usage=usage, timings=value)
+    done = Done(
+        request_id=RequestKey("r"), result=result, finish_reason=reason, usage=usage, timings=value
+    )
     answers = Answers(pb.CaptionResponse, responses.fill_caption)
     told = pb.CaptionResponse.FromString(answers.write("r", "m", done, None)).info.timings
     for name in PARTS:

@@ -64,7 +64,7 @@ async def test_tokens_are_told_task_by_task():
         if isinstance(asked.task, core.CaptionTask):
             engine.fail(stream, PromptTooLong("too long"))
             return
-        tokens = (core.TokenInfo(token_id=len(asked.request_id), logprob=-1.0),)
+        tokens = (core.TokenInfo(token_id=len(asked.request_id.name), logprob=-1.0),)
         ended = msgspec.structs.replace(done(asked, solution(asked.task)[1]), tokens=tokens)
         engine.feed(stream, started(asked), ended)
 

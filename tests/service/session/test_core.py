@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from legato_engine.core import ObjectEvent, TextDelta
+from legato_engine.core import ObjectEvent, RequestKey, TextDelta
 from legato_engine.errors import ClientTooSlow, SessionProtocol
 from legato_engine.ipc.messages import Delta, Queued
 from legato_service.session.capture_clock import CaptureClock
@@ -17,7 +17,7 @@ from tests.service.session.drive import Drive
 
 def words(*texts):
     """Text in pieces, as one report."""
-    return Delta(request_id="r", events=tuple(TextDelta(text=text) for text in texts))
+    return Delta(request_id=RequestKey("r"), events=tuple(TextDelta(text=text) for text in texts))
 
 
 def of(kind, messages):
@@ -261,11 +261,11 @@ def test_deltas_are_joined_while_they_wait():
     (frame,) = drive.workers.running
     thing = ObjectEvent(box=BOX, label="cup")
     for report in (
-        Queued(request_id="r", position=1, estimated_wait=0.0),
-        Queued(request_id="r", position=0, estimated_wait=0.0),
+        Queued(request_id=RequestKey("r"), position=1, estimated_wait=0.0),
+        Queued(request_id=RequestKey("r"), position=0, estimated_wait=0.0),
         words("a", "b"),
         words("c"),
-        Delta(request_id="r", events=(thing, thing)),
+        Delta(request_id=RequestKey("r"), events=(thing, thing)),
     ):
         drive.core.report(frame, 0, report)
     queued, text, *things = [each.report for each in of(Event, drive.read())]

@@ -3,7 +3,7 @@
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from legato_engine.core import TextDelta
+from legato_engine.core import RequestKey, TextDelta
 from legato_engine.errors import ClientTooSlow
 from legato_engine.ipc.messages import Delta
 from legato_service.session.terms import Cause, Policy
@@ -51,7 +51,7 @@ class Session(RuleBasedStateMachine):
         if self.drive.workers.running:
             frame = data.draw(st.sampled_from(self.drive.workers.running))
             self.drive.core.taken(frame)
-            word = Delta(request_id="r", events=(TextDelta(text="word "),))
+            word = Delta(request_id=RequestKey("r"), events=(TextDelta(text="word "),))
             self.drive.core.report(frame, len(frame.task_ids) - 1, word)
 
     @precondition(lambda self: not self.is_closed)

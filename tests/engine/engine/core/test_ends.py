@@ -10,6 +10,7 @@ from legato_engine.core import (
     FinishReason,
     QueryResult,
     QueryTask,
+    RequestKey,
 )
 from legato_engine.ipc.messages import Done, Failed, Queued, Started
 
@@ -34,7 +35,7 @@ def test_abort_while_preparing(gated):
     world, frontend = gated
     world.submit("r", CaptionTask(), world.encoded(png()))
     frontend.entered.wait(10)
-    world.core.abort("r")
+    world.core.abort(RequestKey("r"))
     assert world.core.load().waiting == 0
     frontend.gate.set()
     world.woken.wait(10)
@@ -47,8 +48,8 @@ def test_stop_while_preparing(gated):
     world, frontend = gated
     world.submit("r", DetectTask(object="cat"), world.encoded(png()))
     frontend.entered.wait(10)
-    world.core.stop("r")
-    world.core.stop("r")
+    world.core.stop(RequestKey("r"))
+    world.core.stop(RequestKey("r"))
     begun, done = world.of("r")
     assert isinstance(begun, Started)
     assert isinstance(done, Done)
@@ -69,8 +70,8 @@ def test_stop_after_any_step(assembly, num_steps, depth):
     world.submit("r", QueryTask(question="hello"))
     for _ in range(num_steps):
         world.core.step()
-    world.core.stop("r")
-    world.core.stop("r")
+    world.core.stop(RequestKey("r"))
+    world.core.stop(RequestKey("r"))
     outputs = [output for output in world.of("r") if not isinstance(output, Queued)]
     begun, *deltas, done = outputs
     assert isinstance(begun, Started)
@@ -94,8 +95,8 @@ def test_abort_after_any_step(assembly, num_steps, depth):
     world.submit("r", QueryTask(question="hello"))
     for _ in range(num_steps):
         world.core.step()
-    world.core.abort("r")
-    world.core.abort("r")
+    world.core.abort(RequestKey("r"))
+    world.core.abort(RequestKey("r"))
     seen = len(world.of("r"))
     world.run("other")
     assert len(world.of("r")) == seen
@@ -104,8 +105,8 @@ def test_abort_after_any_step(assembly, num_steps, depth):
 
 def test_abort_of_unknown_and_ended(world):
     """Aborting an unknown or finished request does nothing."""
-    world.core.abort("never")
+    world.core.abort(RequestKey("never"))
     world.submit("r", QueryTask(question="hello"))
     world.run("r")
-    world.core.abort("r")
+    world.core.abort(RequestKey("r"))
     assert isinstance(world.of("r")[-1], Done)

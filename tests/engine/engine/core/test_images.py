@@ -15,6 +15,7 @@ from legato_engine.core import (
     PixelFormat,
     QueryTask,
     RawImage,
+    RequestKey,
 )
 from legato_engine.engine.request_stages import PendingRequest
 from legato_engine.ipc.messages import Started
@@ -63,7 +64,7 @@ def test_bytes_are_not_hashed_between_steps(world):
     world.submit("b", DetectTask(object="x"), world.encoded(png()))
     assert world.core.load().waiting == 2
     assert world.core._requests.count(PendingRequest) == 1
-    assert isinstance(world.core._requests.get("b"), PendingRequest)
+    assert isinstance(world.core._requests.get(RequestKey("b")), PendingRequest)
     done = world.run("other", "b")[1]
     assert done.image.cache_hit
     assert done.result == first.result

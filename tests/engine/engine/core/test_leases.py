@@ -3,7 +3,7 @@
 import math
 import time
 
-from legato_engine.core import CachedImage, DetectTask
+from legato_engine.core import CachedImage, DetectTask, RequestKey
 from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageDropped
 
 from tests.engine.engine.core.world import GatedFrontend, World, png
@@ -18,7 +18,7 @@ def test_a_leased_image_gives_the_result_of_its_bytes(world):
     (by_id,) = world.run("b")
     assert by_id.result == by_bytes.result
     assert by_id.image.cache_hit
-    world.core.drop(DropImage(request_id="d", image_id=named.image_id, owner="me"))
+    world.core.drop(DropImage(request_id=RequestKey("d"), image_id=named.image_id, owner="me"))
     assert world.of("d", ImageDropped)
     world.submit("c", DetectTask(object="x"), named)
     world.run("c")
@@ -29,7 +29,7 @@ def test_a_running_request_keeps_its_image(world):
     """A request keeps its image when that is dropped before the request runs."""
     named = CachedImage(image_id=world.hold(png()).image.image_id)
     world.submit("a", DetectTask(object="x"), named)
-    world.core.drop(DropImage(request_id="d", image_id=named.image_id, owner="me"))
+    world.core.drop(DropImage(request_id=RequestKey("d"), image_id=named.image_id, owner="me"))
     assert isinstance(world.run("a")[0], Done)
 
 
@@ -61,10 +61,12 @@ def test_leases_wait_in_the_same_queue(assembly):
     world.core._preprocessor._frontend = gated
     for number in range(3):
         image = world.encoded(png(number))
-        world.core.hold(HoldImage(request_id=str(number), image=image, owner="me", ttl=9.0))
+        world.core.hold(
+            HoldImage(request_id=RequestKey(str(number)), image=image, owner="me", ttl=9.0)
+        )
     assert [type(world.error(name)).__name__ for name in "12"] == ["QueueFull"] * 2
     assert not world.of("0")
     for number in range(3):
-        world.core.abort(str(number))
+        world.core.abort(RequestKey(str(number)))
     gated.gate.set()
     world.close()

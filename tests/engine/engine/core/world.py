@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from legato_engine.config import EngineConfig
-from legato_engine.core import EncodedImage, Request, SamplingParams
+from legato_engine.core import EncodedImage, Request, RequestKey, SamplingParams
 from legato_engine.errors import from_value
 from legato_engine.ipc.messages import Done, Failed, HoldImage, ImageHeld, Load, Report
 from legato_engine.shm.blob_reader import BlobReader
@@ -49,18 +49,17 @@ class World:
         """Put an image file into a blob."""
         return EncodedImage(blob=self.blobs.put(data), mime_type="image/png")
 
-    def submit(self, name, task, image=None, **fields):
+    def submit(self, name, task, image=None, tenant="", **fields):
         """Submit a request."""
+        key = RequestKey(name, tenant)
         sampling = fields.pop("sampling", SamplingParams(max_tokens=12))
         self.core.submit(
-            Request(request_id=name, task=task, image=image, sampling=sampling, **fields)
+            Request(request_id=key, task=task, image=image, sampling=sampling, **fields)
         )
 
     def of(self, name, kind=object):
         """Return the outputs of a request."""
-        return [
-            r for r in self.outputs if getattr(r, "request_id", "") == name and isinstance(r, kind)
-        ]
+        return [r for r in self.outputs if r.request_id.caller_id == name and isinstance(r, kind)]
 
     def run(self, *names):
         """Step until every named request has ended; return their final outputs."""
@@ -70,7 +69,9 @@ class World:
 
     def hold(self, data, name="h", ttl=60.0):
         """Lease an image; return the final output."""
-        command = HoldImage(request_id=name, image=self.encoded(data), owner="me", ttl=ttl)
+        command = HoldImage(
+            request_id=RequestKey(name), image=self.encoded(data), owner="me", ttl=ttl
+        )
         self.core.hold(command)
         while not self.of(name, ImageHeld | Failed):
             self._step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legato_engine.core import QueryTask, Request
+from legato_engine.core import QueryTask, Request, RequestKey
 from legato_engine.models.registry import resolve
 from transformers import PreTrainedTokenizerFast
 
@@ -12,7 +12,7 @@ from tests.engine.models import hub_folder
 def task_of(folder, spec, **fields):
     """What the frontend makes of a request."""
     frontend = resolve("phi", weights=str(folder)).frontend
-    return frontend.make_task(Request(request_id="r", task=spec, **fields))
+    return frontend.make_task(Request(request_id=RequestKey("r"), task=spec, **fields))
 
 
 def prompt_of(folder, question):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from legato_engine.core import FinishReason, PromptToken, QueryTask, Request
+from legato_engine.core import FinishReason, PromptToken, QueryTask, Request, RequestKey
 from legato_engine.errors import InvalidField
 from legato_engine.models.decoder.bundle import DecoderBundle
 from legato_engine.models.decoder.model import DecoderModel
@@ -71,7 +71,9 @@ def test_log_probabilities_are_those_of_transformers(engine, phi_folder):
 @pytest.mark.parametrize("eos", [0, 2])
 def test_every_eos_ends_an_answer(engine, eos):
     """Each of the folder's two, and it is no part of the text."""
-    request = Request(request_id="r", task=QueryTask(question="why?"), return_tokens=True)
+    request = Request(
+        request_id=RequestKey("r"), task=QueryTask(question="why?"), return_tokens=True
+    )
     task = engine.assembly.frontend.make_task(request)
     (told,) = tokens_of(task.consume(SampledToken(100, (0.0, 0.0))))
     assert told.token_id == 100

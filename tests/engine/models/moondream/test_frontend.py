@@ -13,6 +13,7 @@ from legato_engine.core import (
     PointTask,
     QueryTask,
     Request,
+    RequestKey,
     SamplingParams,
     SegmentTask,
     Turn,
@@ -31,11 +32,16 @@ SPECS = [
     SegmentTask(object="cup"),
 ]
 
+KEY = RequestKey("r")
 
-def request(task, image=IMAGE, request_id="r", **sampling):
+
+def request(task, image=IMAGE, key=KEY, **sampling):
     """A request for a task."""
     return Request(
-        request_id=request_id, task=task, image=image, sampling=SamplingParams(**sampling)
+        request_id=key,
+        task=task,
+        image=image,
+        sampling=SamplingParams(**sampling),
     )
 
 
@@ -93,8 +99,8 @@ def test_sampling_is_resolved(frontend, task):
 
 def test_the_seed_follows_the_request_id(frontend):
     """A retried request samples the same by whatever process it comes, another one differently."""
-    ids = ("a", "3@a", "b")
-    seeds = [frontend.make_task(request(SPECS[0], request_id=i)).sampling.seed for i in ids]
+    ids = (RequestKey("a"), RequestKey("a", worker=3), RequestKey("b"))
+    seeds = [frontend.make_task(request(SPECS[0], key=i)).sampling.seed for i in ids]
     assert seeds[0] == seeds[1] != seeds[2]
 
 

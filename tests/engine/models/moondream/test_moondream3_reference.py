@@ -20,6 +20,7 @@ from legato_engine.core import (
     PointTask,
     PromptToken,
     Request,
+    RequestKey,
 )
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.model import MoondreamModel
@@ -360,7 +361,7 @@ def test_boxes_and_points_are_the_references(make_both, prepare, picture, seed):
 
 def request(task):
     """A request whose picture is given by hand."""
-    return Request(request_id="r", task=task, image=CachedImage(image_id="img_0"))
+    return Request(request_id=RequestKey("r"), task=task, image=CachedImage(image_id="img_0"))
 
 
 def edges(box):

@@ -21,6 +21,7 @@ from legato_engine.core import (
     QueryTask,
     ReasoningDelta,
     Request,
+    RequestKey,
     SamplingParams,
     SegmentTask,
     TextDelta,
@@ -64,7 +65,7 @@ def make(frontend):
     def make(task, image=IMAGE, return_tokens=False, logprobs=False, **sampling):
         return frontend.make_task(
             Request(
-                request_id="r",
+                request_id=RequestKey("r"),
                 task=task,
                 image=image,
                 sampling=SamplingParams(**sampling),
@@ -320,7 +321,7 @@ def test_values_in_an_answer_carry_no_text(tiny_config):
     """Where answers may hold values their rows read them, and the text goes on around them."""
     config = msgspec.structs.replace(tiny_config, suppression=Suppression())
     frontend = MoondreamFrontend(config, StandInTokenizer())
-    task = frontend.make_task(Request(request_id="r", task=CaptionTask(), image=IMAGE))
+    task = frontend.make_task(Request(request_id=RequestKey("r"), task=CaptionTask(), image=IMAGE))
     assert task.has_payload
     _, result = run(task, [*text("a"), coord(0.5), size(0.5, 0.5), *text("b"), *plain(EOS)])
     assert result.caption == "ab"
