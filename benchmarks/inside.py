@@ -19,6 +19,7 @@ from legato_engine.client.engine_client import EngineState
 from legato_engine.client.request_stream import RequestStream
 from legato_engine.config import EngineConfig
 from legato_engine.errors import TaskUnsupported
+from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import Load
 from legato_engine.null import engine as null_engine
 from legato_engine.null.engine import NullEngine
@@ -124,5 +125,5 @@ async def _serve() -> None:
 
 if __name__ == "__main__":
     configuration.configure("info", terminal=False)
-    tuning.tune_process()
+    tuning.tune_process(latency_policy.resolve(CONFIG.latency_policy))
     uvloop.run(_serve())

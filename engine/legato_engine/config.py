@@ -8,6 +8,7 @@ import msgspec
 
 from legato_engine.errors import InvalidField
 
+LATENCY_POLICIES = ("auto", "low-latency", "shared")
 HIGHEST_ADAPTER_RANK = 512
 MOST_PREFILL_ROWS = 32
 MOST_PICTURES = 4
@@ -18,6 +19,7 @@ LARGEST_BLOCK = 16
 
 _ADAPTIVE_BLOCK = 8
 _WORDS = {
+    "latency_policy": LATENCY_POLICIES,
     "dtype": ("auto", "f32", "bf16"),
     "vision_dtype": ("auto", "fp8"),
     "kv_dtype": ("auto", "model", "fp8"),
@@ -93,6 +95,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     image_hold_bytes: int = 1024 * 1024 * 1024
     preprocess_threads: int = 2
     heartbeat_interval: float = 0.2
+    latency_policy: str = "auto"  # of all processes, see `ipc.latency_policy`
     cuda_graphs: bool = True
     trace_steps: int = 4096  # launches the timeline ring remembers
     null_step_ms: float = 0.0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import uvloop
 from legato_engine.client.engine_client import EngineClient
+from legato_engine.ipc import latency_policy
 from rich.console import Console
 
 from legato_service import arguments
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     configuration.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()
-    tuning.tune_process()
+    tuning.tune_process(latency_policy.resolve(config.engine.latency_policy))
     return uvloop.run(serve(config, announcer, lambda: EngineClient(config.engine)))
 
 

@@ -6,7 +6,12 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 
-from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig, largest_block
+from legato_engine.config import (
+    HIGHEST_ADAPTER_RANK,
+    LATENCY_POLICIES,
+    EngineConfig,
+    largest_block,
+)
 from legato_engine.errors import InvalidField
 
 from legato_service.config import ServiceConfig, check
@@ -47,6 +52,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_queue(parser.add_argument, engine)
     _add_limits(parser.add_argument, engine, service)
     _add_null(parser, engine)
+    parser.add_argument(
+        "--latency-policy",
+        choices=LATENCY_POLICIES,
+        default=engine.latency_policy,
+        help="low-latency: spend CPU time to respond sooner (busy polling); shared: leave cores to "
+        "other threads; auto: low-latency with 8 or more cores, else shared",
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default=service.log_level)
     return parser
 

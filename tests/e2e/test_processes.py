@@ -7,7 +7,7 @@ import grpc
 import pytest
 from legato.v1 import inference_pb2, inference_pb2_grpc
 from legato_client import Client
-from legato_engine.ipc.busy_poll import cores_abound
+from legato_engine.ipc import latency_policy
 
 from tests.e2e.jobs import ask, jobs
 from tests.e2e.scenes import long_query, two_shapes
@@ -48,7 +48,7 @@ def test_only_the_engine_takes_a_core_from_others(pair):
     """On few cores every thread of the service waits for its turn; none of the engine's does."""
     (follower,) = (each["pid"] for each in pair.events("process_ready"))
     (engine,) = set(children(pair.process.pid)) - {follower}
-    expected = os.SCHED_OTHER if cores_abound() else os.SCHED_BATCH
+    expected = latency_policy.resolve("auto").service_scheduler
     for pid in (pair.process.pid, follower):
         assert policies(pid) == {expected}
     assert policies(engine) == {os.SCHED_OTHER}

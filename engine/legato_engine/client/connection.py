@@ -18,7 +18,8 @@ from legato_engine.errors import (
     InvalidField,
     LegatoError,
 )
-from legato_engine.ipc.busy_poll import EXPECTED, SHORT, BusyPoll, cores_abound
+from legato_engine.ipc.busy_poll import EXPECTED_REQUEST, SHORT_REQUEST, BusyPoll
+from legato_engine.ipc.latency_policy import LatencyPolicy
 from legato_engine.ipc.messages import (
     Abort,
     Command,
@@ -58,7 +59,7 @@ class EngineConnection(EngineMonitor):
     the others before the same engine; the first is 0.
     """
 
-    def __init__(self, namespace: str, number: int = 0) -> None:
+    def __init__(self, namespace: str, policy: LatencyPolicy, number: int = 0) -> None:
         super().__init__()
         self._number = number
         self._streams: dict[RequestKey, RequestStream] = {}
@@ -66,8 +67,8 @@ class EngineConnection(EngineMonitor):
         self._call_numbers = itertools.count()
         self._endpoint = ""
         self._link: EngineLink | None = None
-        self._awake = BusyPoll()
-        self.has_spare_cores = cores_abound()
+        self._policy = policy
+        self._busy_poll = BusyPoll()
         self.blobs = BlobStore(namespace)
 
     # ------------------------------------------------------------ life
@@ -109,9 +110,9 @@ class EngineConnection(EngineMonitor):
         that is not a short one: who has an answer often asks again at once. Harmless when none
         comes.
         """
-        if self.has_spare_cores and not self._streams and self.state is EngineState.READY:
+        if self._policy.busy_poll and not self._streams and self.state is EngineState.READY:
             self._send(Expect())
-            self._awake.stay(EXPECTED)
+            self._busy_poll.extend(EXPECTED_REQUEST)
 
     def submit(self, request: Request) -> RequestStream:
         """Hand a request to the engine; the stream is registered before anything is awaited.
@@ -132,12 +133,12 @@ class EngineConnection(EngineMonitor):
         # Several requests of a turn leave together; of a lone one the engine hears a turn earlier,
         # and where cores abound of one whose progress nobody reads, as it is a call's only one.
         lone = len(self._streams) == 1
-        quick = self.has_spare_cores and not request.progress
+        quick = self._policy.send_at_once and not request.progress
         self._send(Submit(request=request), at_once=lone or quick)
         if not lone:
-            self._awake.end()
-        elif self.has_spare_cores:
-            self._awake.stay(SHORT)
+            self._busy_poll.end()
+        elif self._policy.busy_poll:
+            self._busy_poll.extend(SHORT_REQUEST)
         return stream
 
     async def hold(self, command: HoldImage) -> ImageHeld:
@@ -203,8 +204,8 @@ class EngineConnection(EngineMonitor):
     def _forget(self, stream: RequestStream) -> None:
         request = stream.request
         self._streams.pop(request.request_id, None)
-        if self.has_spare_cores and not self._streams:
-            self._awake.stay(EXPECTED)
+        if self._policy.busy_poll and not self._streams:
+            self._busy_poll.extend(EXPECTED_REQUEST)
         if request.image is not None:
             self._discard_blob(request)
 

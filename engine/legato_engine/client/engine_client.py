@@ -17,6 +17,7 @@ from legato_engine.client.monitor import EngineState
 from legato_engine.client.supervisor import EXIT_UNSERVABLE, Backoff, ChildProcess
 from legato_engine.config import EngineConfig
 from legato_engine.errors import EngineLost
+from legato_engine.ipc import latency_policy
 from legato_engine.ipc.messages import Heartbeat, Loading, Ready, Shutdown
 from legato_engine.ipc.transport import ListeningSockets
 from legato_engine.shm.blob_store import new_namespace
@@ -57,7 +58,7 @@ class EngineClient(EngineConnection):
         limits: EngineLimits | None = None,
         command: Sequence[str] = (sys.executable, "-m", "legato_engine.engine.process"),
     ) -> None:
-        super().__init__(new_namespace())
+        super().__init__(new_namespace(), latency_policy.resolve(config.latency_policy))
         self._config = config
         self._limits = limits or EngineLimits()
         self._command = tuple(command)

@@ -20,6 +20,7 @@ import structlog
 from legato_engine.client.supervisor import EXIT_UNSERVABLE, bind_to_parent
 from legato_engine.config import EngineConfig
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
+from legato_engine.ipc import latency_policy
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
 from legato_engine.ipc.links import Links
 from legato_engine.ipc.messages import (
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
     Core = EngineCore | NullEngine
 
-_GC_THRESHOLD = 50_000  # containers made and not freed
 _LINGER_MS = 500  # to send outputs that are left at the end
 _MOMENT_MS = 5  # without a command before the loop publishes its state and sleeps
 _log = structlog.get_logger()
@@ -67,12 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging()
     bind_to_parent(arguments.parent)
     if config.model != engine.NAME:
-        _run_when_woken()
+        latency_policy.end_batch_scheduling()
+    policy = latency_policy.resolve(config.latency_policy)
     vitals = Vitals()
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     door, vitals_door = arguments.doors
     blobs = BlobReader(arguments.namespace)
-    links = Links(door, wake_fd, on_gone=blobs.forget)
+    links = Links(door, wake_fd, on_gone=blobs.forget, busy_poll=policy.busy_poll)
     heartbeat = HeartbeatThread(
         vitals_door,
         vitals,
@@ -120,7 +121,7 @@ def serve(
     loop.publish()
     links.broadcast(Ready(model=model, pid=os.getpid()))
     _log.info("engine_ready", model=model.name, device=model.device)
-    _freeze()
+    _freeze(latency_policy.resolve(config.latency_policy).engine_gc)
     loop.run()
     if (kv := core.load().kv) is not None:
         _log.info("kv_cache_stats", **msgspec.structs.asdict(kv))
@@ -199,7 +200,7 @@ class EngineLoop:
         )
 
 
-def _freeze() -> None:
+def _freeze(threshold: int) -> None:
     """Keep garbage collections out of the ticks: over all that is loaded, one takes milliseconds.
 
     What is here by now stays for good. Nothing that a request or a tick makes lies in a cycle, so
@@ -207,7 +208,7 @@ def _freeze() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD)
+    gc.set_threshold(threshold)
 
 
 def _send(links: Links, output: EngineOutput) -> None:
@@ -236,16 +237,6 @@ def _timeout_ms(deadline: float) -> int | None:
     if deadline == math.inf:
         return None
     return max(0, math.ceil((deadline - time.monotonic()) * 1000))
-
-
-def _run_when_woken() -> None:
-    """Have this process take a core as soon as something wakes it: a device waits for it.
-
-    Service processes let others finish, and so does whoever inherits that from one and keeps no
-    device waiting.
-    """
-    if os.sched_getscheduler(0) == os.SCHED_BATCH:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def configure_logging() -> None:

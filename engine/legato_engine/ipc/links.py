@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from legato_engine.core import WITH_BLOB, RequestKey
 from legato_engine.errors import InvalidField, to_value
-from legato_engine.ipc.busy_poll import EXPECTED
+from legato_engine.ipc.busy_poll import EXPECTED_REQUEST
 from legato_engine.ipc.framing import FrameReader, FrameWriter
 from legato_engine.ipc.messages import (
     LAST,
@@ -64,11 +64,17 @@ class Links:
     """
 
     def __init__(
-        self, door: int, wake_fd: int, on_gone: Callable[[str], None] = lambda _: None
+        self,
+        door: int,
+        wake_fd: int,
+        on_gone: Callable[[str], None] = lambda _: None,
+        *,
+        busy_poll: bool = True,
     ) -> None:
         self._door = inherited(door)
         self._wake_fd = wake_fd
         self._on_gone = on_gone
+        self._busy_poll = busy_poll
         self._links: dict[int, _Link] = {}  # by descriptor
         self._owners: dict[RequestKey, _Link] = {}  # by id
         self._posted: set[_Link] = set()
@@ -165,7 +171,8 @@ class Links:
             case StopElsewhere():
                 return self._elsewhere(command, link)
             case Expect():
-                self._alert_until = time.monotonic() + EXPECTED
+                if self._busy_poll:
+                    self._alert_until = time.monotonic() + EXPECTED_REQUEST
                 return ()
         return (command,)
 
@@ -226,7 +233,7 @@ class Links:
         if isinstance(report, LAST):
             self._release(report.request_id, link)
             if self._alert_until and not self._owners:
-                self._alert_until = time.monotonic() + EXPECTED
+                self._alert_until = time.monotonic() + EXPECTED_REQUEST
         link.unsent.add(encode(report))
         self._posted.add(link)
 

@@ -147,5 +147,6 @@ def _command(settings: Settings, line: socket.socket) -> list[str]:
         *(sys.executable, "-m", _MODULE),
         *("--settings", msgspec.json.encode(settings).decode()),
         *("--line", str(line.fileno())),
+        *("--latency-policy", settings.config.engine.latency_policy),
         *("--parent", str(os.getpid())),
     ]

@@ -17,6 +17,8 @@ from legato_engine.client.connection import EngineConnection
 from legato_engine.client.supervisor import bind_to_parent
 from legato_engine.core import RequestKey
 from legato_engine.errors import Draining
+from legato_engine.ipc import latency_policy
+from legato_engine.ipc.latency_policy import LatencyPolicy
 
 from legato_service.config import ServiceConfig
 from legato_service.lifecycle import tuning
@@ -47,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     bind_to_parent(arguments.parent)
     settings = msgspec.json.decode(arguments.settings, type=Settings)
     configuration.configure(settings.config.log_level, terminal=sys.stderr.isatty())
-    tuning.tune_process()
-    return uvloop.run(follow(settings, socket.socket(fileno=arguments.line)))
+    policy = latency_policy.resolve(settings.config.engine.latency_policy)
+    tuning.tune_process(policy)
+    return uvloop.run(follow(settings, policy, socket.socket(fileno=arguments.line)))
 
 
 class _First:
@@ -69,10 +72,10 @@ class _First:
         return await abort_elsewhere(self._engine, target)
 
 
-async def follow(settings: Settings, connection: socket.socket) -> int:
+async def follow(settings: Settings, policy: LatencyPolicy, connection: socket.socket) -> int:
     """Serve until the line to the first process says otherwise, or ends."""
     line = await Line.over(connection)
-    engine = EngineConnection(settings.namespace, settings.number)
+    engine = EngineConnection(settings.namespace, policy, settings.number)
     server = Server(settings.config, engine, engine.blobs, peers=_First(line, engine))
     obeying = asyncio.create_task(_obey(line, server))
     draining = asyncio.create_task(server.drained())
@@ -114,6 +117,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="legato_service.workers.worker", description=__doc__)
     parser.add_argument("--settings", required=True, help="Settings as JSON")
     parser.add_argument("--line", required=True, type=int, help="inherited socket")
+    parser.add_argument("--latency-policy", help="for `legato_service`, when it is imported")
     parser.add_argument("--parent", required=True, type=int, help="process id of the first")
     return parser.parse_args(argv)
 

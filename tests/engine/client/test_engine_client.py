@@ -24,6 +24,7 @@ from legato_engine.errors import (
     ImageUndecodable,
     InvalidField,
 )
+from legato_engine.ipc.latency_policy import SHARED
 from legato_engine.ipc.links import pending_connections
 from legato_engine.ipc.messages import Delta, Done, DropImage, HoldImage, Started
 from legato_engine.shm.blob_store import blob_folder
@@ -330,7 +331,7 @@ def test_uvloop():
 @contextlib.asynccontextmanager
 async def beside(client, number=1):
     """The connection of another service process to a client's engine, here in this one."""
-    connection = EngineConnection(f"{client.blobs.namespace}-{number}", number)
+    connection = EngineConnection(f"{client.blobs.namespace}-{number}", SHARED, number)
     connection.connect(client.endpoint)
     try:
         await connection.wait_ready()

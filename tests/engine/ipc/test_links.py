@@ -10,6 +10,7 @@ import pytest
 from legato_engine.client.connection import EngineConnection
 from legato_engine.client.engine_client import EngineState
 from legato_engine.core import BlobRef, CaptionTask, EncodedImage, Request, RequestKey
+from legato_engine.ipc.latency_policy import LOW_LATENCY, SHARED
 from legato_engine.ipc.messages import (
     Abort,
     DropImage,
@@ -42,11 +43,11 @@ class Poller:
         return [(0, 0)] if len(self.slept) == self._looks else []
 
 
-def connected(ends, *, spare_cores=True, state=EngineState.READY):
+def connected(ends, policy=LOW_LATENCY, state=EngineState.READY):
     """A service's door to the engine at the other end."""
-    connection = EngineConnection("legato-test")
+    connection = EngineConnection("legato-test", policy)
     connection.connect(ends.doors.endpoint)
-    connection.has_spare_cores, connection.state = spare_cores, state
+    connection.state = state
     return connection
 
 
@@ -295,19 +296,19 @@ async def test_closing_lets_the_backlog_leave():
         await until(lambda: service.ends == 1)
 
 
-@pytest.mark.parametrize("spare_cores", [False, True])
-async def test_which_requests_wait_for_those_of_their_turn(spare_cores):
+@pytest.mark.parametrize("policy", [SHARED, LOW_LATENCY])
+async def test_which_requests_wait_for_those_of_their_turn(policy):
     """None where cores abound and nobody reads its progress; elsewhere all but a lone one."""
     with linked() as ends:
-        connection = connected(ends, spare_cores=spare_cores)
+        connection = connected(ends, policy)
         for name in ("a", "b", "c"):
             request = msgspec.structs.replace(submit(name).request, progress=False)
             connection.submit(request)
         ends.engine.receive()  # lets the service in
         ends.engine.wait(1000)
         came = [command.request.request_id.caller_id for command in ends.engine.receive()]
-        assert came == (["a", "b", "c"] if spare_cores else ["a"])
-        if not spare_cores:
+        assert came == (["a", "b", "c"] if policy.send_at_once else ["a"])
+        if not policy.send_at_once:
             others = await ends.received(2)
             assert [each.request.request_id.caller_id for each in others] == ["b", "c"]
         await connection.close()
@@ -368,7 +369,7 @@ async def test_only_a_lone_request_is_expected():
 async def test_an_engine_sleeps_where_cores_are_few():
     """There, one that looks without sleep would be in the way of the request."""
     with linked() as ends:
-        connection = connected(ends, spare_cores=False)
+        connection = connected(ends, SHARED)
         connection.expect()
         connection.submit(submit("a").request)
         assert await ends.received() == [submit("a")]
@@ -383,7 +384,7 @@ async def test_a_loop_looks_without_sleep_until_a_lone_request_ends():
 
         async def looks() -> bool:
             await asyncio.sleep(0)
-            return connection._awake.looks
+            return connection._busy_poll.active
 
         connection.expect()
         assert await looks()
@@ -395,23 +396,23 @@ async def test_a_loop_looks_without_sleep_until_a_lone_request_ends():
         await connection.close()
 
 
-@pytest.mark.parametrize("spare_cores", [True, False])
-async def test_a_loop_looks_for_another_request_behind_the_end_of_one(spare_cores):
+@pytest.mark.parametrize("policy", [LOW_LATENCY, SHARED])
+async def test_a_loop_looks_for_another_request_behind_the_end_of_one(policy):
     """Where cores are spare, for a moment: a time that is over ends it."""
     with linked() as ends:
-        connection = connected(ends, spare_cores=spare_cores)
+        connection = connected(ends, policy)
         stream = connection.submit(submit("a").request)
-        connection._awake.end()
+        connection._busy_poll.end()
         await asyncio.sleep(0)
-        assert not connection._awake.looks
+        assert not connection._busy_poll.active
         await ends.received()
         ends.engine.send(done("a"))
         await stream.done()
         await asyncio.sleep(0)
-        assert connection._awake.looks == spare_cores
-        connection._awake.end()
+        assert connection._busy_poll.active == policy.busy_poll
+        connection._busy_poll.end()
         await asyncio.sleep(0)
-        assert not connection._awake.looks
+        assert not connection._busy_poll.active
         await connection.close()
 
 
@@ -423,6 +424,6 @@ async def test_a_loop_sleeps_while_others_wait_for_their_answers():
         await asyncio.sleep(0)
         ended.abort()
         await asyncio.sleep(0)
-        assert not connection._awake.looks
+        assert not connection._busy_poll.active
         other.abort()
         await connection.close()

@@ -52,20 +52,22 @@ def lines_of(logs, method=QUERY):
 
 
 @pytest.mark.parametrize(
-    ("cores", "given", "woken_by_calls"),
+    ("cores", "options", "given", "woken_by_calls"),
     [
-        (16, None, False),
-        (16, "event_engine_listener", True),
-        (2, None, True),
-        (2, "-event_engine_listener", False),
+        (16, [], None, False),
+        (16, [], "event_engine_listener", True),
+        (2, [], None, True),
+        (2, [], "-event_engine_listener", False),
+        (16, ["--latency-policy", "shared"], None, True),
+        (2, ["--latency-policy=low-latency"], None, False),
     ],
 )
-def test_connections_are_read_by_who_waits_for_events(cores, given, woken_by_calls):
-    """Where cores abound grpc's event engine has no part in a call; the environment decides."""
+def test_connections_are_read_by_who_waits_for_events(cores, options, given, woken_by_calls):
+    """With low latency grpc's event engine has no part in a call; the environment decides."""
     paths = os.pathsep.join(path for path in sys.path if path)
     environment = {"PYTHONPATH": paths} | ({} if given is None else {"GRPC_EXPERIMENTS": given})
     process = subprocess.Popen(
-        [sys.executable, "-c", _READER, str(cores)],
+        [sys.executable, "-c", _READER, str(cores), *options],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
