@@ -32,7 +32,7 @@ from legato_engine.engine.assembly import assemble
 from legato_engine.engine.engine_core import EngineCore
 from legato_engine.errors import LegatoError
 from legato_engine.images.decoding import content_key, image_id
-from legato_engine.ipc.messages import Done, Failed, Report
+from legato_engine.ipc.messages import Done, EngineMessage, Failed
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from msgspec import structs
@@ -130,7 +130,7 @@ class InProcess:
         blob = self._store.put(self._jpeg)
         return engine_core.EncodedImage(blob=blob, mime_type="image/jpeg")
 
-    def _receive(self, report: Report) -> None:
+    def _receive(self, report: EngineMessage) -> None:
         if isinstance(report, Done | Failed):
             self._ended.append(report)
 

@@ -22,7 +22,7 @@ from legato_engine.core import (
 from legato_engine.engine.output_sink import OutputSink
 from legato_engine.engine.request_stages import ScheduledRequest
 from legato_engine.engine.request_table import RequestTable
-from legato_engine.ipc.messages import Report, encode
+from legato_engine.ipc.messages import EngineMessage, encode
 from legato_engine.kv_cache.manager import KVCacheManager
 from legato_engine.models.moondream.config import SpecialTokens
 from legato_engine.models.moondream.tasks.base import TaskSetup
@@ -179,5 +179,5 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _encoded(report: Report) -> None:
+def _encoded(report: EngineMessage) -> None:
     encode(report)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import StreamReport
+from legato_engine.client.request_stream import StreamOutput
 from legato_engine.errors import LegatoError
 from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageHeld, Load, ModelInfo
 
@@ -23,7 +23,7 @@ class Stream(Protocol):
         """Whether nothing more will be added; there may still be reports to read."""
         ...
 
-    async def __anext__(self) -> StreamReport:
+    async def __anext__(self) -> StreamOutput:
         """The next report; StopAsyncIteration after `Done`."""
         ...
 

@@ -11,7 +11,6 @@ import os
 import threading
 
 from legato_engine import core
-from legato_engine.ipc.links import Links
 from legato_engine.ipc.messages import (
     Abort,
     Command,
@@ -23,6 +22,7 @@ from legato_engine.ipc.messages import (
     Stop,
     Submit,
 )
+from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.ipc.subscribers import Subscribers
 
 from tests.service.fakes import MODEL, done, started
@@ -35,13 +35,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--config", "--namespace", "--parent"):
         parser.add_argument(name)
-    parser.add_argument("--doors", type=int, nargs=2)
+    parser.add_argument("--listeners", type=int, nargs=2)
     arguments = parser.parse_args()
-    links = Links(arguments.doors[0], os.eventfd(0))
+    links = ServiceConnections(arguments.listeners[0], os.eventfd(0))
     links.broadcast(Loading(stage="weights", fraction=0.5))
     links.broadcast(Ready(model=MODEL, pid=os.getpid()))
     running: dict[core.RequestKey, core.Request] = {}
-    threading.Thread(target=_beat, args=(arguments.doors[1], running), daemon=True).start()
+    threading.Thread(target=_beat, args=(arguments.listeners[1], running), daemon=True).start()
     while os.getppid() == int(arguments.parent):
         links.flush()
         links.wait(100)
@@ -52,7 +52,9 @@ def main() -> None:
         _look(links, running)
 
 
-def _apply(links: Links, running: dict[core.RequestKey, core.Request], command: Command) -> None:
+def _apply(
+    links: ServiceConnections, running: dict[core.RequestKey, core.Request], command: Command
+) -> None:
     match command:
         case Submit(request=request) if isinstance(request.task, core.QueryTask):
             links.post(started(request))
@@ -67,7 +69,7 @@ def _apply(links: Links, running: dict[core.RequestKey, core.Request], command: 
             links.post(done(running.pop(request_id), core.QueryResult(answer=""), reason))
 
 
-def _look(links: Links, running: dict[core.RequestKey, core.Request]) -> None:
+def _look(links: ServiceConnections, running: dict[core.RequestKey, core.Request]) -> None:
     for request in list(running.values()):
         assert isinstance(request.task, core.QueryTask)
         path = request.task.question.removeprefix(UNTIL)

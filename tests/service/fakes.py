@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import RequestStream, StreamReport
+from legato_engine.client.request_stream import RequestStream, StreamOutput
 from legato_engine.errors import Draining, EngineLost, EngineStarting, ImageNotFound, LegatoError
 from legato_engine.images.decoding import content_key, image_id
 from legato_engine.ipc.messages import (
@@ -136,7 +136,7 @@ class FakeEngine:
         if self.held.pop((command.owner, command.image_id), None) is None:
             raise ImageNotFound("not held", resource=command.image_id)
 
-    def feed(self, stream: RequestStream, *reports: StreamReport) -> None:
+    def feed(self, stream: RequestStream, *reports: StreamOutput) -> None:
         """Reports arrive."""
         for report in reports:
             if isinstance(report, Started):

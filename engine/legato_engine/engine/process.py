@@ -22,9 +22,8 @@ from legato_engine.config import EngineConfig
 from legato_engine.errors import InvalidField, LegatoError, ModelNotFound
 from legato_engine.ipc import latency_policy
 from legato_engine.ipc.heartbeat import HeartbeatThread, Vitals
-from legato_engine.ipc.links import Links
 from legato_engine.ipc.messages import (
-    LAST,
+    FINAL,
     Abort,
     Command,
     DropImage,
@@ -38,6 +37,7 @@ from legato_engine.ipc.messages import (
     Stop,
     Submit,
 )
+from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.null import engine
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.telemetry.step_stats import StepStats
@@ -71,18 +71,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     policy = latency_policy.resolve(config.latency_policy)
     vitals = Vitals()
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    door, vitals_door = arguments.doors
+    requests_fd, vitals_fd = arguments.listeners
     blobs = BlobReader(arguments.namespace)
-    links = Links(door, wake_fd, on_gone=blobs.forget, busy_poll=policy.busy_poll)
+    connections = ServiceConnections(
+        requests_fd, wake_fd, on_disconnect=blobs.forget, busy_poll=policy.busy_poll
+    )
     heartbeat = HeartbeatThread(
-        vitals_door,
+        vitals_fd,
         vitals,
         interval=config.heartbeat_interval,
         parent=arguments.parent,
         orphaned=lambda: os._exit(1),
     )
     try:
-        serve(config, blobs, links, wake_fd, vitals)
+        serve(config, blobs, connections, wake_fd, vitals)
     except UnservableConfig as error:
         _log.error("configuration_rejected", reason=str(error), **error.cause.metadata)
         return EXIT_UNSERVABLE
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         heartbeat.stop()
-        links.close(_LINGER_MS)
+        connections.close(_LINGER_MS)
     return 0
 
 
@@ -104,7 +106,11 @@ class UnservableConfig(Exception):
 
 
 def serve(
-    config: EngineConfig, blobs: BlobReader, links: Links, wake_fd: int, vitals: Vitals
+    config: EngineConfig,
+    blobs: BlobReader,
+    connections: ServiceConnections,
+    wake_fd: int,
+    vitals: Vitals,
 ) -> None:
     """Load the model and run requests until `Shutdown`.
 
@@ -114,12 +120,12 @@ def serve(
     """
     stats = StepStats()
     try:
-        core, model = _open(config, blobs, links, wake_fd, stats)
+        core, model = _open(config, blobs, connections, wake_fd, stats)
     except (InvalidField, ModelNotFound) as error:
         raise UnservableConfig(error) from None
-    loop = EngineLoop(core, stats, links, vitals)
+    loop = EngineLoop(core, stats, connections, vitals)
     loop.publish()
-    links.broadcast(Ready(model=model, pid=os.getpid()))
+    connections.broadcast(Ready(model=model, pid=os.getpid()))
     _log.info("engine_ready", model=model.name, device=model.device)
     _freeze(latency_policy.resolve(config.latency_policy).engine_gc)
     loop.run()
@@ -128,19 +134,24 @@ def serve(
 
 
 def _open(
-    config: EngineConfig, blobs: BlobReader, links: Links, wake_fd: int, stats: StepStats
+    config: EngineConfig,
+    blobs: BlobReader,
+    connections: ServiceConnections,
+    wake_fd: int,
+    stats: StepStats,
 ) -> tuple[Core, ModelInfo]:
     if config.model == engine.NAME:
-        core = engine.NullEngine(config, blobs=blobs, send=links.post)
+        core = engine.NullEngine(config, blobs=blobs, send=connections.post)
         return core, engine.info(config)
     from legato_engine.engine.assembly import assemble  # imports torch, which takes seconds
 
     assembly = assemble(
-        config, lambda stage, fraction: links.broadcast(Loading(stage=stage, fraction=fraction))
+        config,
+        lambda stage, fraction: connections.broadcast(Loading(stage=stage, fraction=fraction)),
     )
     return assembly.core(
         blobs=blobs,
-        send=lambda output: _send(links, output),
+        send=lambda output: _send(connections, output),
         wake=lambda: os.eventfd_write(wake_fd, 1),
         observer=StepFeed(assembly.runner.times, (stats, *_timelines(config))),
     ), assembly.info
@@ -162,7 +173,7 @@ class EngineLoop:
 
     core: Core
     stats: StepStats
-    links: Links
+    connections: ServiceConnections
     vitals: Vitals
 
     def run(self) -> None:
@@ -171,19 +182,19 @@ class EngineLoop:
         Without work the loop sleeps. After `_MOMENT_MS` it publishes, because what it publishes
         must be true while it sleeps; before short sleeps that would cost more than the requests.
         """
-        core, links = self.core, self.links
+        core, connections = self.core, self.connections
         while True:
-            links.flush()
+            connections.flush()
             if self.vitals.due:
                 self.publish()
             if not core.busy:
                 deadline = core.next_deadline()
                 if deadline < time.monotonic() + _MOMENT_MS / 1000:
-                    links.wait(_timeout_ms(deadline))
-                elif not links.wait(_MOMENT_MS):
+                    connections.wait(_timeout_ms(deadline))
+                elif not connections.wait(_MOMENT_MS):
                     self.publish()
-                    links.wait(_timeout_ms(deadline))
-            for command in links.receive():
+                    connections.wait(_timeout_ms(deadline))
+            for command in connections.receive():
                 if isinstance(command, Shutdown):
                     return
                 _apply(core, command)
@@ -211,12 +222,12 @@ def _freeze(threshold: int) -> None:
     gc.set_threshold(threshold)
 
 
-def _send(links: Links, output: EngineOutput) -> None:
+def _send(connections: ServiceConnections, output: EngineOutput) -> None:
     """Send a final output at once; progress may wait for the end of the step."""
-    if isinstance(output, LAST):
-        links.send(output)
+    if isinstance(output, FINAL):
+        connections.send(output)
     else:
-        links.post(output)
+        connections.post(output)
 
 
 def _apply(core: Core, command: Command) -> None:
@@ -267,7 +278,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="legato_engine.engine.process", description=__doc__)
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument(
-        "--doors", required=True, type=int, nargs=2, help="inherited sockets, see transport.Doors"
+        "--listeners", required=True, type=int, nargs=2, help="inherited sockets, see `transport`"
     )
     parser.add_argument("--namespace", required=True, help="prefix of the blobs to read")
     parser.add_argument("--parent", required=True, type=int, help="process id of the service")

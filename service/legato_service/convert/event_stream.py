@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from legato.v1 import inference_pb2, media_pb2
-from legato_engine.client.request_stream import StreamReport
+from legato_engine.client.request_stream import StreamOutput
 from legato_engine.ipc.messages import Delta, Done, Queued, Started
 
 from legato_service.convert import responses
@@ -24,7 +24,7 @@ class EventStream:
         self._model = ""
         self._next = 0
 
-    def of(self, report: StreamReport | None) -> list[inference_pb2.GenerateResponse]:
+    def of(self, report: StreamOutput | None) -> list[inference_pb2.GenerateResponse]:
         """The events of the next report."""
         if isinstance(report, Delta):  # nearly all
             first, self._next = self._next, self._next + len(report.events)

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 from legato_engine import core
 from legato_engine.client.engine_client import EngineState
-from legato_engine.client.request_stream import StreamReport
+from legato_engine.client.request_stream import StreamOutput
 from legato_engine.core import RequestKey
 from legato_engine.errors import (
     AdapterNotFound,
@@ -138,18 +138,18 @@ class Dispatcher:
         return stream
 
 
-async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamReport | None]:
+async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[StreamOutput | None]:
     """The reports up to `Done`; None after each `silence` seconds without one.
 
     Raises the request's own error.
     """
     with closing(ReusableTimeout()) as patience:
-        read: Callable[[], Awaitable[StreamReport | None]]
+        read: Callable[[], Awaitable[StreamOutput | None]]
         if silence == math.inf:
             read = stream.__anext__
         else:
             read = functools.partial(_heard, stream, patience, silence)
-        report: StreamReport | None = None
+        report: StreamOutput | None = None
         while not isinstance(report, Done):
             try:
                 report = await read()
@@ -160,7 +160,7 @@ async def follow(stream: Stream, silence: float = math.inf) -> AsyncGenerator[St
             yield report
 
 
-async def _heard(stream: Stream, patience: ReusableTimeout, silence: float) -> StreamReport | None:
+async def _heard(stream: Stream, patience: ReusableTimeout, silence: float) -> StreamOutput | None:
     """The next report, or None after so many seconds; cut short, a read loses nothing."""
     try:
         with patience.until(time.monotonic() + silence):

@@ -25,7 +25,6 @@ from legato_engine.core import (
     Usage,
 )
 from legato_engine.errors import ImageNotFound, ImageUndecodable, to_value
-from legato_engine.ipc.links import Links
 from legato_engine.ipc.messages import (
     Abort,
     Delta,
@@ -45,6 +44,7 @@ from legato_engine.ipc.messages import (
     Stop,
     Submit,
 )
+from legato_engine.ipc.service_connections import ServiceConnections
 from legato_engine.ipc.subscribers import Subscribers
 from legato_engine.shm.blob_reader import BlobReader
 
@@ -125,7 +125,7 @@ def keep(links, command, blobs, held):
 
 def beat(arguments, config, live, frozen):
     """Send heartbeats until frozen or orphaned."""
-    audience = Subscribers(arguments.doors[1])
+    audience = Subscribers(arguments.listeners[1])
     step = 0
     while not frozen.is_set():
         step += 1
@@ -148,12 +148,12 @@ def main():
     parser = argparse.ArgumentParser()
     for name in ("--config", "--namespace", "--parent"):
         parser.add_argument(name, required=True)
-    parser.add_argument("--doors", required=True, type=int, nargs=2)
+    parser.add_argument("--listeners", required=True, type=int, nargs=2)
     arguments = parser.parse_args()
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     load(config.model)
     blobs = BlobReader(arguments.namespace)
-    links = Links(arguments.doors[0], os.eventfd(0))
+    links = ServiceConnections(arguments.listeners[0], os.eventfd(0))
     live: set[RequestKey] = set()
     held: set[str] = set()
     frozen = threading.Event()

@@ -25,8 +25,8 @@ from legato_engine.errors import (
     InvalidField,
 )
 from legato_engine.ipc.latency_policy import SHARED
-from legato_engine.ipc.links import pending_connections
 from legato_engine.ipc.messages import Delta, Done, DropImage, HoldImage, Started
+from legato_engine.ipc.service_connections import pending_connections
 from legato_engine.shm.blob_store import blob_folder
 
 FAKE = (sys.executable, str(pathlib.Path(__file__).with_name("fake_engine.py")))
@@ -150,7 +150,7 @@ async def test_engine_that_never_starts():
         await until(lambda: client.restarts >= 3)
         with pytest.raises((EngineLost, EngineStarting)):
             client.submit(ask("echo"))
-        waiting = list(pending_connections(client._doors._sockets[0]))
+        waiting = list(pending_connections(client._listeners._sockets[0]))
         assert len(waiting) <= 2, "links to engines that never came do not pile up"
         for each in waiting:
             each.close()
@@ -277,7 +277,7 @@ async def test_a_cancelled_hold_leaves_nothing():
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert len(client.blobs) == 0
-        assert len(client._calls) == 0
+        assert len(client._commands) == 0
         assert (await client.hold(hold(client, b"img"))).image.image_id == "img"
 
 

@@ -10,7 +10,7 @@ import pytest
 from legato_engine.config import EngineConfig
 from legato_engine.core import EncodedImage, Request, RequestKey, SamplingParams
 from legato_engine.errors import from_value
-from legato_engine.ipc.messages import Done, Failed, HoldImage, ImageHeld, Load, Report
+from legato_engine.ipc.messages import Done, EngineMessage, Failed, HoldImage, ImageHeld, Load
 from legato_engine.shm.blob_reader import BlobReader
 from legato_engine.shm.blob_store import BlobStore, new_namespace
 from PIL import Image
@@ -38,7 +38,7 @@ class World:
     def __init__(self, assembly, **changes):
         config = msgspec.structs.replace(assembly.config, **changes)
         assembly = dataclasses.replace(assembly, config=config)
-        self.outputs: list[Report] = []
+        self.outputs: list[EngineMessage] = []
         self.woken = threading.Event()
         self.blobs = BlobStore(new_namespace())
         self.core = assembly.core(

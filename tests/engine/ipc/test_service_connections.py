@@ -25,7 +25,7 @@ from legato_engine.ipc.messages import (
     Submit,
 )
 
-from tests.engine.ipc.linked import as_key, done, linked, loading, submit, until
+from tests.engine.ipc.both_ends import as_key, both_ends, done, loading, submit, until
 
 A1, B1, C1, Z1 = (RequestKey(name, worker=1) for name in "abcz")
 
@@ -46,7 +46,7 @@ class Poller:
 def connected(ends, policy=LOW_LATENCY, state=EngineState.READY):
     """A service's door to the engine at the other end."""
     connection = EngineConnection("legato-test", policy)
-    connection.connect(ends.doors.endpoint)
+    connection.connect(ends.listeners.endpoint)
     connection.state = state
     return connection
 
@@ -58,81 +58,81 @@ def queued(name):
 
 async def test_a_report_goes_to_whom_it_concerns():
     """Each service process hears of its own requests and of nobody else's."""
-    with linked() as ends:
-        first, second = ends.knock(), ends.knock()
+    with both_ends() as ends:
+        first, second = ends.connect(), ends.connect()
         first.submit("a")
         second.submit(A1)
         await ends.received(2)
         for name in ("a", A1):
             ends.engine.post(queued(name))
             ends.engine.send(done(name))
-        assert await first.told(2) == [queued("a"), done("a")]
-        assert await second.told(2) == [queued(A1), done(A1)]
+        assert await first.received(2) == [queued("a"), done("a")]
+        assert await second.received(2) == [queued(A1), done(A1)]
 
 
 async def test_the_status_reaches_all_and_latecomers():
     """Whoever is there hears how the start goes; who comes later hears the latest, once."""
-    with linked() as ends:
-        first = ends.knock()
+    with both_ends() as ends:
+        first = ends.connect()
         ends.engine.broadcast(loading(1))
-        second = ends.knock()
+        second = ends.connect()
         ends.engine.broadcast(loading(2))
-        third = ends.knock()
+        third = ends.connect()
         third.submit("a")
         await ends.received()
-        assert await first.told(2) == [loading(1), loading(2)]
-        assert await second.told(1) == [loading(2)]
-        assert await third.told(1) == [loading(2)]
+        assert await first.received(2) == [loading(1), loading(2)]
+        assert await second.received(1) == [loading(2)]
+        assert await third.received(1) == [loading(2)]
 
 
 async def test_who_hangs_up_leaves_nothing():
     """Open requests of a service process that died are aborted; the others' go on."""
-    with linked() as ends:
-        first, second = ends.knock(), ends.knock()
+    with both_ends() as ends:
+        first, second = ends.connect(), ends.connect()
         first.submit("a")
         second.submit(A1, B1, C1)
         await ends.received(4)
         ends.engine.send(done(C1))
-        second.link.close()
+        second.transport.close()
         assert {each.request_id for each in await ends.received(2)} == {A1, B1}
         assert len(ends.engine) == 1
         ends.engine.send(done(A1))
         ends.engine.send(done("a"))
-        assert await first.told(1) == [done("a")]
+        assert await first.received(1) == [done("a")]
 
 
 async def test_whose_memory_is_over_is_told():
     """Of who hangs up the namespace is told, if it had any; of who stays it is not."""
-    with linked() as ends:
-        services = [ends.knock() for _ in range(3)]
+    with both_ends() as ends:
+        services = [ends.connect() for _ in range(3)]
         for number, service in enumerate(services[:2]):
             image = EncodedImage(blob=BlobRef(name=f"ns-{number}-abc", size=1), mime_type="")
             request = Request(request_id=RequestKey(f"{number}"), task=CaptionTask(), image=image)
-            service.link.send(Submit(request=request))
+            service.transport.send(Submit(request=request))
         await ends.received(2)
-        services[1].link.close()
-        services[2].link.close()
+        services[1].transport.close()
+        services[2].transport.close()
         await ends.received(1)
         ends.engine.wait(100)
         ends.engine.receive()
         assert len(ends.engine) == 1
-        assert ends.gone == ["ns-1"]
+        assert ends.disconnected == ["ns-1"]
 
 
 async def test_the_end_of_a_link_comes_before_what_others_ask():
     """What a dead process left is aborted before its successor asks under the same id."""
-    with linked() as ends:
-        first = ends.knock()
-        second = ends.knock()
+    with both_ends() as ends:
+        first = ends.connect()
+        second = ends.connect()
         second.submit(A1)
         await ends.received()
-        third = ends.knock()
+        third = ends.connect()
         first.submit("b")
         third.submit(Z1)
         assert len(await ends.received(2)) == 2
         first.submit("c")
         third.submit(A1)
-        second.link.close()
+        second.transport.close()
         commands = await ends.received(3)
         assert commands[0] == Abort(request_id=A1)
         assert submit("c") in commands
@@ -140,73 +140,73 @@ async def test_the_end_of_a_link_comes_before_what_others_ask():
 
 async def test_nobody_takes_over_or_ends_what_is_anothers():
     """An id that is open is refused, and `Abort` and `Stop` of another's id are dropped."""
-    with linked() as ends:
-        first, second = ends.knock(), ends.knock()
+    with both_ends() as ends:
+        first, second = ends.connect(), ends.connect()
         first.submit("a")
         await ends.received()
         second.submit("a", "b")
-        second.link.send(Abort(request_id=RequestKey("a")))
-        second.link.send(Stop(request_id=RequestKey("a")))
-        second.link.send(Stop(request_id=RequestKey("b")))
+        second.transport.send(Abort(request_id=RequestKey("a")))
+        second.transport.send(Stop(request_id=RequestKey("a")))
+        second.transport.send(Stop(request_id=RequestKey("b")))
         assert await ends.received(2) == [submit("b"), Stop(request_id=RequestKey("b"))]
         ends.engine.flush()
-        (failed,) = await second.told(1)
+        (failed,) = await second.received(1)
         assert isinstance(failed, Failed)
         assert failed.request_id == RequestKey("a")
         ends.engine.send(done("a"))
-        assert await first.told(1) == [done("a")]
+        assert await first.received(1) == [done("a")]
 
 
 async def test_answers_about_pictures_go_to_who_asked():
     """`HoldImage` and `DropImage` are answered to the process that asked, and forgotten with it."""
-    with linked() as ends:
-        first, second = ends.knock(), ends.knock()
+    with both_ends() as ends:
+        first, second = ends.connect(), ends.connect()
         drops = [DropImage(request_id=n, image_id="img_1", owner="me") for n in (A1, B1)]
         for drop in drops:
-            second.link.send(drop)
+            second.transport.send(drop)
         assert await ends.received(2) == drops
         ends.engine.send(ImageDropped(request_id=A1))
-        assert await second.told(1) == [ImageDropped(request_id=A1)]
-        second.link.close()
+        assert await second.received(1) == [ImageDropped(request_id=A1)]
+        second.transport.close()
         assert await ends.received() == [Abort(request_id=B1)]
-        assert first.reports == []
+        assert first.messages == []
 
 
 async def test_an_aborted_request_is_told_nothing_more():
     """Reports of a request that its owner aborted go nowhere, and its id is free again."""
-    with linked() as ends:
-        service = ends.knock()
+    with both_ends() as ends:
+        service = ends.connect()
         service.submit("a")
-        service.link.send(Abort(request_id=RequestKey("a")))
+        service.transport.send(Abort(request_id=RequestKey("a")))
         service.submit("a")
         assert await ends.received(3) == [
             submit("a"),
             Abort(request_id=RequestKey("a")),
             submit("a"),
         ]
-        service.link.send(Abort(request_id=RequestKey("a")))
+        service.transport.send(Abort(request_id=RequestKey("a")))
         await ends.received()
         ends.engine.send(done("a"))
         service.submit("b")
         await ends.received()
         ends.engine.send(done("b"))
-        assert await service.told(1) == [done("b")]
+        assert await service.received(1) == [done("b")]
 
 
 async def test_stopping_what_others_have():
     """What the other processes have of an id is stopped, of one tenant or any; tasks count once."""
-    with linked() as ends:
-        first, second = ends.knock(), ends.knock()
+    with both_ends() as ends:
+        first, second = ends.connect(), ends.connect()
         tasks = [RequestKey("a", part=part) for part in "01"]
         of_shop = RequestKey("a", "shop")
         first.submit(*tasks, of_shop, "b")
         second.submit(A1, C1)
         drop = DropImage(request_id=RequestKey("drop", worker=1), image_id="img_1", owner="me")
-        second.link.send(drop)
+        second.transport.send(drop)
         await ends.received(7)
 
         async def stopped(service, call, target, count):
-            service.link.send(StopElsewhere(request_id=RequestKey(call), target=target))
+            service.transport.send(StopElsewhere(request_id=RequestKey(call), target=target))
             stops = await ends.received(count)
             assert all(isinstance(each, Stop) for each in stops)
             return {each.request_id for each in stops}
@@ -215,65 +215,65 @@ async def test_stopping_what_others_have():
         assert await stopped(second, "8", of_shop, 1) == {of_shop}
         assert await stopped(first, "9", None, 2) == {A1, C1}
         ends.engine.flush()
-        assert await second.told(2) == [
+        assert await second.received(2) == [
             Stopped(request_id=RequestKey("7"), count=2),
             Stopped(request_id=RequestKey("8"), count=1),
         ]
-        assert await first.told(1) == [Stopped(request_id=RequestKey("9"), count=2)]
+        assert await first.received(1) == [Stopped(request_id=RequestKey("9"), count=2)]
 
 
 async def test_a_backlog_of_reports_leaves_in_order():
     """A sender never blocks; what the socket did not take follows when there is room."""
-    with linked() as ends:
-        service = ends.knock()
+    with both_ends() as ends:
+        service = ends.connect()
         names = [str(i) for i in range(20)]
         service.submit(*names)
         await ends.received(len(names))
         sent = [done(name, size=100_000) for name in names]
         for report in sent:
             ends.engine.send(report)
-        while len(service.reports) < len(sent):
+        while len(service.messages) < len(sent):
             ends.engine.receive()
             await asyncio.sleep(0)
-        assert service.reports == sent
+        assert service.messages == sent
 
 
 async def test_room_for_unsent_reports_wakes_the_engine():
     """An engine that sleeps with unsent reports is woken once the service has read some."""
-    with linked() as ends:
-        service = ends.knock()
+    with both_ends() as ends:
+        service = ends.connect()
         service.submit("a")
         await ends.received()
         ends.engine.send(done("a", size=3_000_000))
 
         def sleep_and_send():
-            while any(link.is_full for link in ends.engine._links.values()):
+            while any(each.is_full for each in ends.engine._connections.values()):
                 ends.engine.wait(None)
                 ends.engine.receive()
 
         await asyncio.to_thread(sleep_and_send)  # the loop reads meanwhile, which makes the room
-        assert await service.told(1) == [done("a", size=3_000_000)]
+        assert await service.received(1) == [done("a", size=3_000_000)]
 
 
 async def test_posted_reports_leave_with_the_flush():
     """What is posted is told with the next flush and not before."""
-    with linked() as ends:
-        service = ends.knock()
+    with both_ends() as ends:
+        service = ends.connect()
         service.submit("a")
         await ends.received()
         ends.engine.post(queued("a"))
         await asyncio.sleep(0.01)
-        assert service.reports == []
+        assert service.messages == []
         ends.engine.flush()
-        assert await service.told(1) == [queued("a")]
+        assert await service.received(1) == [queued("a")]
 
 
-async def test_an_engine_that_nobody_is_linked_to_sleeps():
+async def test_an_engine_that_nobody_is_both_ends_to_sleeps():
     """After all hung up, only the descriptor is left to wake it, once."""
-    with linked() as ends:
-        service = ends.knock()
-        service.link.send(Shutdown())
-        service.link.close()
+    with both_ends() as ends:
+        service = ends.connect()
+        service.transport.send(Shutdown())
+        service.transport.close()
         assert await ends.received() == [Shutdown()]
         os.eventfd_write(ends.wake, 1)
         ends.engine.wait(None)
@@ -285,13 +285,13 @@ async def test_an_engine_that_nobody_is_linked_to_sleeps():
 
 async def test_closing_lets_the_backlog_leave():
     """Who closes with patience gets everything out."""
-    with linked() as ends:
-        service = ends.knock()
+    with both_ends() as ends:
+        service = ends.connect()
         service.submit("a")
         await ends.received()
         ends.engine.send(done("a", size=3_000_000))
         closing = asyncio.create_task(asyncio.to_thread(ends.engine.close, 60_000))
-        assert await service.told(1) == [done("a", size=3_000_000)]
+        assert await service.received(1) == [done("a", size=3_000_000)]
         await closing
         await until(lambda: service.ends == 1)
 
@@ -299,7 +299,7 @@ async def test_closing_lets_the_backlog_leave():
 @pytest.mark.parametrize("policy", [SHARED, LOW_LATENCY])
 async def test_which_requests_wait_for_those_of_their_turn(policy):
     """None where cores abound and nobody reads its progress; elsewhere all but a lone one."""
-    with linked() as ends:
+    with both_ends() as ends:
         connection = connected(ends, policy)
         for name in ("a", "b", "c"):
             request = msgspec.structs.replace(submit(name).request, progress=False)
@@ -316,45 +316,45 @@ async def test_which_requests_wait_for_those_of_their_turn(policy):
 
 async def test_an_engine_that_expects_a_request_does_not_sleep():
     """It is told, and nothing is to be done for it; then it looks again and again, for a while."""
-    with linked() as ends:
-        service = ends.knock()
+    with both_ends() as ends:
+        service = ends.connect()
         service.submit("a")
         await ends.received()
-        service.link.send(Expect(), at_once=True)
+        service.transport.send(Expect(), at_once=True)
         ends.engine.wait(1000)
         assert ends.engine.receive() == []
         real = ends.engine._poller
         for alert_until, slept in ((float("inf"), [0, 0, 0]), (0.0, [1.0])):
             poller = Poller(looks=len(slept))
             ends.engine._poller = cast("select.epoll", poller)
-            assert ends.engine._alert_until > 0.0
-            ends.engine._alert_until = alert_until
+            assert ends.engine._poll_until > 0.0
+            ends.engine._poll_until = alert_until
             ends.engine.wait(1000)
             assert poller.slept == slept
-            ends.engine._events, ends.engine._alert_until = [], 1.0
+            ends.engine._events, ends.engine._poll_until = [], 1.0
         ends.engine._poller = real
 
 
 @pytest.mark.parametrize("expects", [False, True])
 async def test_an_engine_stays_awake_behind_the_last_answer(expects):
     """Where requests are told ahead; not while others still wait."""
-    with linked() as ends:
-        service = ends.knock()
+    with both_ends() as ends:
+        service = ends.connect()
         if expects:
-            service.link.send(Expect())
+            service.transport.send(Expect())
         service.submit("a", "b")
         await ends.received(2)
-        assert bool(ends.engine._alert_until) == expects
-        before = ends.engine._alert_until = float(expects)
+        assert bool(ends.engine._poll_until) == expects
+        before = ends.engine._poll_until = float(expects)
         ends.engine.send(done("a"))
-        assert ends.engine._alert_until == before
+        assert ends.engine._poll_until == before
         ends.engine.send(done("b"))
-        assert (ends.engine._alert_until > before) == expects
+        assert (ends.engine._poll_until > before) == expects
 
 
 async def test_only_a_lone_request_is_expected():
     """The engine is told where cores are spare, it is ready, and nothing else is open."""
-    with linked() as ends:
+    with both_ends() as ends:
         connection = connected(ends, state=EngineState.STARTING)
         connection.expect()
         connection.state = EngineState.READY
@@ -362,24 +362,24 @@ async def test_only_a_lone_request_is_expected():
         connection.submit(submit("a").request)
         connection.expect()
         assert await ends.received() == [submit("a")]
-        assert ends.engine._alert_until > 0.0
+        assert ends.engine._poll_until > 0.0
         await connection.close()
 
 
 async def test_an_engine_sleeps_where_cores_are_few():
     """There, one that looks without sleep would be in the way of the request."""
-    with linked() as ends:
+    with both_ends() as ends:
         connection = connected(ends, SHARED)
         connection.expect()
         connection.submit(submit("a").request)
         assert await ends.received() == [submit("a")]
-        assert ends.engine._alert_until == 0.0
+        assert ends.engine._poll_until == 0.0
         await connection.close()
 
 
 async def test_a_loop_looks_without_sleep_until_a_lone_request_ends():
     """From the moment it is expected to its end, unless another comes or it takes its time."""
-    with linked() as ends:
+    with both_ends() as ends:
         connection = connected(ends)
 
         async def looks() -> bool:
@@ -399,7 +399,7 @@ async def test_a_loop_looks_without_sleep_until_a_lone_request_ends():
 @pytest.mark.parametrize("policy", [LOW_LATENCY, SHARED])
 async def test_a_loop_looks_for_another_request_behind_the_end_of_one(policy):
     """Where cores are spare, for a moment: a time that is over ends it."""
-    with linked() as ends:
+    with both_ends() as ends:
         connection = connected(ends, policy)
         stream = connection.submit(submit("a").request)
         connection._busy_poll.end()
@@ -418,7 +418,7 @@ async def test_a_loop_looks_for_another_request_behind_the_end_of_one(policy):
 
 async def test_a_loop_sleeps_while_others_wait_for_their_answers():
     """The end of one of several requests is not the end of all."""
-    with linked() as ends:
+    with both_ends() as ends:
         connection = connected(ends)
         ended, other = (connection.submit(submit(name).request) for name in "ab")
         await asyncio.sleep(0)
