@@ -1,4 +1,4 @@
-"""`python -m legato_service`: read the command line, serve, leave with an exit code."""
+"""`python -m legato_service`: read the command line and serve."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from legato_service.process import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; the exit code, see `life.serve`."""
+    """Serve until stopped; return the exit code of `process.serve`."""
     config = arguments.parse(argv)
-    faulthandler.enable()  # SIGABRT writes the stacks of a process that hangs
+    faulthandler.enable()  # SIGABRT writes the stacks
     console = Console(stderr=True)
     configuration.configure(config.log_level, terminal=console.is_terminal)
     announcer: Announcer = TerminalAnnouncer(console) if console.is_terminal else LogAnnouncer()

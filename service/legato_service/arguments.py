@@ -1,4 +1,4 @@
-"""The command line as a `ServiceConfig`."""
+"""The options of `legato serve`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Add = Callable[..., argparse.Action]
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
-    """The settings; exits 2 with a message when they make no sense."""
+    """Parse options; exit with code 2 and a message when they are invalid."""
     parser = _parser()
     given = vars(parser.parse_args(arguments))
     config = ServiceConfig(

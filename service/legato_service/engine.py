@@ -1,4 +1,4 @@
-"""The engine as the service sees it: `EngineClient`, or a fake of it in tests."""
+"""The engine as the service sees it; `EngineConnection` implements it."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageHeld, Lo
 
 
 class Stream(Protocol):
-    """Reports of one request, in order; `Done` is the last. A failure is raised as its error.
+    """The outputs of one request, in order; `Done` is the last. A failure is raised as its error.
 
-    Unread `Delta`s are joined, so a slow reader holds at most one answer's worth of text.
+    Unread deltas are merged, so that the text of one result bounds the memory of a slow reader.
     """
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will be added; there may still be reports to read."""
+        """Whether the last output has arrived; outputs may still be unread."""
         ...
 
     async def __anext__(self) -> StreamOutput:
-        """The next report; StopAsyncIteration after `Done`."""
+        """Return the next output; StopAsyncIteration after `Done`."""
         ...
 
     def done(self) -> Awaitable[Done]:
-        """The `Done`, without the reports before it."""
+        """Return the `Done`, without the outputs before it."""
         ...
 
     def stop(self) -> None:
-        """Have the engine end it now: `Done` says CANCELLED and holds what there is by then."""
+        """Have the engine end the request now; `Done` holds its partial result."""
         ...
 
     def abort(self, error: LegatoError | None = None) -> None:
-        """Have the engine forget the request; harmless after its end and when repeated.
+        """Abort the request in the engine. Idempotent.
 
-        Who reads is given `error`; without one the stream just ends.
+        If the request had not ended, its reader gets `error`, or the end without one.
         """
         ...
 
 
 class Engine(Protocol):
-    """Where requests go. Only ever used from one event loop."""
+    """Runs requests. Belongs to one event loop."""
 
     @property
     def state(self) -> EngineState:
-        """Where the engine process stands."""
+        """The state of the engine process."""
         ...
 
     @property
     def model(self) -> ModelInfo | None:
-        """What it serves, once it has said so."""
+        """The served model, once it is known."""
         ...
 
     @property
     def load(self) -> Load:
-        """What it holds, as of the last heartbeat."""
+        """Load, as of the last heartbeat."""
         ...
 
     @property
@@ -68,41 +68,51 @@ class Engine(Protocol):
 
     @property
     def last_heartbeat(self) -> float:
-        """When the engine process last gave a sign of life, `time.monotonic()` seconds."""
+        """When the last heartbeat arrived, in `time.monotonic()` seconds."""
         ...
 
     @property
     def estimated_wait(self) -> float:
-        """Seconds a request arriving now would wait."""
+        """Seconds that a new request would wait."""
         ...
 
     def subscribe(self, callback: Callable[[EngineState], None]) -> object:
-        """Be told of every change of `state`."""
+        """Call `callback` with every new state."""
         ...
 
     def expect(self) -> None:
-        """A request is about to be submitted, as soon as it is read; or not."""
+        """Announce that a request may be submitted soon."""
         ...
 
     def submit(self, request: core.Request) -> Stream:
-        """Start a request, registered before this returns.
+        """Start a request; the engine discards the image's blob, also when this raises.
 
-        Raises `EngineStarting`, `EngineLost` or `Draining`. The picture's blob is the engine's to
-        discard from here on, also when this raises.
+        Raises:
+            EngineStarting: the engine is not ready yet.
+            EngineLost: the engine is being restarted.
+            Draining: the server is shutting down.
         """
         ...
 
     async def hold(self, command: HoldImage) -> ImageHeld:
-        """Hold a picture; its blob is the engine's to discard, also when this raises.
+        """Hold an image; the engine discards its blob, also when this raises.
 
-        Raises as `submit`, what is wrong with the picture, and `QuotaExceeded`.
+        Raises:
+            QuotaExceeded: the owner's quota of bytes is used up.
+            InvalidRequest: the image cannot be decoded or is too large.
+            LegatoError: as `submit`.
         """
         ...
 
     async def drop(self, command: DropImage) -> None:
-        """Hold a picture no longer. Raises as `submit`, and `ImageNotFound`."""
+        """End a hold.
+
+        Raises:
+            ImageNotFound: the owner holds no such image.
+            LegatoError: as `submit`.
+        """
         ...
 
     def drain(self) -> None:
-        """Take no new requests; those that run go on."""
+        """Refuse new requests and finish the open ones."""
         ...

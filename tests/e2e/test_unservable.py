@@ -47,4 +47,4 @@ def test_what_cannot_be_served_is_said_once(
     assert reason in refusal["reason"]
     assert refusal.get("field") == field
     assert "Traceback" not in ended.stderr
-    assert "engine lost" not in ended.stderr
+    assert "engine_lost" not in ended.stderr

@@ -112,7 +112,7 @@ async def test_a_signal_drains_and_exits_0(number):
             waiting = stub(channel).Generate(STREAM)
             assert (await waiting.read()).HasField("started")
             running.process.send_signal(number)
-            assert (await running.line("draining"))["in_flight"] == 1
+            assert (await running.line("drain_begun"))["in_flight"] == 1
             failed = await refusal(stub(channel).Query(question("late")))
             assert failed.reason == "DRAINING"
             assert (await refusal(waiting.read())).code is grpc.StatusCode.UNAVAILABLE
@@ -128,7 +128,7 @@ async def test_a_second_signal_cuts():
             waiting = stub(channel).Generate(STREAM)
             assert (await waiting.read()).HasField("started")
             running.process.send_signal(signal.SIGTERM)
-            await running.line("draining")
+            await running.line("drain_begun")
             running.process.send_signal(signal.SIGINT)
             assert await running.code() == 128 + signal.SIGINT
             waiting.cancel()
@@ -167,7 +167,7 @@ async def test_an_operators_drain_ends_the_process():
             waiting = stub(channel).Generate(STREAM)
             assert (await waiting.read()).HasField("started")
             await admin(channel).Drain(drain_in(600))
-            assert 590 < (await running.line("draining"))["grace"] <= 600  # what is left of it
+            assert 590 < (await running.line("drain_begun"))["grace"] <= 600  # what is left of it
             assert (await refusal(stub(channel).Query(question("hello")))).reason == "DRAINING"
             waiting.cancel()
             assert await running.code() == 0
@@ -181,22 +181,22 @@ async def test_a_signal_shortens_an_operators_drain():
             waiting = stub(channel).Generate(STREAM)
             assert (await waiting.read()).HasField("started")
             await admin(channel).Drain(drain_in(600))
-            await running.line("draining")
+            await running.line("drain_begun")
             running.process.send_signal(signal.SIGTERM)
-            assert (await running.line("draining"))["grace"] <= 0.2
+            assert (await running.line("drain_begun"))["grace"] <= 0.2
             assert await running.code() == 0
 
 
 async def test_an_open_listener_without_admin_says_so():
     """A warning tells that AdminService is off, and how to have it."""
     async with service("--listen", "0.0.0.0:0", "--insecure") as running:
-        assert "--admin-listen" in (await running.line("admin_off"))["reason"]
+        assert "--admin-listen" in (await running.line("admin_disabled"))["reason"]
 
 
 async def test_the_admin_address_is_told(tmp_path):
     """A line names where AdminService is."""
     async with service("--admin-listen", f"unix:{tmp_path}/admin.sock") as running:
-        assert (await running.line("admin"))["address"] == f"unix:{tmp_path}/admin.sock"
+        assert (await running.line("admin_listening"))["address"] == f"unix:{tmp_path}/admin.sock"
 
 
 async def test_a_taken_port_fails_the_start():
@@ -204,7 +204,7 @@ async def test_a_taken_port_fails_the_start():
     async with service() as first:
         address = (await first.line("ready"))["address"]
         async with service("--listen", address) as second:
-            assert (await second.line("cannot_listen"))["listen"] == address
+            assert (await second.line("listen_failed"))["listen"] == address
             assert await second.code() == 1
 
 

@@ -269,7 +269,7 @@ class EngineConnection(EngineMonitor):
         if self.state in (EngineState.STARTING, EngineState.READY):
             self._set_state(EngineState.LOST)
         self._fail_open(error)
-        self.blobs.renew()
+        self.blobs.retire_segments()
         if self.state is EngineState.LOST:
             self._reconnect()
 

@@ -72,7 +72,7 @@ class SharedMemory:
         `ImageUndecodable`.
         """
         layout = self._check(shared)
-        draft = self._blobs.draft()
+        draft = self._blobs.open_writer()
         try:
             if shared.size_bytes > _LITTLE:
                 await asyncio.to_thread(self._copy, shared, draft)

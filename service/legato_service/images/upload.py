@@ -98,7 +98,7 @@ class Upload:
 
         Raises `QuotaExceeded` for a size that is over the caller's share.
         """
-        with closing(blobs.draft()) as draft:
+        with closing(blobs.open_writer()) as draft:
             upload = cls(header, limits, draft, quota, owner)
             try:
                 yield upload

@@ -54,7 +54,7 @@ class RpcLog:
         self.flush()
 
 
-class _Line(configuration.Line, omit_defaults=True):
+class _Line(configuration.LogRecord, omit_defaults=True):
     """Names, times in milliseconds, and counts; never a prompt, a picture or an answer.
 
     To round these times, by a call and to a number of digits, would be most of what a line costs.

@@ -71,14 +71,14 @@ def test_close_unlinks_what_was_not_taken(store):
 
 
 def test_a_draft_is_published_as_often_as_one_likes(store, reader):
-    """Pieces become one blob; each published name is taken alone, and none goes with the draft."""
-    draft = store.draft()
+    """Pieces become one blob; each published name is taken alone, and none goes with the writer."""
+    writer = store.open_writer()
     pieces = [b"ab", b"", bytes(5 << 20), b"c"]
     for piece in pieces:
-        draft.write(piece)
-    assert draft.size == len(b"".join(pieces))
-    refs = [draft.publish(), draft.publish()]
-    draft.close()
+        writer.write(piece)
+    assert writer.size == len(b"".join(pieces))
+    refs = [writer.publish(), writer.publish()]
+    writer.close()
     for ref in refs:
         assert bytes(reader.take(ref)) == b"".join(pieces)
 
@@ -86,33 +86,33 @@ def test_a_draft_is_published_as_often_as_one_likes(store, reader):
 def test_a_draft_copies_from_a_file(store, tmp_path):
     """A copy takes the bytes asked for and says how many there were."""
     (tmp_path / "file").write_bytes(b"0123456789")
-    draft = store.draft()
+    writer = store.open_writer()
     with (tmp_path / "file").open("rb") as file:
-        assert draft.copy(file.fileno(), 2, 4) == 4
-        assert draft.copy(file.fileno(), 8, 4) == 2
-    assert bytes(draft.view()) == draft.head(100) == b"234589"
+        assert writer.copy(file.fileno(), 2, 4) == 4
+        assert writer.copy(file.fileno(), 8, 4) == 2
+    assert bytes(writer.view()) == writer.head(100) == b"234589"
 
 
 @pytest.mark.parametrize(
-    "end", [lambda drafts: drafts.pop().close(), lambda drafts: drafts.clear()]
+    "end", [lambda writers: writers.pop().close(), lambda writers: writers.clear()]
 )
 def test_a_draft_leaves_nothing(store, end):
-    """A draft's memory goes when it is closed, or with the last reference to it."""
-    drafts = [store.draft()]
-    drafts[0].write(b"x")
+    """A writer's memory goes when it is closed, or with the last reference to it."""
+    writers = [store.open_writer()]
+    writers[0].write(b"x")
     assert len(left(store)) == len(store) == 1
-    end(drafts)
+    end(writers)
     assert left(store) == []
     assert len(store) == 0
 
 
 def test_a_closed_draft_takes_no_bytes(store):
     """Whoever still writes is told, and no other file gets the bytes."""
-    draft = store.draft()
-    draft.close()
-    draft.close()
+    writer = store.open_writer()
+    writer.close()
+    writer.close()
     with pytest.raises(ValueError, match="closed"):
-        draft.write(b"x")
+        writer.write(b"x")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_retired_memory_is_let_go(store, reader):
     for ref in refs:
         reader.take(ref)
     assert len(reader) == 3
-    store.renew()
+    store.retire_segments()
     reader.take(store.put(b"y"))
     assert len(reader) == 1
 

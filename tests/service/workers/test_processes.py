@@ -60,7 +60,7 @@ class Crowd:
 async def crowded(*arguments):
     """Two service processes, and connections to them."""
     async with service("--processes", "2", *arguments) as running:
-        follower = (await running.line("process_ready"))["pid"]
+        follower = (await running.line("worker_ready"))["pid"]
         crowd = Crowd((await running.line("ready"))["address"])
         try:
             yield running, follower, crowd
@@ -112,9 +112,9 @@ async def test_a_killed_process_takes_its_own_calls_only():
 
         await until_async(all_run)
         os.kill(follower, signal.SIGKILL)
-        lost = await running.line("process_lost")
+        lost = await running.line("worker_lost")
         assert (lost["number"], lost["exit_code"]) == (1, -signal.SIGKILL)
-        second = (await running.line("process_ready"))["pid"]
+        second = (await running.line("worker_ready"))["pid"]
         assert second != follower
 
         async def forgotten():
@@ -166,7 +166,7 @@ async def test_a_drain_concerns_all(ask_by, tmp_path):
             running.process.terminate()
         else:
             await ask_another(running.process, crowd)
-        await running.line("draining")
+        await running.line("drain_begun")
         for channel in crowd.channels:
             await until_said(channel, "DRAINING")
         (tmp_path / "end").touch()
@@ -230,5 +230,5 @@ async def test_a_port_is_shared_within_a_server_only(first, second):
     async with service("--processes", first) as taken:
         address = (await taken.line("ready"))["address"]
         async with service("--processes", second, "--listen", address) as late:
-            assert (await late.line("cannot_listen"))["listen"] == address
+            assert (await late.line("listen_failed"))["listen"] == address
             assert await late.code() == 1
