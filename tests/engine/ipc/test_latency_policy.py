@@ -17,8 +17,8 @@ from legato_engine.ipc.latency_policy import LOW_LATENCY, SHARED, resolve, setti
         ("shared", 64, SHARED),
     ],
 )
-def test_the_number_of_cores_decides_unless_the_setting_does(monkeypatch, setting, cores, policy):
-    """`auto` is low latency with 8 or more cores."""
+def test_auto_depends_on_the_number_of_cores(monkeypatch, setting, cores, policy):
+    """`auto` is low latency with 8 or more cores; the other settings ignore cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     resolve.cache_clear()
     try:
@@ -47,5 +47,5 @@ def test_an_unknown_setting_is_refused():
     ],
 )
 def test_the_setting_is_found_before_options_are_parsed(arguments, setting):
-    """In the forms that the parser of all options takes; what that one refuses is `auto`."""
+    """All forms that the parser of options accepts are found; malformed ones are `auto`."""
     assert setting_in(arguments) == setting

@@ -1,4 +1,4 @@
-"""Several service processes before one engine, as the engine sees them."""
+"""Connections of several service processes to one engine."""
 
 import asyncio
 import os
@@ -31,20 +31,20 @@ A1, B1, C1, Z1 = (RequestKey(name, worker=1) for name in "abcz")
 
 
 class Poller:
-    """Sees something at the last of `looks`, and remembers how long each might have slept."""
+    """An epoll that reports an event at poll number `polls`, and records the timeouts."""
 
-    def __init__(self, looks: int) -> None:
+    def __init__(self, polls: int) -> None:
         self.slept: list[float | None] = []
-        self._looks = looks
+        self._polls = polls
 
     def poll(self, seconds: float | None, _: int) -> list[tuple[int, int]]:
-        """As an epoll's."""
+        """Record the timeout."""
         self.slept.append(seconds)
-        return [(0, 0)] if len(self.slept) == self._looks else []
+        return [(0, 0)] if len(self.slept) == self._polls else []
 
 
 def connected(ends, policy=LOW_LATENCY, state=EngineState.READY):
-    """A service's door to the engine at the other end."""
+    """The connection of a service process to the engine."""
     connection = EngineConnection("legato-test", policy)
     connection.connect(ends.listeners.endpoint)
     connection.state = state
@@ -52,12 +52,12 @@ def connected(ends, policy=LOW_LATENCY, state=EngineState.READY):
 
 
 def queued(name):
-    """A report that is not the last."""
+    """An output that is not the last."""
     return Queued(request_id=as_key(name), position=0, estimated_wait=0.0)
 
 
-async def test_a_report_goes_to_whom_it_concerns():
-    """Each service process hears of its own requests and of nobody else's."""
+async def test_an_output_goes_to_the_process_that_submitted():
+    """Each service process receives the outputs of its own requests only."""
     with both_ends() as ends:
         first, second = ends.connect(), ends.connect()
         first.submit("a")
@@ -70,8 +70,8 @@ async def test_a_report_goes_to_whom_it_concerns():
         assert await second.received(2) == [queued(A1), done(A1)]
 
 
-async def test_the_status_reaches_all_and_latecomers():
-    """Whoever is there hears how the start goes; who comes later hears the latest, once."""
+async def test_the_status_reaches_all_processes():
+    """Connected processes receive every status; later ones receive the latest once."""
     with both_ends() as ends:
         first = ends.connect()
         ends.engine.broadcast(loading(1))
@@ -85,8 +85,8 @@ async def test_the_status_reaches_all_and_latecomers():
         assert await third.received(1) == [loading(2)]
 
 
-async def test_who_hangs_up_leaves_nothing():
-    """Open requests of a service process that died are aborted; the others' go on."""
+async def test_a_disconnected_process_leaves_nothing():
+    """Its open requests are aborted; those of the others continue."""
     with both_ends() as ends:
         first, second = ends.connect(), ends.connect()
         first.submit("a")
@@ -101,8 +101,8 @@ async def test_who_hangs_up_leaves_nothing():
         assert await first.received(1) == [done("a")]
 
 
-async def test_whose_memory_is_over_is_told():
-    """Of who hangs up the namespace is told, if it had any; of who stays it is not."""
+async def test_a_disconnect_reports_the_namespace_of_blobs():
+    """Only for a process that disconnected and had sent blobs."""
     with both_ends() as ends:
         services = [ends.connect() for _ in range(3)]
         for number, service in enumerate(services[:2]):
@@ -119,8 +119,8 @@ async def test_whose_memory_is_over_is_told():
         assert ends.disconnected == ["ns-1"]
 
 
-async def test_the_end_of_a_link_comes_before_what_others_ask():
-    """What a dead process left is aborted before its successor asks under the same id."""
+async def test_a_disconnect_comes_before_newer_commands():
+    """Requests of a dead process are aborted before its successor uses the same ids."""
     with both_ends() as ends:
         first = ends.connect()
         second = ends.connect()
@@ -138,8 +138,8 @@ async def test_the_end_of_a_link_comes_before_what_others_ask():
         assert submit("c") in commands
 
 
-async def test_nobody_takes_over_or_ends_what_is_anothers():
-    """An id that is open is refused, and `Abort` and `Stop` of another's id are dropped."""
+async def test_a_process_cannot_use_the_id_of_another():
+    """An open id is refused, and `Abort` and `Stop` of another's id are dropped."""
     with both_ends() as ends:
         first, second = ends.connect(), ends.connect()
         first.submit("a")
@@ -157,8 +157,8 @@ async def test_nobody_takes_over_or_ends_what_is_anothers():
         assert await first.received(1) == [done("a")]
 
 
-async def test_answers_about_pictures_go_to_who_asked():
-    """`HoldImage` and `DropImage` are answered to the process that asked, and forgotten with it."""
+async def test_image_replies_go_to_the_process_that_asked():
+    """`HoldImage` and `DropImage` are forgotten when that process disconnects."""
     with both_ends() as ends:
         first, second = ends.connect(), ends.connect()
         drops = [DropImage(request_id=n, image_id="img_1", owner="me") for n in (A1, B1)]
@@ -172,8 +172,8 @@ async def test_answers_about_pictures_go_to_who_asked():
         assert first.messages == []
 
 
-async def test_an_aborted_request_is_told_nothing_more():
-    """Reports of a request that its owner aborted go nowhere, and its id is free again."""
+async def test_an_aborted_request_has_no_further_output():
+    """Later outputs are dropped, and the id is free again."""
     with both_ends() as ends:
         service = ends.connect()
         service.submit("a")
@@ -193,8 +193,8 @@ async def test_an_aborted_request_is_told_nothing_more():
         assert await service.received(1) == [done("b")]
 
 
-async def test_stopping_what_others_have():
-    """What the other processes have of an id is stopped, of one tenant or any; tasks count once."""
+async def test_stopping_requests_of_other_processes():
+    """`StopElsewhere` stops an id of one tenant or of any; the tasks of a call count once."""
     with both_ends() as ends:
         first, second = ends.connect(), ends.connect()
         tasks = [RequestKey("a", part=part) for part in "01"]
@@ -222,8 +222,8 @@ async def test_stopping_what_others_have():
         assert await first.received(1) == [Stopped(request_id=RequestKey("9"), count=2)]
 
 
-async def test_a_backlog_of_reports_leaves_in_order():
-    """A sender never blocks; what the socket did not take follows when there is room."""
+async def test_a_backlog_of_outputs_is_sent_in_order():
+    """A sender never blocks; what the socket did not take is sent when it has room."""
     with both_ends() as ends:
         service = ends.connect()
         names = [str(i) for i in range(20)]
@@ -238,8 +238,8 @@ async def test_a_backlog_of_reports_leaves_in_order():
         assert service.messages == sent
 
 
-async def test_room_for_unsent_reports_wakes_the_engine():
-    """An engine that sleeps with unsent reports is woken once the service has read some."""
+async def test_room_for_unsent_outputs_wakes_the_engine():
+    """An engine that sleeps with unsent outputs wakes once the service has read some."""
     with both_ends() as ends:
         service = ends.connect()
         service.submit("a")
@@ -251,12 +251,12 @@ async def test_room_for_unsent_reports_wakes_the_engine():
                 ends.engine.wait(None)
                 ends.engine.receive()
 
-        await asyncio.to_thread(sleep_and_send)  # the loop reads meanwhile, which makes the room
+        await asyncio.to_thread(sleep_and_send)  # the loop reads meanwhile, which makes room
         assert await service.received(1) == [done("a", size=3_000_000)]
 
 
-async def test_posted_reports_leave_with_the_flush():
-    """What is posted is told with the next flush and not before."""
+async def test_posted_outputs_are_sent_by_the_flush():
+    """They are not sent before it."""
     with both_ends() as ends:
         service = ends.connect()
         service.submit("a")
@@ -268,8 +268,8 @@ async def test_posted_reports_leave_with_the_flush():
         assert await service.received(1) == [queued("a")]
 
 
-async def test_an_engine_that_nobody_is_both_ends_to_sleeps():
-    """After all hung up, only the descriptor is left to wake it, once."""
+async def test_an_engine_without_connections_sleeps():
+    """After all have disconnected, only its descriptor wakes it, once."""
     with both_ends() as ends:
         service = ends.connect()
         service.transport.send(Shutdown())
@@ -283,8 +283,8 @@ async def test_an_engine_that_nobody_is_both_ends_to_sleeps():
         assert len(ends.engine) == 0
 
 
-async def test_closing_lets_the_backlog_leave():
-    """Who closes with patience gets everything out."""
+async def test_closing_sends_the_backlog():
+    """Within the time to linger, all outputs are sent."""
     with both_ends() as ends:
         service = ends.connect()
         service.submit("a")
@@ -297,14 +297,14 @@ async def test_closing_lets_the_backlog_leave():
 
 
 @pytest.mark.parametrize("policy", [SHARED, LOW_LATENCY])
-async def test_which_requests_wait_for_those_of_their_turn(policy):
-    """None where cores abound and nobody reads its progress; elsewhere all but a lone one."""
+async def test_requests_of_one_turn_are_sent_together(policy):
+    """A lone one is sent at once; with low latency also those whose progress is not read."""
     with both_ends() as ends:
         connection = connected(ends, policy)
         for name in ("a", "b", "c"):
             request = msgspec.structs.replace(submit(name).request, progress=False)
             connection.submit(request)
-        ends.engine.receive()  # lets the service in
+        ends.engine.receive()  # accepts the connection
         ends.engine.wait(1000)
         came = [command.request.request_id.caller_id for command in ends.engine.receive()]
         assert came == (["a", "b", "c"] if policy.send_at_once else ["a"])
@@ -314,8 +314,8 @@ async def test_which_requests_wait_for_those_of_their_turn(policy):
         await connection.close()
 
 
-async def test_an_engine_that_expects_a_request_does_not_sleep():
-    """It is told, and nothing is to be done for it; then it looks again and again, for a while."""
+async def test_an_engine_that_expects_a_request_polls():
+    """`Expect` is no command of the engine core; the engine polls for a while."""
     with both_ends() as ends:
         service = ends.connect()
         service.submit("a")
@@ -325,7 +325,7 @@ async def test_an_engine_that_expects_a_request_does_not_sleep():
         assert ends.engine.receive() == []
         real = ends.engine._poller
         for alert_until, slept in ((float("inf"), [0, 0, 0]), (0.0, [1.0])):
-            poller = Poller(looks=len(slept))
+            poller = Poller(polls=len(slept))
             ends.engine._poller = cast("select.epoll", poller)
             assert ends.engine._poll_until > 0.0
             ends.engine._poll_until = alert_until
@@ -336,8 +336,8 @@ async def test_an_engine_that_expects_a_request_does_not_sleep():
 
 
 @pytest.mark.parametrize("expects", [False, True])
-async def test_an_engine_stays_awake_behind_the_last_answer(expects):
-    """Where requests are told ahead; not while others still wait."""
+async def test_an_engine_polls_after_the_last_result(expects):
+    """Only if requests are announced, and not while others are open."""
     with both_ends() as ends:
         service = ends.connect()
         if expects:
@@ -352,8 +352,8 @@ async def test_an_engine_stays_awake_behind_the_last_answer(expects):
         assert (ends.engine._poll_until > before) == expects
 
 
-async def test_only_a_lone_request_is_expected():
-    """The engine is told where cores are spare, it is ready, and nothing else is open."""
+async def test_only_a_lone_request_is_announced():
+    """The engine must be ready, and no other request open."""
     with both_ends() as ends:
         connection = connected(ends, state=EngineState.STARTING)
         connection.expect()
@@ -366,8 +366,8 @@ async def test_only_a_lone_request_is_expected():
         await connection.close()
 
 
-async def test_an_engine_sleeps_where_cores_are_few():
-    """There, one that looks without sleep would be in the way of the request."""
+async def test_a_shared_engine_sleeps():
+    """On few cores, polling would delay the request itself."""
     with both_ends() as ends:
         connection = connected(ends, SHARED)
         connection.expect()
@@ -377,28 +377,28 @@ async def test_an_engine_sleeps_where_cores_are_few():
         await connection.close()
 
 
-async def test_a_loop_looks_without_sleep_until_a_lone_request_ends():
-    """From the moment it is expected to its end, unless another comes or it takes its time."""
+async def test_a_loop_polls_until_a_lone_request_ends():
+    """From its announcement to its end, unless another one is submitted."""
     with both_ends() as ends:
         connection = connected(ends)
 
-        async def looks() -> bool:
+        async def polls() -> bool:
             await asyncio.sleep(0)
             return connection._busy_poll.active
 
         connection.expect()
-        assert await looks()
+        assert await polls()
         connection.submit(submit("a").request)
-        assert await looks()
+        assert await polls()
         connection.submit(submit("b").request).abort()
         connection.submit(submit("c").request)
-        assert not await looks()
+        assert not await polls()
         await connection.close()
 
 
 @pytest.mark.parametrize("policy", [LOW_LATENCY, SHARED])
-async def test_a_loop_looks_for_another_request_behind_the_end_of_one(policy):
-    """Where cores are spare, for a moment: a time that is over ends it."""
+async def test_a_loop_polls_after_the_end_of_a_request(policy):
+    """With low latency, for a limited time."""
     with both_ends() as ends:
         connection = connected(ends, policy)
         stream = connection.submit(submit("a").request)
@@ -416,8 +416,8 @@ async def test_a_loop_looks_for_another_request_behind_the_end_of_one(policy):
         await connection.close()
 
 
-async def test_a_loop_sleeps_while_others_wait_for_their_answers():
-    """The end of one of several requests is not the end of all."""
+async def test_a_loop_sleeps_while_other_requests_are_open():
+    """The end of one of several requests does not start polling."""
     with both_ends() as ends:
         connection = connected(ends)
         ended, other = (connection.submit(submit(name).request) for name in "ab")

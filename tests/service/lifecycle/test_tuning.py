@@ -1,4 +1,4 @@
-"""What a service process asks of its interpreter and of the kernel."""
+"""The latency policy of a service process."""
 
 import gc
 import os
@@ -35,16 +35,16 @@ thread.join()
         (16, "shared", os.SCHED_OTHER, os.SCHED_BATCH),
     ],
 )
-def test_on_few_cores_threads_wait_for_who_runs(cores, setting, given, then):
-    """Also those of later; what somebody chose for the process stays."""
+def test_threads_are_scheduled_by_the_policy(cores, setting, given, then):
+    """Later threads inherit it; a policy that was set from outside stays."""
     environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", _TUNED, str(cores), str(given), setting]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert int(told.stdout) == then
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(printed.stdout) == then
 
 
-def test_a_kernel_that_refuses_is_no_failure(monkeypatch):
-    """All else is asked for all the same."""
+def test_a_refused_scheduling_policy_is_ignored(monkeypatch):
+    """Garbage collection is set all the same."""
 
     def refuse(*_):
         raise PermissionError

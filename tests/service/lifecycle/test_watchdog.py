@@ -1,4 +1,4 @@
-"""A process that cannot get away is ended, and says where it stood."""
+"""The shutdown watchdog."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import threading
 from legato_service.lifecycle import watchdog
 watchdog.TIMEOUT = {timeout}
 watchdog.arm_watchdog()
-def a_library_that_does_not_let_go():
+def a_library_that_blocks():
     threading.Event().wait({seconds})
-a_library_that_does_not_let_go()
+a_library_that_blocks()
 """
 
 
 def run(seconds: float, timeout: float) -> subprocess.CompletedProcess[str]:
-    """The exit of a process that takes so long to leave."""
+    """Run a process whose shutdown takes `seconds`."""
     program = PROGRAM.format(seconds=seconds, timeout=timeout)
     command = [sys.executable, "-c", program]
     return subprocess.run(
@@ -27,14 +27,14 @@ def run(seconds: float, timeout: float) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_who_hangs_is_ended_with_its_stacks() -> None:
-    """The exit code is 1, and the last words name the place."""
+def test_a_hanging_process_is_ended_with_its_stacks() -> None:
+    """The exit code is 1, and stderr names the function that blocks."""
     ended = run(60, timeout=0.5)
     assert ended.returncode == 1
-    assert "a_library_that_does_not_let_go" in ended.stderr
+    assert "a_library_that_blocks" in ended.stderr
 
 
-def test_who_leaves_in_time_is_let_go() -> None:
-    """Nothing is said."""
+def test_a_process_that_exits_in_time_is_left_alone() -> None:
+    """It writes nothing."""
     ended = run(0, timeout=30)
     assert (ended.returncode, ended.stderr) == (0, "")
