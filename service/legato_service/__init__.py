@@ -1,4 +1,4 @@
-"""The service process: gRPC in front, one engine process behind, no torch."""
+"""The service process: it speaks gRPC, runs one engine process, and never imports torch."""
 
 import os
 import sys

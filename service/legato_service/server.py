@@ -73,9 +73,9 @@ class Server:
     ) -> None:
         self._config = config
         self._engine = engine
-        self._gate = RequestRegistry()
+        self._requests = RequestRegistry()
         self.sessions = SessionRegistry(config.max_sessions)
-        self._drain = Drain(self._gate, self.sessions)
+        self._drain = Drain(self._requests, self.sessions)
         self._engine_drain: asyncio.Task[None] | None = None
         self.replies = IdempotencyCache()
         self._rpc_log = RpcLog()
@@ -99,7 +99,7 @@ class Server:
         admin = AdminServicer(
             engine,
             progress,
-            self._gate,
+            self._requests,
             self.sessions if sessions is None else sessions,
             drain=self.begin_drain if peers is None else peers.drain,
             abort_elsewhere=None if peers is None else peers.abort,
@@ -112,7 +112,7 @@ class Server:
         return grpc.aio.server(options=server_options(self._config, shared=shared))
 
     def _add_services(self, admin: AdminServicer, blobs: BlobStore) -> None:
-        dispatcher = Dispatcher(self._engine, self.pictures, self._gate)
+        dispatcher = Dispatcher(self._engine, self.pictures, self._requests)
         main = RpcMiddleware(self._config.stall_timeout, self._rpc_log, self._engine.expect)
         inference = InferenceServicer(
             dispatcher,
@@ -125,7 +125,7 @@ class Server:
             SessionServicer(dispatcher, self.sessions, self._session_limits()), main.as_server
         )
         image_pb2_grpc.add_ImageServiceServicer_to_server(
-            ImageServicer(self._config, self._engine, blobs, self._gate), main.as_server
+            ImageServicer(self._config, self._engine, blobs, self._requests), main.as_server
         )
         admin_here = bool(self._config.admin_on) and not self._config.admin_listen
         capabilities = ("admin",) if admin_here else ()
@@ -165,7 +165,7 @@ class Server:
     @property
     def num_in_flight(self) -> int:
         """Requests that were admitted and have not ended."""
-        return len(self._gate)
+        return len(self._requests)
 
     async def start(self) -> int:
         """Listen; return the main port.
@@ -195,7 +195,9 @@ class Server:
         self._drain.begin(grace)
         if self._engine_drain is None:
             self._engine_drain = asyncio.create_task(self._drain_engine(), name="engine drain")
-        log.info("drain_begun", in_flight=len(self._gate), grace=round(self._drain.time_left, 3))
+        log.info(
+            "drain_begun", in_flight=len(self._requests), grace=round(self._drain.time_left, 3)
+        )
 
     async def _drain_engine(self) -> None:
         """Drain the engine after the sessions have ended, because it still runs their frames."""
@@ -223,7 +225,7 @@ class Server:
             self._health_task.cancel()
         if self._engine_drain is not None:
             self._engine_drain.cancel()
-        drained = len(self._gate) + len(self.sessions) == 0
+        drained = len(self._requests) + len(self.sessions) == 0
         grace = LAST_WRITES if drained else 0
         servers = [server for server in (self._grpc, self._admin_grpc) if server is not None]
         await asyncio.gather(*(server.stop(grace) for server in servers))
