@@ -20,7 +20,7 @@ class Stream(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the last output has arrived; outputs may still be unread."""
+        """Whether the last output has arrived."""
         ...
 
     async def __anext__(self) -> StreamOutput:
@@ -32,14 +32,11 @@ class Stream(Protocol):
         ...
 
     def stop(self) -> None:
-        """Have the engine end the request now; `Done` holds its partial result."""
+        """End the request now with a partial `Done`."""
         ...
 
     def abort(self, error: LegatoError | None = None) -> None:
-        """Abort the request in the engine. Idempotent.
-
-        If the request had not ended, its reader gets `error`, or the end without one.
-        """
+        """Abort the request, as `RequestStream.abort` does."""
         ...
 
 
@@ -68,7 +65,7 @@ class Engine(Protocol):
 
     @property
     def last_heartbeat(self) -> float:
-        """When the last heartbeat arrived, in `time.monotonic()` seconds."""
+        """Arrival of the last heartbeat, in monotonic seconds."""
         ...
 
     @property
@@ -85,32 +82,15 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: core.Request) -> Stream:
-        """Start a request; the engine discards the image's blob, also when this raises.
-
-        Raises:
-            EngineStarting: the engine is not ready yet.
-            EngineLost: the engine is being restarted.
-            Draining: the server is shutting down.
-        """
+        """Start a request, as `EngineConnection.submit` does."""
         ...
 
     async def hold(self, command: HoldImage) -> ImageHeld:
-        """Hold an image; the engine discards its blob, also when this raises.
-
-        Raises:
-            QuotaExceeded: the owner's quota of bytes is used up.
-            InvalidRequest: the image cannot be decoded or is too large.
-            LegatoError: as `submit`.
-        """
+        """Hold an image, as `EngineConnection.hold` does."""
         ...
 
     async def drop(self, command: DropImage) -> None:
-        """End a hold.
-
-        Raises:
-            ImageNotFound: the owner holds no such image.
-            LegatoError: as `submit`.
-        """
+        """End a hold, as `EngineConnection.drop` does."""
         ...
 
     def drain(self) -> None:

@@ -118,7 +118,6 @@ def _log_admin(server: Server) -> None:
 
 
 async def _drain_on(signals: Signals, workers: WorkerProcesses, grace: float) -> None:
-    """Drain on the first signal; after an operator's Drain it can only shorten the grace."""
     await signals.first.wait()
     workers.drain(grace)
 
@@ -146,7 +145,7 @@ async def _all_drained(server: Server, workers: WorkerProcesses) -> bool:
 
 
 async def _first_of(one: Coroutine[None, None, bool], other: Coroutine[None, None, bool]) -> bool:
-    """Return the result of the one that ends first; cancel the other."""
+    """Return the result that comes first; cancel the other."""
     tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:

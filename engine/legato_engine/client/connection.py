@@ -104,11 +104,10 @@ class EngineConnection(EngineMonitor):
         return len(self._streams)
 
     def expect(self) -> None:
-        """Announce that a request may follow, so that both processes poll instead of sleeping.
+        """Announce a request, so that both processes poll for it instead of sleeping.
 
-        Only with `LatencyPolicy.busy_poll` and while no request is open. This process polls until
-        shortly after the request's end, because its client often sends the next one at once, or
-        until the request proves not to be short.
+        Only with `LatencyPolicy.busy_poll` and while no request is open. Polling ends shortly after
+        the request, because its client often sends the next one at once, or when it is not short.
         """
         if self._policy.busy_poll and not self._streams and self.state is EngineState.READY:
             self._send(Expect())
@@ -193,7 +192,6 @@ class EngineConnection(EngineMonitor):
         return reply.count
 
     def _own(self, key: RequestKey) -> RequestKey:
-        """The key with the number of this service process."""
         return msgspec.structs.replace(key, worker=self._number)
 
     def _check_open(self, request_id: RequestKey) -> None:
@@ -262,7 +260,6 @@ class EngineConnection(EngineMonitor):
         self._lose(EngineLost("the engine process died"))
 
     def _lose(self, error: EngineLost) -> None:
-        """Deliver the last messages, fail open requests, and connect to the next engine."""
         self._disconnect()
         self.step, self.load, self.estimated_wait = 0, Load(), 0.0
         self.progress = Loading(stage="start", fraction=0.0)

@@ -165,7 +165,6 @@ class EngineClient(EngineConnection):
         ]
 
     async def _watch(self, process: ChildProcess) -> None:
-        """Abort the engine when it is silent or stuck, see `EngineLimits`."""
         while True:
             await asyncio.sleep(self._config.heartbeat_interval)
             now = time.monotonic()

@@ -131,7 +131,6 @@ class RequestStream(msgspec.Struct, eq=False):
             self._waiter.set_result(None)
 
     def _coalesced(self, first: Delta) -> Delta:
-        """Merge the unread deltas into one."""
         deltas: list[Delta] = []
         for output in self._pending:
             if not isinstance(output, Delta):

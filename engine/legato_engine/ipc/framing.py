@@ -47,7 +47,6 @@ class FrameWriter:
         return True
 
     def _join(self) -> bytes:
-        """Take the first pieces off the queue, about `_WRITE_SIZE` bytes."""
         if len(self._pieces) <= _FEW_PIECES:
             data = b"".join(self._pieces)
             self._pieces.clear()
@@ -61,16 +60,12 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Splits received bytes into messages.
-
-    `ended` is set once the other end has closed. `more` says that the last read filled its buffer,
-    so that more bytes may be there.
-    """
+    """Splits received bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer: bytes | bytearray = b""  # received and not yet taken
-        self.ended = False
-        self.more = False
+        self.ended = False  # the other end has closed
+        self.more = False  # the last read filled its buffer
 
     def read_from(self, connection: socket.socket) -> bool:
         """Read once from a non-blocking socket; return whether any bytes were received.

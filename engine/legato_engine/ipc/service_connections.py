@@ -1,7 +1,4 @@
-"""The engine's end of its connections: many service processes, one engine.
-
-Service processes connect at any time to the listening socket that this process inherited.
-"""
+"""The engine's end of its connections: many service processes, one engine."""
 
 from __future__ import annotations
 
@@ -54,12 +51,11 @@ class _ServiceConnection:
 
 
 class ServiceConnections:
-    """Connections of all service processes: commands from all, outputs to the one that asked.
+    """Connections of all service processes, which may connect at any time.
 
     When a process disconnects, its open requests are aborted before newer commands of the others,
-    and `on_disconnect` gets the namespace of its blobs, if it sent any. Writing to `wake_fd`, an
-    eventfd that is reset here, ends `wait`. Without `busy_poll`, `Expect` is ignored. Belongs to
-    the main thread.
+    and `on_disconnect` gets the namespace of its blobs, if it sent any. Writing to the eventfd
+    `wake_fd` ends `wait`. Without `busy_poll`, `Expect` is ignored. Belongs to the main thread.
     """
 
     def __init__(
@@ -95,9 +91,9 @@ class ServiceConnections:
 
         Return False when the time is up first.
 
-        Busy-polls while a request is expected, because waking up takes longer than all the host
-        does for a lone request before the device begins. It also does so briefly after the last
-        result, because its client often sends the next request at once.
+        Polls while a request is expected, because waking up takes longer than all host work of a
+        lone request before the device begins; and briefly after the last result, because its client
+        often sends the next request at once.
         """
         while not self._events and time.monotonic() < self._poll_until:
             self._events = self._poller.poll(0, _MAX_EVENTS)
@@ -130,7 +126,6 @@ class ServiceConnections:
             os.eventfd_read(self._wake_fd)
 
     def _accept(self) -> None:
-        """Accept pending connections and send them the latest status."""
         for accepted in pending_connections(self._listener):
             connection = self._connections[accepted.fileno()] = _ServiceConnection(accepted)
             self._poller.register(accepted, select.EPOLLIN)

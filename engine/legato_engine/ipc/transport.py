@@ -44,9 +44,8 @@ class ListeningSockets:
     def reject_pending(self) -> None:
         """Close the connections that wait while there is no engine, dead ones among them.
 
-        Live service processes connect again when their `requests` connection is closed. They
-        connect to `requests` first, so the sockets are emptied in reverse order: no process loses
-        its `vitals` connection and keeps `requests`.
+        Live processes reconnect when `requests` is closed. They connect to `requests` first, so the
+        sockets are emptied in reverse order: none keeps `requests` and loses `vitals`.
         """
         for listener in reversed(self._sockets):
             for connection in pending_connections(listener):
@@ -151,7 +150,6 @@ class EngineTransport:
                 return
 
     def _read(self, connection: socket.socket) -> bool:
-        """Read once and deliver; return whether any bytes were received."""
         frames = self._incoming.get(connection)
         if frames is None:
             return False
@@ -166,7 +164,6 @@ class EngineTransport:
         return received
 
     def _on_closed(self, connection: socket.socket) -> None:
-        """Handle that the engine closed a connection."""
         self._disconnect(connection)
         if connection is self._requests and not self._closed:
             self.close()

@@ -93,7 +93,7 @@ class _MappedSegment:
         return self._header[RETIRED] != 0
 
     def take(self, ref: BlobRef) -> memoryview:
-        """View the content of generation `ref`; the last view's end releases it to the service."""
+        """View a generation's content; the end of the last view releases it to the service."""
         if ref.generation <= self._taken or ref.generation != self._header[GENERATION]:
             raise InternalError(f"generation {ref.generation} of blob {ref.name!r} is gone")
         if ref.size > min(self._header[SIZE], len(self._mapping) - HEADER_SIZE):
@@ -119,7 +119,6 @@ def _take_file(ref: BlobRef) -> memoryview:
 
 
 def _open(name: str, access: int) -> int:
-    """Open a blob's file and unlink it."""
     path = blob_folder() / name
     try:
         descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -108,7 +108,7 @@ class BlobStore:
         self._pool.clear()
 
     def _create(self) -> tuple[str, int]:
-        """Create a file that only this user can open; return its name and descriptor."""
+        """Create a file for this user only; return its name and descriptor."""
         name = self._new_name()
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self._folder / name, flags, 0o600)

@@ -147,10 +147,8 @@ _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
 def _json(_logger: object, _method: str, event: EventDict) -> bytes:
-    """Encode as JSON; values without a JSON form become their `repr`."""
     return _encode(event)
 
 
 def _text(_logger: object, _method: str, line: Any) -> str:
-    """Decode a line for the standard library's handlers."""
     return line.decode() if isinstance(line, bytes) else line

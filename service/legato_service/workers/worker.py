@@ -68,7 +68,7 @@ class _FirstProcess:
         self._channel.send(Drain(grace=grace))
 
     async def abort(self, target: RequestKey | None) -> int:
-        """Stop other processes' requests through the engine."""
+        """Stop them through the engine."""
         return await abort_elsewhere(self._engine, target)
 
 
