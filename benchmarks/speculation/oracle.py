@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from legato_engine.config import LARGEST_BLOCK
+from legato_engine.config import MAX_BLOCK_SIZE
 from legato_engine.core import PromptToken
 from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 
@@ -52,7 +52,7 @@ class OracleProposer:
     ) -> None:
         """`capacity` is the most sequences and positions that `know` will be given."""
         count, self._length = max(capacity[0], len(known)), max(capacity[1], *map(len, known))
-        shape = count + 1, self._length + LARGEST_BLOCK  # the last matches every row
+        shape = count + 1, self._length + MAX_BLOCK_SIZE  # the last matches every row
         self._vocab_size = vocab_size
         self._seed = seed
         self._known_NC = torch.full(shape, UNKNOWN, device=device)

@@ -9,16 +9,16 @@ import msgspec
 from legato_engine.errors import InvalidField
 
 LATENCY_POLICIES = ("auto", "low-latency", "shared")
-HIGHEST_ADAPTER_RANK = 512
-MOST_PREFILL_ROWS = 32
-MOST_PICTURES = 4
+MAX_ADAPTER_RANK = 512
+MAX_PREFILL_ROWS = 32
+MAX_IMAGES_PER_LAUNCH = 4
 SPECULATION_OFF = "off"
 LOOKUP_DRAFT = "lookup"
-LARGEST_BLOCK = 16
+MAX_BLOCK_SIZE = 16
 """Upper bound of the draft tokens of a row."""
 
 _ADAPTIVE_BLOCK = 8
-_WORDS = {
+_CHOICES = {
     "latency_policy": LATENCY_POLICIES,
     "dtype": ("auto", "f32", "bf16"),
     "vision_dtype": ("auto", "fp8"),
@@ -26,9 +26,9 @@ _WORDS = {
 }
 _RANGES = {
     "adapter_slots": (1, math.inf),
-    "max_adapter_rank": (1, HIGHEST_ADAPTER_RANK),
-    "max_prefill_rows": (0, MOST_PREFILL_ROWS),
-    "pictures_per_launch": (1, MOST_PICTURES),
+    "max_adapter_rank": (1, MAX_ADAPTER_RANK),
+    "max_prefill_rows": (0, MAX_PREFILL_ROWS),
+    "pictures_per_launch": (1, MAX_IMAGES_PER_LAUNCH),
 }
 
 
@@ -72,7 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int = 0  # 0: the model's own, for text models at most 8192
     adapters: str = ""
     adapter_slots: int = 8
-    max_adapter_rank: int = 64  # at most `HIGHEST_ADAPTER_RANK`
+    max_adapter_rank: int = 64  # at most `MAX_ADAPTER_RANK`
     adapter_cache_bytes: int = 256 * 1024 * 1024
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto, f32, bf16
@@ -89,8 +89,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int = 0
     kv_memory_fraction: float = 0.6
     crops_per_launch: int = 5  # 0: never split an image
-    max_prefill_rows: int = 0  # at most `MOST_PREFILL_ROWS`
-    pictures_per_launch: int = 4  # at most `MOST_PICTURES`
+    max_prefill_rows: int = 0  # at most `MAX_PREFILL_ROWS`
+    pictures_per_launch: int = 4  # at most `MAX_IMAGES_PER_LAUNCH`
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     kv_dtype: str = "auto"  # auto (fp8 if the weights have scales), model (as dtype), fp8
     max_image_pixels: int = 40_000_000
@@ -112,19 +112,19 @@ def check(config: EngineConfig) -> None:
     Raises:
         InvalidField: a setting is unknown or out of range.
     """
-    for field, words in _WORDS.items():
-        word = getattr(config, field)
-        if word not in words:
-            known = f"{', '.join(words[:-1])} or {words[-1]}"
-            raise InvalidField(f"unknown {field} {word!r}; use {known}", field=field)
+    for field, choices in _CHOICES.items():
+        value = getattr(config, field)
+        if value not in choices:
+            known = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            raise InvalidField(f"unknown {field} {value!r}; use {known}", field=field)
     for field, (least, most) in _RANGES.items():
         if not least <= getattr(config, field) <= most:
             bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
             raise InvalidField(bounds, field=field)
-    largest_block(config.speculation)
+    max_block_size(config.speculation)
 
 
-def largest_block(setting: str) -> int:
+def max_block_size(setting: str) -> int:
     """Most draft tokens of a row: 0 with `off`, 8 with `seed` and `budget`, K with `fixed:K`.
 
     Raises:
@@ -133,12 +133,12 @@ def largest_block(setting: str) -> int:
     if setting in ("seed", "budget"):
         return _ADAPTIVE_BLOCK
     name, _, size = setting.partition(":")
-    if name == "fixed" and size.isascii() and size.isdigit() and 0 < int(size) <= LARGEST_BLOCK:
+    if name == "fixed" and size.isascii() and size.isdigit() and 0 < int(size) <= MAX_BLOCK_SIZE:
         return int(size)
     if setting != SPECULATION_OFF:
         raise InvalidField(
             f"unknown speculation {setting!r}; use off, seed, budget, or fixed:K with K from 1 to "
-            f"{LARGEST_BLOCK}",
+            f"{MAX_BLOCK_SIZE}",
             field="speculation",
         )
     return 0

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from legato_engine.config import (
-    HIGHEST_ADAPTER_RANK,
     LATENCY_POLICIES,
+    MAX_ADAPTER_RANK,
     EngineConfig,
-    largest_block,
+    max_block_size,
 )
 from legato_engine.errors import InvalidField
 
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     engine, service = EngineConfig(), ServiceConfig()
     _add_listeners(parser.add_argument, service)
     _add_model(parser.add_argument, engine)
+    _add_adapters(parser.add_argument, engine)
     _add_queue(parser.add_argument, engine)
     _add_limits(parser.add_argument, engine, service)
     _add_null(parser, engine)
@@ -97,24 +98,6 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         default=engine.max_context,
         help="of prompt and output together; 0: the model's own, for text models at most 8192",
     )
-    add(
-        "--adapters",
-        metavar="FOLDER",
-        default=engine.adapters,
-        help="folder of adapter files, by name",
-    )
-    add(
-        "--adapter-slots",
-        type=_positive,
-        default=engine.adapter_slots,
-        help="adapters on the device at a time",
-    )
-    add(
-        "--max-adapter-rank",
-        type=_positive,
-        default=engine.max_adapter_rank,
-        help=f"of an adapter, at most {HIGHEST_ADAPTER_RANK}",
-    )
     add("--random-weights", action="store_true", help="seeded random weights, for benchmarks")
     add("--device", default=engine.device, help="auto, cpu, cuda or cuda:N")
     add("--dtype", default=engine.dtype, choices=("auto", "f32", "bf16"), help="of the weights")
@@ -150,6 +133,27 @@ def _add_model(add: _Add, engine: EngineConfig) -> None:
         default=engine.refiner,
         metavar="FILE",
         help="head that improves the outlines of segment; by default none",
+    )
+
+
+def _add_adapters(add: _Add, engine: EngineConfig) -> None:
+    add(
+        "--adapters",
+        metavar="FOLDER",
+        default=engine.adapters,
+        help="folder of adapter files, by name",
+    )
+    add(
+        "--adapter-slots",
+        type=_positive,
+        default=engine.adapter_slots,
+        help="adapters on the device at a time",
+    )
+    add(
+        "--max-adapter-rank",
+        type=_positive,
+        default=engine.max_adapter_rank,
+        help=f"of an adapter, at most {MAX_ADAPTER_RANK}",
     )
 
 
@@ -284,7 +288,7 @@ def _add_null(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
 
 def _speculation(text: str) -> str:
     try:
-        largest_block(text)
+        max_block_size(text)
     except InvalidField as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from legato_engine.config import HIGHEST_ADAPTER_RANK, EngineConfig
+from legato_engine.config import MAX_ADAPTER_RANK, EngineConfig
 
 from legato_service import addresses
 
@@ -73,7 +73,7 @@ def check(config: ServiceConfig) -> None:
         raise ValueError("image_ttl must not be longer than image_max_ttl")
     if config.processes < 1:
         raise ValueError("processes must be at least 1")
-    if config.engine.max_adapter_rank > HIGHEST_ADAPTER_RANK:
-        raise ValueError(f"max_adapter_rank must be at most {HIGHEST_ADAPTER_RANK}")
+    if config.engine.max_adapter_rank > MAX_ADAPTER_RANK:
+        raise ValueError(f"max_adapter_rank must be at most {MAX_ADAPTER_RANK}")
     if config.drain_grace < 0:
         raise ValueError("drain_grace must not be negative")

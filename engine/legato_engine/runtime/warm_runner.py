@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from legato_engine.config import LOOKUP_DRAFT, EngineConfig, largest_block
+from legato_engine.config import LOOKUP_DRAFT, EngineConfig, max_block_size
 from legato_engine.device.base import Device
 from legato_engine.kernels.accelerated import lookup_proposer
 from legato_engine.layers.lora import AdapterBank
@@ -37,7 +37,7 @@ def warm_runner(
     """
     if proposer is None:
         proposer = _proposer(config, draft, model, device, kv)
-    block = largest_block(config.speculation)
+    block = max_block_size(config.speculation)
     runner = ModelRunner(
         model,
         device,
@@ -61,7 +61,7 @@ def _proposer(
     config: EngineConfig, draft: Path | None, model: Model, device: Device, kv: KVCache
 ) -> Proposer | None:
     """Who the configuration says; `draft` is what the model brings."""
-    if not largest_block(config.speculation):
+    if not max_block_size(config.speculation):
         return None
     name, colon, folder = config.draft.partition(":")
     if colon:

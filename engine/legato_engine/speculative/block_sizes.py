@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-from legato_engine.config import SPECULATION_OFF, largest_block
+from legato_engine.config import SPECULATION_OFF, max_block_size
 from legato_engine.sequence import DraftStats, Sequence
 from legato_engine.speculative.block_policy import (
     INITIAL_RATE,
@@ -58,9 +58,9 @@ def block_sizes(setting: str, costs: CostTable | None) -> PolicyBlockSizes | Non
     `costs` are required by `budget`, which weighs draft tokens by them.
 
     Raises:
-        InvalidField: the setting is unknown, see `largest_block`.
+        InvalidField: the setting is unknown, see `max_block_size`.
     """
-    block = largest_block(setting)
+    block = max_block_size(setting)
     if setting == SPECULATION_OFF:
         return None
     if setting == "seed":

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from legato_engine.config import largest_block
+from legato_engine.config import max_block_size
 from legato_engine.errors import InvalidField
 from legato_engine.megakernel.descriptor import Flag, RequestDescriptor
 from legato_engine.speculative.block_policy import AdaptiveBlockPolicy
@@ -29,7 +29,7 @@ def sequence(max_tokens=100):
 )
 def test_settings(setting, block):
     """Every setting says how much room a row needs, and off decides nothing."""
-    assert largest_block(setting) == block
+    assert max_block_size(setting) == block
     assert (block_sizes(setting, COSTS) is None) == (setting == "off")
 
 
@@ -39,7 +39,7 @@ def test_settings(setting, block):
 def test_other_settings_are_refused(setting):
     """What is not known is an invalid field that names itself."""
     with pytest.raises(InvalidField) as caught:
-        largest_block(setting)
+        max_block_size(setting)
     assert caught.value.metadata["field"] == "speculation"
 
 
