@@ -195,7 +195,7 @@ class Scheduler:
         if oldest is not None and (launch is None or len(self._pipeline) == self._pipeline.depth):
             self._commit(oldest)
         unsampled = self._pipeline.unsampled()
-        if unsampled is not None:
+        if unsampled is not None:  # its constraints are current now
             self._sample(unsampled)
         return oldest is not None
 
