@@ -144,7 +144,7 @@ def test_a_capture_runs_behind_what_other_streams_do():
 
 
 def test_streams_order_and_overlap() -> None:
-    """A copy after an event sees what compute wrote, and event times follow the order."""
+    """A copy that waits for an event sees what compute wrote, and event times follow the order."""
     device = open_device("cuda")
     value = torch.zeros(1 << 20, device=device.torch_device)
     host = device.pinned((1 << 20,), torch.float32)
