@@ -32,7 +32,7 @@ class DraftTensors(Protocol):
 
 
 class DraftKernels:
-    """See `runtime.drafts.Drafts`, whose operations these are. Can be captured."""
+    """The operations of `runtime.draft_state.DraftState`. Can be captured."""
 
     def __init__(self, max_block: int, vocab_size: int) -> None:
         module = Module(SOURCE, {"BLOCK": max_block, "VOCAB": vocab_size})
