@@ -1,6 +1,6 @@
-"""Speculation around a forward on the current GPU: one launch each, in place of torch's many.
+"""Speculation around a forward on the current GPU, one launch for each operation.
 
-Shape legend: R rows of the state, B tokens of a step, K proposed tokens, C positions, D width.
+Shape legend: R rows of the state, B tokens of a step, K draft tokens, C positions, D width.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VECTOR_BYTES = 16
 
 
 class DraftTensors(Protocol):
-    """What the device remembers of every row that drafts; all int64 but the residual streams."""
+    """Per-row draft state on the device; all int64 but the residual streams."""
 
     tokens_RC: torch.Tensor
     position_R: torch.Tensor
@@ -32,7 +32,7 @@ class DraftTensors(Protocol):
 
 
 class DraftKernels:
-    """See `runtime.drafts.Drafts`, whose operations these are. Can be captured."""
+    """The operations of `runtime.draft_state.DraftState`. Can be captured."""
 
     def __init__(self, max_block: int, vocab_size: int) -> None:
         module = Module(SOURCE, {"BLOCK": max_block, "VOCAB": vocab_size})
@@ -63,7 +63,7 @@ class DraftKernels:
         outputs: Mapping[str, torch.Tensor],
         batch: int,
     ) -> None:
-        """Accept what was proposed and sampled alike; a row's bytes of D are a multiple of 16."""
+        """Accept draft tokens that were sampled too; a row of D has a multiple of 16 bytes."""
         width = hidden_BD.shape[1] * hidden_BD.element_size()
         assert width % _VECTOR_BYTES == 0, f"rows of {width} bytes"
         self._settle.launch(
@@ -84,14 +84,14 @@ class DraftKernels:
 
 
 class LookupKernel:
-    """A `speculative.proposer.Proposer`, the one of `speculative.lookup` in a launch."""
+    """A `LookupProposer` in one launch."""
 
     def __init__(self, *, shortest: int = 1, longest: int = 4) -> None:
         self._lengths = (shortest, longest)
         self._lookup = Module(LOOKUP_SOURCE, {}).kernel("lookup")
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """See `proposer.Proposer`."""
+        """See `Proposer`."""
         rows, context = history.tokens_RC.shape
         self._lookup.launch(
             (rows, 1, 1),
