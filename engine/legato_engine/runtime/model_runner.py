@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
+import torch
+
 from legato_engine.device.base import Device, Event
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import MaskRefiner
@@ -101,7 +103,6 @@ class ModelRunner:
             )
             for _ in range(NUM_SLOTS)
         )
-        table_CV = constraint_table(model.constraints, model.vocab_size)
         self._resources = Resources(
             model=model,
             device=device,
@@ -110,15 +111,13 @@ class ModelRunner:
             slots=slots,
             bank=adapters,
             buckets=tuple(buckets),
-            constraints_CV=table_CV.to(device.torch_device),
+            constraints_CV=_constraints(model, device),
             graphs=GraphRunner(device, captures=cuda_graphs),
         )
         self._slots = slots
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
         self._backend = _backend(kernels, self._resources)
-        self._refine = None
-        if refiner is not None:
-            self._refine = RefineStep(refiner, device, NUM_SLOTS, self._resources.graphs)
+        self._refine = _refine_step(refiner, self._resources)
         self._staging = StepStaging(self._resources)
 
     @property
@@ -276,9 +275,19 @@ def _draft_state(
     )
 
 
+def _constraints(model: Model, device: Device) -> torch.Tensor:
+    return constraint_table(model.constraints, model.vocab_size).to(device.torch_device)
+
+
 def _step_kernels(model: Model, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
     step = model.capabilities.step
     return None if step is None else step.step_kernels(kv, adapters)
+
+
+def _refine_step(refiner: MaskRefiner | None, resources: Resources) -> RefineStep | None:
+    if refiner is None:
+        return None
+    return RefineStep(refiner, resources.device, len(resources.slots), resources.graphs)
 
 
 def _backend(kernels: StepKernels | None, resources: Resources) -> Backend:
