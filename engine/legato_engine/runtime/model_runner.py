@@ -78,15 +78,14 @@ class ModelRunner:
 
         Without `adapters` no row has an adapter, and without a `refiner` no launch refines. A
         `proposer` proposes up to `max_block` draft tokens for a row. Up to `max_prompts` share a
-        launch; 0 selects `SHARED_PROMPTS` with kernels, and 1 without them. It is always 1 with a
-        `proposer`. A launch that prompts share computes up to `max_images` images.
+        launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1 with a `proposer`), and such a
+        launch computes up to `max_images` images.
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, max_running, max_block)
         kernels = _step_kernels(model, kv, adapters)
-        if proposer is not None:
-            max_prompts = 1
-        max_prompts = max_prompts or (SHARED_PROMPTS if kernels is not None else 1)
+        shared = SHARED_PROMPTS if kernels is not None else 1
+        max_prompts = 1 if proposer is not None else max_prompts or shared
         max_pages = -(-model.max_context // kv.page_size)
         slots = tuple(
             DecodeSlot(
