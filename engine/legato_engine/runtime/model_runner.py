@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
+import torch
+
 from legato_engine.device.base import Device, Event
 from legato_engine.layers.lora import AdapterBank
 from legato_engine.models.capabilities import MaskRefiner
@@ -76,15 +78,14 @@ class ModelRunner:
 
         Without `adapters` no row has an adapter, and without a `refiner` no launch refines. A
         `proposer` proposes up to `max_block` draft tokens for a row. Up to `max_prompts` share a
-        launch; 0 selects `SHARED_PROMPTS` with kernels, and 1 without them. It is always 1 with a
-        `proposer`. A launch that prompts share computes up to `max_images` images.
+        launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1 with a `proposer`), and such a
+        launch computes up to `max_images` images.
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, max_running, max_block)
         kernels = _step_kernels(model, kv, adapters)
-        if proposer is not None:
-            max_prompts = 1
-        max_prompts = max_prompts or (SHARED_PROMPTS if kernels is not None else 1)
+        shared = SHARED_PROMPTS if kernels is not None else 1
+        max_prompts = 1 if proposer is not None else max_prompts or shared
         max_pages = -(-model.max_context // kv.page_size)
         slots = tuple(
             DecodeSlot(
@@ -101,7 +102,6 @@ class ModelRunner:
             )
             for _ in range(NUM_SLOTS)
         )
-        table_CV = constraint_table(model.constraints, model.vocab_size)
         self._resources = Resources(
             model=model,
             device=device,
@@ -110,15 +110,13 @@ class ModelRunner:
             slots=slots,
             bank=adapters,
             buckets=tuple(buckets),
-            constraints_CV=table_CV.to(device.torch_device),
+            constraints_CV=_constraints(model, device),
             graphs=GraphRunner(device, captures=cuda_graphs),
         )
         self._slots = slots
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(5))) for _ in slots]
         self._backend = _backend(kernels, self._resources)
-        self._refine = None
-        if refiner is not None:
-            self._refine = RefineStep(refiner, device, NUM_SLOTS, self._resources.graphs)
+        self._refine = _refine_step(refiner, self._resources)
         self._staging = StepStaging(self._resources)
 
     @property
@@ -276,9 +274,19 @@ def _draft_state(
     )
 
 
+def _constraints(model: Model, device: Device) -> torch.Tensor:
+    return constraint_table(model.constraints, model.vocab_size).to(device.torch_device)
+
+
 def _step_kernels(model: Model, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
     step = model.capabilities.step
     return None if step is None else step.step_kernels(kv, adapters)
+
+
+def _refine_step(refiner: MaskRefiner | None, resources: Resources) -> RefineStep | None:
+    if refiner is None:
+        return None
+    return RefineStep(refiner, resources.device, len(resources.slots), resources.graphs)
 
 
 def _backend(kernels: StepKernels | None, resources: Resources) -> Backend:
