@@ -1,4 +1,4 @@
-# ruff: noqa: D102 - the methods are those of the contract
+
 """An image service that holds what it is sent, and refuses what the contract refuses."""
 
 from __future__ import annotations
