@@ -83,7 +83,7 @@ def _drawing_order(mark: Mark) -> int:
 
 
 def _readable(image: ImageInput) -> Image.Image:
-    """The image upright, enlarged by a whole factor when it is small."""
+    """The image upright; small ones enlarged by a whole factor."""
     picture = open_upright(image)
     factor = max(1, round(_READABLE_SIDE / max(picture.size)))
     if factor == 1:
@@ -104,7 +104,6 @@ class _Layer:
         self._font = ImageFont.load_default(max(13, min(size) // 34) * _SMOOTHING)
 
     def draw(self, mark: Mark, colour: tuple[int, int, int]) -> None:
-        """Add one mark."""
         match mark:
             case Detection():
                 self._box(mark, colour)
@@ -146,7 +145,7 @@ class _Layer:
         self._label(mark.label, left, top, colour)
 
     def _label(self, text: str, x: float, y: float, colour: tuple[int, int, int]) -> None:
-        """A chip with `text` that sits on (x, y), moved inside the image."""
+        """`text` on (x, y), moved inside the image."""
         if not text:
             return
         pad = self._stroke + 2 * _SMOOTHING
@@ -174,7 +173,7 @@ def _luminance(colour: tuple[int, int, int]) -> float:
 
 
 def _with_text(picture: Image.Image, lines: list[str]) -> Image.Image:
-    """The image above a panel of text, wrapped to its width."""
+    """The image above a panel of wrapped text."""
     size = max(14, picture.width // 44)
     font = ImageFont.load_default(size)
     margin, line_height = size, round(size * 1.45)

@@ -1,4 +1,4 @@
-"""Conversations: the image that a message shows, and their protobuf form. Pure functions."""
+"""Conversations: the image that a message shows, and their protobuf form."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def image_of(task: Task, image: ImageInput | None) -> ImageInput | None:
 
 
 def refuse_images(task: Task) -> None:
-    """ValueError for an image in a message, where the call's image is that of several tasks."""
+    """ValueError for an image in a message, where several tasks share the call's image."""
     if _shown(task):
         raise ValueError("this call is given its image beside the tasks, not inside a message")
 
 
 def to_messages(messages: Iterable[Message]) -> list[task_pb2.ChatMessage]:
-    """The contract's messages, an image's place being marked; ValueError for an unknown role."""
+    """ValueError for an unknown role."""
     return [_to_message(message) for message in messages]
 
 

@@ -1,4 +1,4 @@
-"""Answers about the server and about held images to Python values: pure functions."""
+"""Responses about the server and held images to Python values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from legato_client._values import server
 
 
 def server_info(response: server_pb2.GetServerInfoResponse) -> server.ServerInfo:
-    """The value of a GetServerInfo answer."""
     limits = response.limits
     return server.ServerInfo(
         name=response.name,
@@ -36,12 +35,11 @@ def server_info(response: server_pb2.GetServerInfoResponse) -> server.ServerInfo
 
 
 def models(response: server_pb2.ListModelsResponse) -> tuple[tuple[server.ModelInfo, ...], str]:
-    """One page of served models and the token of the next page, empty at the end."""
+    """One page of models and the token of the next page, empty at the end."""
     return tuple(map(_model, response.models)), response.next_page_token
 
 
 def held_image(response: image_pb2.PutImageResponse) -> HeldImage:
-    """The value of a PutImage answer."""
     image, expires = response.image, None
     if response.HasField("expire_time"):
         expires = response.expire_time.ToDatetime(datetime.UTC)
@@ -49,7 +47,7 @@ def held_image(response: image_pb2.PutImageResponse) -> HeldImage:
 
 
 def nothing(response: image_pb2.DeleteImageResponse) -> None:
-    """The value of an answer that says nothing but OK."""
+    """Parses an empty response."""
 
 
 def _model(message: server_pb2.Model) -> server.ModelInfo:

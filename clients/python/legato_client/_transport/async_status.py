@@ -12,15 +12,15 @@ import grpc.aio
 ValueT = TypeVar("ValueT")
 
 _FAILED_WRITE = "Internal error from Core"
-_PATIENCE = 1.0  # seconds for the status of a call that is known to have ended
+_PATIENCE = 1.0  # seconds for the status of an ended call
 
 
 class ServerStatus:
     """Notes a call's status before grpc.aio writes another one over it.
 
     When a call ends while a message is being written, grpc.aio ends the call with an INTERNAL of
-    its own, whether the server's status is there already or not. Each of the two is told to the
-    call's callbacks as it comes; the one that is not of that kind is the server's.
+    its own, whether or not the server's status is there. The call's callbacks get both; the one
+    that is not of that kind is the server's.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:
@@ -51,7 +51,7 @@ def _is_failed_write(code: grpc.StatusCode, details: str | None) -> bool:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, ValueT]) -> ValueT:
-    """The value of a coroutine that has nothing to wait for: the call is done."""
+    """The call is done, so the coroutine has nothing to wait for."""
     try:
         coroutine.send(None)
     except StopIteration as done:

@@ -1,4 +1,4 @@
-"""Why the command ended, as its exit code."""
+"""Exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class CommandError(Exception):
 
 
 def exit_code_of(error: _errors.LegatoError) -> ExitCode:
-    """The exit code that tells a script what a failed call means."""
     match error:
         case _errors.InvalidArgument():
             return ExitCode.USAGE

@@ -24,7 +24,7 @@ class Histogram:
         self.minimum = math.inf
 
     def add(self, seconds: float) -> None:
-        """One duration; negative ones count as 0."""
+        """Negative durations count as 0."""
         seconds = max(seconds, 0.0)
         self._counts[_bucket(seconds)] += 1
         self.count += 1
@@ -33,7 +33,6 @@ class Histogram:
         self.minimum = min(self.minimum, seconds)
 
     def merge(self, other: Histogram) -> None:
-        """All that `other` counted."""
         self._counts.update(other._counts)
         self.count += other.count
         self.total += other.total
@@ -42,7 +41,7 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """Seconds; 0 when nothing was counted."""
+        """0 when nothing was counted."""
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
@@ -56,7 +55,6 @@ class Histogram:
         return self.maximum
 
     def summary_ms(self) -> Mapping[str, float]:
-        """Count, mean, percentiles and maximum; milliseconds."""
         figures = {f"p{percent:g}": self.percentile(percent) for percent in PERCENTILES}
         figures = {"mean": self.mean, **figures, "max": self.maximum}
         return {"count": self.count, **{name: s * 1e3 for name, s in figures.items()}}

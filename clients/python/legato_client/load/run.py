@@ -23,7 +23,7 @@ class LoadFailed(Exception):
 
 
 def run(plan: Plan) -> Record:
-    """The load, in `plan.senders` processes; what all of them saw.
+    """Run the load in `plan.senders` processes.
 
     Raises `LoadFailed` when a sender ends without a record.
     """
@@ -54,7 +54,7 @@ def run(plan: Plan) -> Record:
 
 
 def _receive(pipe: Connection, seconds: float) -> Record:
-    """What a sender sends next: an empty record that says it is ready, then its own."""
+    """A sender sends an empty record when it is ready, then its own."""
     try:
         if not pipe.poll(seconds):
             raise LoadFailed(f"a sender said nothing for {seconds:g} s")
@@ -68,7 +68,6 @@ def _receive(pipe: Connection, seconds: float) -> Record:
 
 
 def _serve(pipe: Connection, plan: Plan, share: int) -> None:
-    """A sender's process."""
     pipe.send(Record())
     try:
         pipe.send(send(plan, share, pipe.recv()))
