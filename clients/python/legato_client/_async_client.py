@@ -20,8 +20,6 @@ AnswerT = TypeVar("AnswerT")
 def _async(
     method: Callable[Concatenate[ClientMethods, P], AnswerT],
 ) -> Callable[Concatenate[AsyncClient, P], AnswerT]:
-    """A coroutine, or an iterator of events."""
-
     @functools.wraps(method)
     def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AnswerT:
         return method(self._calls, *args, **kwargs)

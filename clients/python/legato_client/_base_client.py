@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
-"""What every call shares: image conversion, size checks, deadlines and retries."""
+"""What every call of a client shares."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BaseClient:
         self._server: server.ServerInfo | None = None
 
     async def image_message(self, image: ImageInput) -> media_pb2.Image:
-        """A shared frame is refused unless the server reads this host's shared memory."""
+        """A shared frame needs a server that reads this host's shared memory."""
         if isinstance(image, SharedFrame):
             server.check_shared_memory(await self._known_server(), shm_namespace())
         if is_ready(image):
@@ -42,7 +42,7 @@ class BaseClient:
     async def _image_or_file(
         self, image: ImageInput | None
     ) -> tuple[media_pb2.Image | None, bytes | None]:
-        """The bytes of an encoded file are not copied into a message."""
+        """An encoded file is not copied into a message."""
         if image is None or isinstance(image, bytes):
             return None, image
         return await self.image_message(image), None
@@ -65,7 +65,7 @@ class BaseClient:
         send: Callable[[float], Awaitable[ResponseT]],
         timeout: float | None,
     ) -> ValueT:
-        """Call `send` until it succeeds, waiting for as long as a busy server asks."""
+        """Wait for as long as a busy server asks, until the deadline."""
         deadline = channel.Deadline(self._settings.timeout if timeout is None else timeout)
         for attempt in itertools.count(1):
             try:

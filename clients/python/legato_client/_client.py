@@ -1,4 +1,4 @@
-"""The blocking client: the calls of `AsyncClient`, run to their end over a blocking channel."""
+"""The blocking client: the calls of `AsyncClient` over a blocking channel."""
 
 from __future__ import annotations
 

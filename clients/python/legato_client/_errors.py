@@ -214,7 +214,7 @@ _BY_REASON: dict[str, type[LegatoError]] = {
 
 
 class _Failure(Protocol):
-    """What sync and asyncio RPC errors share."""
+    """The common part of sync and asyncio RPC errors."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
@@ -266,7 +266,7 @@ def _class_of(code: str, reason: str, says_when: bool) -> type[LegatoError]:
 
 
 def _unpacked(packed: str | bytes | None) -> status_pb2.Status:
-    """Empty without a details trailer, or when it is damaged."""
+    """Empty without a valid details trailer."""
     if not isinstance(packed, bytes):
         return status_pb2.Status()
     try:

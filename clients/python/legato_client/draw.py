@@ -83,7 +83,7 @@ def _drawing_order(mark: Mark) -> int:
 
 
 def _readable(image: ImageInput) -> Image.Image:
-    """The image upright; small ones enlarged by a whole factor."""
+    """Upright; small images are enlarged by a whole factor."""
     picture = open_upright(image)
     factor = max(1, round(_READABLE_SIDE / max(picture.size)))
     if factor == 1:
@@ -93,7 +93,7 @@ def _readable(image: ImageInput) -> Image.Image:
 
 
 class _Layer:
-    """The transparent layer over an image of `size` pixels."""
+    """The transparent layer over an image."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         self._size = size
@@ -113,7 +113,6 @@ class _Layer:
                 self._outline(mark, colour)
 
     def flattened(self) -> Image.Image:
-        """The layer at the image's own size."""
         return self._image.resize(self._size, Image.Resampling.LANCZOS)
 
     def _box(self, mark: Detection | Outline, colour: tuple[int, int, int]) -> None:

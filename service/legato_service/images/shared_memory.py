@@ -65,15 +65,7 @@ class SharedMemory:
         self._name = re.compile(rf"legato-{self._user}-[A-Za-z0-9._-]{{1,200}}")
 
     async def read(self, shared: media_pb2.SharedImage) -> StagedImage:
-        """Copy the slot's content once; a large one on a worker thread.
-
-        Raises:
-            SharedMemoryRefused: the region does not exist or must not be read.
-            SharedMemoryTorn: the slot's generation is not the request's.
-            InvalidField: a field is malformed or out of the region's bounds.
-            ImageTooLarge: the image has too many bytes or pixels.
-            ImageUndecodable: the bytes are not an image of the stated form.
-        """
+        """Copy the slot's content once; a large one on a worker thread. See `ImageIntake.check`."""
         layout = self._check(shared)
         writer = self._blobs.open_writer()
         try:

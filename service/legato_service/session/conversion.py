@@ -1,4 +1,4 @@
-"""Conversion of a session's opening and messages."""
+"""Conversion of a session's opening and messages; malformed fields raise `InvalidField`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,6 @@ _DROP_REASONS = {
 
 
 def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettings:
-    """Convert the opening.
-
-    Raises:
-        InvalidField: a field is malformed.
-    """
     if len(message.session_name) > MAX_NAME:
         raise InvalidField(f"at most {MAX_NAME} characters", field="open.session_name")
     if message.frame_policy not in _POLICIES:
@@ -69,11 +64,7 @@ def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettin
 
 
 def heartbeat(message: pb.SessionOpen) -> float:
-    """Seconds of silence before a heartbeat.
-
-    Raises:
-        InvalidField: the interval is not positive.
-    """
+    """Seconds of silence."""
     if not message.HasField("heartbeat_interval"):
         return DEFAULT_HEARTBEAT
     seconds = _seconds(message.heartbeat_interval)

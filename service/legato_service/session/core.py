@@ -51,8 +51,7 @@ class SessionCore(Generic[F]):
     """One session. `now` is seconds on the clock of `Frame.captured_at`.
 
     A frame is open until its last result or its drop is handed to the writer. It waits (`_queue`),
-    runs (`_running`), and has results to send (`_send_queue`); if its tasks end one by one, both at
-    a time.
+    runs (`_running`), and has results to send (`_send_queue`), perhaps the last two at a time.
     """
 
     def __init__(self, settings: SessionSettings, runner: Runner[F]) -> None:

@@ -1,4 +1,4 @@
-"""Conversations: the image that a message shows, and their protobuf form."""
+"""Conversations and their protobuf form."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _ROLES: dict[str, task_pb2.ChatRole.ValueType] = {
 
 
 def image_of(task: Task, image: ImageInput | None) -> ImageInput | None:
-    """The image of a call: `image`, or the one that a message of the task shows.
-
-    Raises ValueError for several.
-    """
+    """Raises ValueError for several images."""
     shown = _shown(task)
     if len(shown) + (image is not None) > 1:
         raise ValueError("one image in a conversation, given once")
@@ -28,7 +25,7 @@ def image_of(task: Task, image: ImageInput | None) -> ImageInput | None:
 
 
 def refuse_images(task: Task) -> None:
-    """ValueError for an image in a message, where several tasks share the call's image."""
+    """ValueError for an image in a message: several tasks share the call's image."""
     if _shown(task):
         raise ValueError("this call is given its image beside the tasks, not inside a message")
 

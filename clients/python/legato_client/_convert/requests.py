@@ -140,7 +140,6 @@ def _asking(request: RequestT, options: Options, image: media_pb2.Image | None) 
 
 
 def shared_task(asked: Task) -> task_pb2.Task:
-    """A Task message of a call whose image several tasks share."""
     refuse_images(asked)
     return task_message(asked)
 
@@ -186,7 +185,7 @@ def _length(task: CaptionTask) -> task_pb2.CaptionLength.ValueType:
 
 
 def _set_sampling(message: task_pb2.Sampling, sampling: Sampling) -> None:
-    """Only set fields, so that a default leaves no message at all."""
+    """A default leaves no message at all."""
     if sampling.temperature is not None:
         message.temperature = sampling.temperature
     if sampling.top_p is not None:

@@ -43,7 +43,7 @@ def segment(response: inference_pb2.SegmentResponse) -> results.SegmentResult:
 
 
 def run_tasks(response: inference_pb2.RunTasksResponse) -> tuple[TaskOutcome, ...]:
-    """One outcome per task, in the same order; a failed task is its error, not raised."""
+    """In the order of the tasks; a failed task is its error, not raised."""
     info = _info(response.info)
     tokens = [_tokens(each.tokens) for each in response.tokens]
     return tuple(
@@ -203,7 +203,7 @@ def _finish_reason(number: int) -> str:
 
 @functools.lru_cache(256)  # every answer names one, always of the same few
 def enum_word(enum: EnumDescriptor, number: int) -> str:
-    """A value's name without the enum's prefix; "unspecified" for one of a newer contract."""
+    """Without the enum's prefix; "unspecified" for a value of a newer contract."""
     value = enum.values_by_number.get(number)
     if value is None:
         return "unspecified"

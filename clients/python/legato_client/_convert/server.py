@@ -1,4 +1,4 @@
-"""Responses about the server and held images to Python values."""
+"""Server and image responses as Python values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def server_info(response: server_pb2.GetServerInfoResponse) -> server.ServerInfo
 
 
 def models(response: server_pb2.ListModelsResponse) -> tuple[tuple[server.ModelInfo, ...], str]:
-    """One page of models and the token of the next page, empty at the end."""
+    """The token of the next page is empty at the end."""
     return tuple(map(_model, response.models)), response.next_page_token
 
 
@@ -46,8 +46,7 @@ def held_image(response: image_pb2.PutImageResponse) -> HeldImage:
     return HeldImage(image.image_id, image.width, image.height, expires)
 
 
-def nothing(response: image_pb2.DeleteImageResponse) -> None:
-    """Parses an empty response."""
+def nothing(response: image_pb2.DeleteImageResponse) -> None: ...
 
 
 def _model(message: server_pb2.Model) -> server.ModelInfo:

@@ -25,7 +25,7 @@ _CHROMA = [min(255, max(0, round((value - 128) * 255 / 224 + 128))) for value in
 
 
 def open_upright(image: ImageInput) -> Image.Image:
-    """An RGB copy; TypeError for an image whose pixels only the server has."""
+    """TypeError for an image whose pixels only the server has."""
     if isinstance(image, CachedImage | SharedFrame):
         raise TypeError("only the server has the pixels of a cached or shared image")
     if isinstance(image, RawFrame):

@@ -183,7 +183,7 @@ class SharedFrames:
             self._changed.notify()
 
     def _fill(self, slot: int, data: memoryview) -> int:
-        """Return the new generation. Every store is a system call, so that none passes another."""
+        """Every store is a system call, so that none passes another."""
         with self._changed:  # `close` must not take the file away meanwhile
             self._check_open()
             header = slot * self._stride

@@ -1,7 +1,4 @@
-"""Images of every type, as protobuf.
-
-Pillow and numpy are never imported here: a program that passes their objects has imported them.
-"""
+"""Images of every type, as protobuf. Never imports Pillow or numpy."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ def to_image(image: ImageInput) -> media_pb2.Image:
 
 
 def is_ready(image: ImageInput) -> bool:
-    """Whether `to_image` has nothing to read, copy or encode."""
+    """`to_image` has nothing to read, copy or encode."""
     return isinstance(image, CachedImage | SharedFrame | bytes)
 
 

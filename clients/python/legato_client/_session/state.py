@@ -117,16 +117,14 @@ class SessionState:
     # ------------------------------------------------------------ this side
 
     def reserve(self) -> None:
-        """Take a credit for the frame that is being made."""
         assert self.has_credit, "ask first"
         self._reserved += 1
 
     def release(self) -> None:
-        """Give back the credit of a frame that was not made."""
+        """The frame was not made."""
         self._reserved -= 1
 
     def skip(self) -> None:
-        """Count a frame that was left out for want of a credit."""
         self.stats = dataclasses.replace(self.stats, skipped=self.stats.skipped + 1)
 
     def frame(
@@ -138,7 +136,7 @@ class SessionState:
         skip_standing_tasks: bool,
         must_run: bool,
     ) -> tuple[int, bytes]:
-        """Return the frame's sequence and message; use up a reserved credit, and `image`.
+        """Use up a reserved credit, and `image`; return the sequence and the message.
 
         A stamp without a sequence gets the next one. `slot` is released once the server has the
         frame, or will not have it any more. Raises SessionProtocol for a sequence that does not
@@ -174,7 +172,7 @@ class SessionState:
             self._num_read += 1
 
     def grant(self) -> bytes | None:
-        """Grant what was read since the last grant, once it is worth a message."""
+        """Grant what was read, once it is worth a message."""
         if self._num_read < (self._window + 1) // 2 or self._finished or self._over:
             return None
         grant = session_pb2.GrantCredits(responses=self._num_read)
@@ -202,7 +200,7 @@ class SessionState:
     # ------------------------------------------------------------ the server's side
 
     def receive(self, message: session_pb2.SessionResponse) -> Answer | None:
-        """Return the answer for the program, if the message is one.
+        """Return the answer for the program, if any.
 
         Raises IncompleteStream when a message was lost, and InternalError when the server breaks
         the contract.

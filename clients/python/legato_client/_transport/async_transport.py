@@ -77,7 +77,7 @@ class AsyncTransport:
         await asyncio.sleep(seconds)
 
     async def close(self) -> None:
-        """End running calls and the connection; a later call opens another one."""
+        """A later call opens another connection."""
         if self._channel is not None:
             channel, self._channel = self._channel, None
             self._starts.clear()

@@ -1,8 +1,8 @@
 # ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
 """The seam between what a call means and how its bytes travel.
 
-`ClientMethods` is written once, as coroutines over this seam. Over a blocking channel each step
-blocks, so a coroutine completes without an event loop.
+`ClientMethods` is written once, as coroutines. Over a blocking channel each step blocks, so they
+complete without an event loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Transport(Protocol):
         ...
 
     async def run(self, work: Callable[[], ValueT]) -> ValueT:
-        """Run blocking or slow work without blocking the event loop."""
+        """Does not block the event loop."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...

@@ -19,7 +19,7 @@ ValueT = TypeVar("ValueT")
 
 
 def run(call: Coroutine[Any, Any, ValueT]) -> ValueT:
-    """Run a coroutine over a `BlockingTransport`, which blocks and never suspends."""
+    """The coroutine blocks and never suspends."""
     try:
         call.send(None)
     except StopIteration as done:

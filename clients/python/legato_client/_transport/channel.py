@@ -59,7 +59,7 @@ def call_metadata(
 
 
 def serialize(request: Message, limit: int, file: bytes | None = None) -> bytes:
-    """Serialize a request once for all attempts; see `to_bytes`.
+    """Serialize a request once for all attempts.
 
     In the transport an oversize one would fail as RESOURCE_EXHAUSTED without details, which looks
     like load.
@@ -89,7 +89,7 @@ class Deadline:
 
 
 def busy_delay(error: Busy, attempt: int, time_left: float) -> float | None:
-    """Seconds to wait before attempt `attempt` + 1, or None when the error must be raised.
+    """Seconds until the next attempt, or None when the error must be raised.
 
     gRPC itself retries UNAVAILABLE; a busy server gets a retry only when it says when.
     """

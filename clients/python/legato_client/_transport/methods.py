@@ -1,4 +1,4 @@
-"""The RPCs of this client: path, response type and parser."""
+"""The RPCs of this client."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DRAIN = Method(_ADMIN + "Drain", admin_pb2.DrainResponse, admin.unfinished)
 
 
 class EventReader:
-    """Checks the grammar of one Generate stream and converts its messages to events.
+    """Checks the grammar of one Generate stream and converts its messages.
 
     A broken path may end a stream with any code; the absence of `Finished` is what tells.
     """
@@ -62,7 +62,7 @@ class EventReader:
         self._finished: events.Finished | None = None
 
     def read(self, message: inference_pb2.GenerateResponse) -> events.Event | None:
-        """The event, or None for one to be skipped; `Finished` is kept for the end.
+        """None for an event to be skipped; `Finished` is kept for the end.
 
         Raises IncompleteStream when an event was lost, and the task's own error when it failed.
         """

@@ -1,12 +1,12 @@
-"""The service configuration of this package: what channels retry, and where they go.
+"""The service configuration: what channels retry, and where they go.
 
 `service_config.json` is for clients in any language. gRPC retries a stream only while no response
 has begun, so one policy serves every method: a session's first response comes before any frame is
 sent, and an upload sent twice is one image.
 
-Its health check and `round_robin` are for names of several servers: one that says NOT_SERVING gets
-no calls while another serves. With a single server they would only hide its own answer, which says
-why it does not serve and when to come back.
+The health check and `round_robin` are for names of several servers: one that says NOT_SERVING gets
+no calls while another serves. A single server's own answer says why it does not serve and when to
+come back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def names_several(target: str) -> bool:
     """Whether a gRPC name may stand for several servers.
 
     That is a list of addresses ("ipv4:10.0.0.1:50051,10.0.0.2:50051") or a name with the scheme
-    "dns:", but not "host:port" or "unix:/path".
+    "dns:".
     """
     return "," in target or target.startswith(_SEVERAL_SCHEMES)
 

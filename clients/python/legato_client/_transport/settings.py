@@ -11,7 +11,7 @@ from legato_client._transport import channel
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """Where the server is and how to talk to it; times are in seconds."""
+    """Times are in seconds."""
 
     target: str
     timeout: float

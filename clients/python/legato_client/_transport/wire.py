@@ -33,7 +33,7 @@ def to_bytes(request: Message, file: bytes | None = None) -> bytes:
 
 
 def _ending_with(data: bytes, path: tuple[int, ...], request: Message) -> bytes:
-    """Append `data` to the request in the fields of `path`, the innermost first."""
+    """The fields of `path` have the innermost first."""
     tail_size, headers = len(data), b""
     for number in path:
         header = _header(number, tail_size)
@@ -43,7 +43,7 @@ def _ending_with(data: bytes, path: tuple[int, ...], request: Message) -> bytes:
 
 
 def _image_of(request: Message) -> tuple[tuple[int, ...], media_pb2.Image | None]:
-    """The request's image, and the fields that lead to it, the innermost first."""
+    """The fields that lead to the image have the innermost first."""
     if isinstance(request, session_pb2.SessionRequest):
         path = (session_pb2.Frame.IMAGE_FIELD_NUMBER, session_pb2.SessionRequest.FRAME_FIELD_NUMBER)
         return path, request.frame.image if request.HasField("frame") else None

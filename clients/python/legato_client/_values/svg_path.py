@@ -57,7 +57,7 @@ def _on_curve(
     second: tuple[float, float],
     end: tuple[float, float],
 ) -> list[tuple[float, float]]:
-    """Points of a cubic curve, without its ends."""
+    """Without the ends."""
     points = []
     for step in range(1, _CHORDS):
         u = step / _CHORDS
@@ -74,7 +74,7 @@ def _open(ring: list[tuple[float, float]]) -> Ring:
 
 
 def _strokes(path: str) -> list[tuple[str, list[float]]]:
-    """Commands with exactly their own numbers; repeated number groups repeat the command."""
+    """Repeated number groups repeat the command."""
     strokes: list[tuple[str, list[float]]] = []
     command, numbers = "", list[float]()
     for piece in _pieces(path):

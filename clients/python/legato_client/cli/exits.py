@@ -27,7 +27,7 @@ HELP = (
 
 
 class CommandError(Exception):
-    """The command cannot go on; its message is for the user."""
+    """The message is for the user."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.OTHER) -> None:
         super().__init__(message)

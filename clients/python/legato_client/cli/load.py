@@ -129,7 +129,7 @@ def _task(args: argparse.Namespace) -> Task:
 
 
 def _image(args: argparse.Namespace) -> media_pb2.Image | None:
-    """The given image, a small grey square where one is needed, else none."""
+    """None if no image is given and none is needed."""
     if args.image:
         try:
             return sources.to_image(args.image)
@@ -146,7 +146,7 @@ def _image(args: argparse.Namespace) -> media_pb2.Image | None:
 
 
 def _described(plan: Plan) -> dict[str, object]:
-    """The plan for JSON, its bytes as their number."""
+    """Bytes are shown as their number."""
     values = dataclasses.asdict(plan).items()
     return {name: len(value) if isinstance(value, bytes) else value for name, value in values}
 

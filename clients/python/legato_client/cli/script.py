@@ -57,7 +57,7 @@ class Script:
             raise CommandError(message, ExitCode.USAGE) from error
 
     def tasks(self) -> Iterator[tuple[str, Task]]:
-        """The parts in order, each with its title."""
+        """Each with its title."""
         if self.caption_length:
             yield "caption", CaptionTask(self.caption_length)
         for noun in self.detect:

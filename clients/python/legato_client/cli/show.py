@@ -1,4 +1,4 @@
-"""Answers and their events, for people."""
+"""Answers and their events, as text."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def show_result(terminal: Terminal, result: Result) -> None:
 
 
 def printable(text: str) -> str:
-    """A model's text without control characters, which could command the terminal."""
+    """Remove control characters, which could command the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 

@@ -108,7 +108,6 @@ def document(command: str, result: Result) -> dict[str, Any]:
 
 
 def save(path: Path, image: bytes, *results: Result) -> None:
-    """Write the annotated image as a PNG file."""
     try:
         from legato_client import draw
     except ModuleNotFoundError as error:

@@ -36,7 +36,7 @@ class Terminal:
         return not self.json_output and self._out.isatty()
 
     def write(self, text: str) -> None:
-        """Text for people, at once and without a line end."""
+        """At once and without a line end."""
         if not self.json_output:
             self._out.write(text)
             self._out.flush()
@@ -83,7 +83,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self, text: str) -> Iterator[Any]:
-        """Show that work goes on; yield a function that changes the text."""
+        """Yield a function that changes the text."""
         if self.interactive and importlib.util.find_spec("rich"):
             console = importlib.import_module("rich.console").Console(file=self._out)
             with console.status(text) as status:

@@ -24,7 +24,6 @@ class Histogram:
         self.minimum = math.inf
 
     def add(self, seconds: float) -> None:
-        """Negative durations count as 0."""
         seconds = max(seconds, 0.0)
         self._counts[_bucket(seconds)] += 1
         self.count += 1
@@ -45,7 +44,7 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """Seconds that `percent` of all durations do not exceed; 0 when nothing was counted."""
+        """Seconds; 0 when nothing was counted."""
         rank = math.ceil(self.count * percent / 100)
         seen = 0
         for bucket in sorted(self._counts):
@@ -68,6 +67,6 @@ def _bucket(seconds: float) -> int:
 
 
 def _upper_edge(bucket: int) -> float:
-    """The largest duration of a bucket, in seconds."""
+    """Seconds."""
     shift, mantissa = bucket >> _BITS, bucket & ((1 << _BITS) - 1)
     return (((mantissa + 1) << shift) - 1) / 1e9 if shift else mantissa / 1e9

@@ -43,7 +43,7 @@ class Record:
         self.cpu_share = max(self.cpu_share, other.cpu_share)
 
     def figures(self, seconds: float) -> dict[str, object]:
-        """For JSON; `seconds` is the length of the window, durations are milliseconds."""
+        """`seconds` is the length of the window; durations become milliseconds."""
         return {
             "seconds": seconds,
             "due": self.due,

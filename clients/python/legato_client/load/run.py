@@ -1,4 +1,4 @@
-"""Runs a plan in sender processes, so that no sender slows another down."""
+"""Runs a plan in sender processes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ class LoadFailed(Exception):
 
 
 def run(plan: Plan) -> Record:
-    """Run the load in `plan.senders` processes.
-
-    Raises `LoadFailed` when a sender ends without a record.
-    """
+    """Raises `LoadFailed` when a sender ends without a record."""
     spawn = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes = []

@@ -56,7 +56,7 @@ async def _send(plan: Plan, share: int, start: float) -> Record:
 async def _open_loop(
     plan: Plan, share: int, start: float, target: LoadTarget, meter: Meter
 ) -> None:
-    """Send each request when it is due, and measure from then, not from when it was sent."""
+    """Measure from when each request is due, not from when it was sent."""
     pending: set[asyncio.Task[None]] = set()
     offsets = due_times(
         plan.arrivals, plan.rate, plan.seconds, share=share, shares=plan.senders, seed=plan.seed

@@ -1,4 +1,4 @@
-"""The targets of a load, on bare stubs, so that the client costs as little as possible."""
+"""The targets of a load, on bare stubs, which cost little."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 def reason_of(error: grpc.RpcError | Refused) -> str:
-    """The server's reason, or the status where it gave none."""
+    """The status where the server gave no reason."""
     if isinstance(error, Refused):
         return str(error)
     known = from_rpc_error(error)
