@@ -1,4 +1,4 @@
-"""`python -m legato_service`: read the command line and serve."""
+"""`python -m legato_service`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from legato_service.process import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until stopped; return the exit code of `process.serve`."""
     config = arguments.parse(argv)
     faulthandler.enable()  # SIGABRT writes the stacks
     console = Console(stderr=True)

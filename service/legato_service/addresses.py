@@ -11,7 +11,7 @@ UNIX = "unix:"
 
 
 def check(option: str, address: str, *, insecure: bool, unix: bool) -> None:
-    """Check an address; `unix` allows unix sockets.
+    """Check an address.
 
     Raises:
         ValueError: malformed, or reachable from other machines without `insecure`.
@@ -31,12 +31,11 @@ def check(option: str, address: str, *, insecure: bool, unix: bool) -> None:
 
 
 def host_of(address: str) -> str:
-    """The host of HOST:PORT; an IPv6 address loses its brackets."""
+    """The host of HOST:PORT, an IPv6 address without its brackets."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine can reach `address`."""
     host = host_of(address)
     if address.startswith(UNIX) or host == "localhost":
         return True
@@ -49,7 +48,7 @@ def is_local(address: str) -> bool:
 def bind(server: grpc.aio.Server, address: str) -> str:
     """Have `server` listen; return the address with its real port.
 
-    A unix socket is accessible to its owner only, because nothing else protects it.
+    A unix socket is accessible to its owner only: nothing else protects it.
 
     Raises:
         OSError: the address cannot be bound.

@@ -22,7 +22,7 @@ _Add = Callable[..., argparse.Action]
 
 
 def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
-    """Parse options; exit with code 2 and a message when they are invalid."""
+    """Exit with code 2 when the options are invalid."""
     parser = _parser()
     given = vars(parser.parse_args(arguments))
     config = ServiceConfig(

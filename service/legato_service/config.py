@@ -1,4 +1,4 @@
-"""Service settings: built once in `__main__`; each class gets the few that it needs."""
+"""Service settings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _POSITIVE = (
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings of the service processes. Times are in seconds, sizes in bytes."""
+    """All settings of the service processes, in seconds and bytes."""
 
     listen: str = "127.0.0.1:50051"  # host:port; port 0: any free port
     admin_listen: str = ""  # host:port or unix:path for AdminService alone; empty: see `admin_on`
     insecure: bool = False  # allow an unprotected listener beyond loopback
-    processes: int = 1  # service processes
+    processes: int = 1
     engine: EngineConfig = EngineConfig()
     max_request_bytes: int = 16 * 1024 * 1024
     max_image_bytes: int = 64 * 1024 * 1024  # of an uploaded or shared image
@@ -34,9 +34,9 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     image_max_ttl: float = 3600.0
     unary_deadline: float = 60.0  # for calls without one
     stream_deadline: float = 600.0
-    stall_timeout: float = 30.0  # how long a peer may leave its stream unread
+    stall_timeout: float = 30.0  # a peer may leave its stream unread for so long
     max_sessions: int = 1000
-    max_session_age: float = 3600.0  # then the client is asked to close it
+    max_session_age: float = 3600.0  # then its client is asked to close it
     session_open_timeout: float = 10.0  # from the call to its `open` message
     stuck_after: float = 30.0  # not serving after so long with pending work and no step
     silent_after: float = 5.0  # not serving after so long without a heartbeat
@@ -51,8 +51,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     def admin_on(self) -> str:
         """The address of AdminService; empty: it is off.
 
-        By default the main address, unless other machines can reach it, because nothing protects
-        AdminService there.
+        By default the main address, unless other machines can reach it: nothing protects it there.
         """
         return self.admin_listen or (self.listen if addresses.is_local(self.listen) else "")
 

@@ -15,57 +15,45 @@ from legato_engine.ipc.messages import Done, DropImage, HoldImage, ImageHeld, Lo
 class Stream(Protocol):
     """The outputs of one request, in order; `Done` is the last. A failure is raised as its error.
 
-    Unread deltas are merged, so that the text of one result bounds the memory of a slow reader.
+    Unread deltas are merged, so one result's text bounds the memory of a slow reader.
     """
 
     @property
-    def ended(self) -> bool:
-        """Whether the last output has arrived."""
-        ...
+    def ended(self) -> bool: ...
 
-    async def __anext__(self) -> StreamOutput:
-        """Return the next output; StopAsyncIteration after `Done`."""
-        ...
+    async def __anext__(self) -> StreamOutput: ...
 
     def done(self) -> Awaitable[Done]:
-        """Return the `Done`, without the outputs before it."""
+        """Skip the outputs before `Done`."""
         ...
 
     def stop(self) -> None:
-        """End the request now with a partial `Done`."""
+        """A partial `Done` follows."""
         ...
 
-    def abort(self, error: LegatoError | None = None) -> None:
-        """Abort the request, as `RequestStream.abort` does."""
-        ...
+    def abort(self, error: LegatoError | None = None) -> None: ...
 
 
 class Engine(Protocol):
-    """Runs requests. Belongs to one event loop."""
+    """Runs requests. Belongs to one event loop. `load` and `step` are of the last heartbeat."""
 
     @property
-    def state(self) -> EngineState:
-        """The state of the engine process."""
-        ...
+    def state(self) -> EngineState: ...
 
     @property
-    def model(self) -> ModelInfo | None:
-        """The served model, once it is known."""
-        ...
+    def model(self) -> ModelInfo | None: ...
 
     @property
-    def load(self) -> Load:
-        """Load, as of the last heartbeat."""
-        ...
+    def load(self) -> Load: ...
 
     @property
     def step(self) -> int:
-        """Launches committed, as of the last heartbeat."""
+        """Launches committed."""
         ...
 
     @property
     def last_heartbeat(self) -> float:
-        """Arrival of the last heartbeat, in monotonic seconds."""
+        """Monotonic seconds."""
         ...
 
     @property
@@ -73,26 +61,16 @@ class Engine(Protocol):
         """Seconds that a new request would wait."""
         ...
 
-    def subscribe(self, callback: Callable[[EngineState], None]) -> object:
-        """Call `callback` with every new state."""
-        ...
+    def subscribe(self, callback: Callable[[EngineState], None]) -> object: ...
 
     def expect(self) -> None:
         """Announce that a request may be submitted soon."""
         ...
 
-    def submit(self, request: core.Request) -> Stream:
-        """Start a request, as `EngineConnection.submit` does."""
-        ...
+    def submit(self, request: core.Request) -> Stream: ...
 
-    async def hold(self, command: HoldImage) -> ImageHeld:
-        """Hold an image, as `EngineConnection.hold` does."""
-        ...
+    async def hold(self, command: HoldImage) -> ImageHeld: ...
 
-    async def drop(self, command: DropImage) -> None:
-        """End a hold, as `EngineConnection.drop` does."""
-        ...
+    async def drop(self, command: DropImage) -> None: ...
 
-    def drain(self) -> None:
-        """Refuse new requests and finish the open ones."""
-        ...
+    def drain(self) -> None: ...

@@ -1,8 +1,7 @@
 """The mapping of every `LegatoError` to a gRPC status with google.rpc details.
 
-A status carries `RequestInfo`, the `ErrorInfo` of its reason, and the detail of its mapping.
-DEADLINE_EXCEEDED of a passed deadline has no reason, as when gRPC itself finds the deadline passed.
-Details stay under 4 KB, because proxies and peers may refuse larger trailers.
+A passed deadline has no reason, as when gRPC itself finds it. Details stay under 4 KB, because
+proxies and peers may refuse larger trailers.
 """
 
 from __future__ import annotations
@@ -18,33 +17,33 @@ from google.rpc import error_details_pb2, status_pb2
 from legato_engine import errors
 
 DOMAIN = "legato"
-MAX_TEXT = 256  # characters of any one text in a status: 4 bytes each still fit the 4 KB
+MAX_TEXT = 256  # characters of one text: 4 bytes each still fit the 4 KB
 MAX_METADATA = 8  # entries of ErrorInfo.metadata
 MIN_RETRY, MAX_RETRY = 0.05, 10.0  # seconds
 
 
 class SharedMemoryRefused(errors.LegatoError):
-    """Images in shared memory are off, or this one must not be read. Raised by the service only."""
+    """Images in shared memory are off, or this one must not be read."""
 
 
 class SharedMemoryTorn(errors.LegatoError):
-    """An image was overwritten while it was read. Raised by the service only."""
+    """An image was overwritten while it was read."""
 
 
 class DuplicateRequest(errors.LegatoError):
-    """A request with this id is in flight or was answered. Raised by the service only."""
+    """A request with this id is in flight or was answered."""
 
 
 class SessionsFull(errors.Busy):
-    """The limit of open sessions is reached. Raised by the service only."""
+    """The limit of open sessions is reached."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StatusMapping:
     """The status of one type of error.
 
-    `reason` names a value of `legato.v1.ErrorReason` without its prefix, or is empty. `retry_after`
-    (seconds) adds RetryInfo and the pushback trailer.
+    `reason` is an `ErrorReason` without its prefix, or empty. `retry_after` (seconds) adds
+    RetryInfo and the pushback trailer.
     """
 
     code: grpc.StatusCode
@@ -64,11 +63,10 @@ class Failure:
 
     @property
     def message(self) -> str:
-        """Human-readable text with the limit that was hit."""
         return self.status.message
 
     def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
-        """Return trailing metadata: the details and, for retryable failures, the pushback."""
+        """The details and, for retryable failures, the pushback."""
         details = ("grpc-status-details-bin", self.status.SerializeToString())
         if self.retry_after is None:
             return (details,)
@@ -145,12 +143,11 @@ STATUS_MAPPINGS: dict[type[errors.LegatoError], StatusMapping] = {
 
 
 def status_mapping(kind: type[errors.LegatoError]) -> StatusMapping:
-    """Return the mapping of an error type, or that of its nearest base."""
     return next(STATUS_MAPPINGS[base] for base in kind.__mro__ if base in STATUS_MAPPINGS)
 
 
 def failure(error: Exception, request_id: str) -> Failure:
-    """Convert an error; the text of an internal one is not shown to the client."""
+    """The client does not see the text of an internal error."""
     known = error if isinstance(error, errors.LegatoError) else errors.InternalError()
     mapping = status_mapping(type(known))
     if mapping.code is grpc.StatusCode.INTERNAL:
@@ -185,7 +182,7 @@ def _error_info(mapping: StatusMapping, error: errors.LegatoError) -> Message:
 
 
 def _retry_after(mapping: StatusMapping, error: errors.LegatoError) -> float | None:
-    """Return the seconds until a retry, with jitter so that clients do not retry all at once."""
+    """Seconds, with jitter so that clients do not retry all at once."""
     if mapping.retry_after is None:
         return None
     hint = error.metadata.get("retry_after_ms")

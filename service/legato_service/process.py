@@ -1,4 +1,4 @@
-"""The first service process: start, serve, drain, exit."""
+"""The first service process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = structlog.get_logger("legato.service")
 
 EXIT_OK = 0
 EXIT_FAILED = 1  # the address is in use, or the engine never got ready
-START_ATTEMPTS = 5  # engines, or workers of a number, that may die before one gets ready
+START_ATTEMPTS = 5  # engines, or workers of one number, that may die before one gets ready
 _POLL_INTERVAL = 0.1  # seconds
 
 
@@ -48,8 +48,8 @@ async def serve(
 ) -> int:
     """Serve until a signal or an operator's Drain; return the exit code.
 
-    The code is 0 after a drain, also when its grace ran out; 1 when serving never began; 128 plus
-    the signal's number when a second signal ended the drain. `make_engine` runs within the loop.
+    That is 0 after a drain, also when its grace ran out; 1 when serving never began; 128 plus the
+    number of a second signal, which ends the drain. `make_engine` runs within the loop.
     """
     signals = Signals()
     engine = make_engine()
@@ -123,10 +123,7 @@ async def _drain_on(signals: Signals, workers: WorkerProcesses, grace: float) ->
 
 
 async def _finish_drain(server: Server, workers: WorkerProcesses, signals: Signals) -> int:
-    """Wait for the drain of all processes; return the exit code.
-
-    This process exits last, because the workers need the engine.
-    """
+    """This process exits last, because the workers need the engine."""
     await _first_of(signals.second.wait(), _all_drained(server, workers))
     if signals.second.is_set():
         log.warning("drain_cut", in_flight=server.num_in_flight)
@@ -137,7 +134,7 @@ async def _finish_drain(server: Server, workers: WorkerProcesses, signals: Signa
 
 
 async def _all_drained(server: Server, workers: WorkerProcesses) -> bool:
-    """Wait for all processes; workers keep the grace themselves, and `LAST_WRITES` more."""
+    """Workers keep the grace themselves, and `LAST_WRITES` more."""
     in_time = await server.drained()
     while server.grace_left and not await workers.exited(within=_POLL_INTERVAL):
         pass  # the grace may have been shortened
@@ -145,7 +142,6 @@ async def _all_drained(server: Server, workers: WorkerProcesses) -> bool:
 
 
 async def _first_of(one: Coroutine[None, None, bool], other: Coroutine[None, None, bool]) -> bool:
-    """Return the result that comes first; cancel the other."""
     tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:

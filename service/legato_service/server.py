@@ -1,4 +1,4 @@
-"""The gRPC server: assembly, start, drain and stop."""
+"""The gRPC server."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ BUILT = (_INFERENCE.full_name, _SESSION.full_name, _IMAGE.full_name, _SERVER.ful
 class Server:
     """The main listener of a process and, if configured, the operator's.
 
-    Belongs to the running event loop. `peers` are the other processes of this server.
+    Belongs to the running event loop. `peers` are the server's other processes.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Server:
         # Only the first process has the operator's listener.
         is_first = peers is None or peers.is_first
         self._admin_grpc = self._listener() if config.admin_listen and is_first else None
-        self.admin_address = ""  # of AdminService, once started; empty: it is off
+        self.admin_address = ""  # empty: AdminService is off
         admin = AdminServicer(
             engine,
             progress,
@@ -142,7 +142,6 @@ class Server:
     def _add_common(
         self, services: Sequence[str], middleware: RpcMiddleware, server: grpc.aio.Server
     ) -> None:
-        """Add health and reflection, and attach the middleware to its listener."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, middleware.as_server)
         reflection = Reflection((*services, _HEALTH.full_name), Descriptors.of_contract())
         middleware.add_generic_rpc_handlers(reflection.handlers())
@@ -150,7 +149,7 @@ class Server:
 
     @property
     def grace_left(self) -> float:
-        """Seconds until a drain aborts what still runs; infinite before it begins."""
+        """Infinite before a drain begins."""
         return self._drain.time_left
 
     def _session_limits(self) -> SessionLimits:
@@ -163,7 +162,6 @@ class Server:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were admitted and have not ended."""
         return len(self._requests)
 
     async def start(self) -> int:
@@ -188,7 +186,7 @@ class Server:
     def begin_drain(self, grace: float) -> None:
         """Report not serving, refuse new requests, and give open ones `grace` seconds.
 
-        Returns at once. A second call can only shorten the grace.
+        Does not wait. Repeated, it can only shorten the grace.
         """
         self._health.withdraw()
         self._drain.begin(grace)
@@ -199,25 +197,23 @@ class Server:
         )
 
     async def _drain_engine(self) -> None:
-        """Drain the engine after the sessions have ended, because it still runs their frames."""
+        """After the sessions have ended, because the engine still runs their frames."""
         await self.sessions.wait_empty()
         self._engine.drain()
 
     async def drain_begun(self) -> bool:
-        """Wait until a drain begins; return true."""
         return await self._drain.begun.wait()
 
     async def drained(self) -> bool:
-        """Wait for the end of a drain; return whether all requests ended in time."""
+        """Whether all requests ended in time."""
         return await self._drain.wait()
 
     async def drain(self, grace: float) -> bool:
-        """Begin a drain and wait for its end, as `drained` does."""
         self.begin_drain(grace)
         return await self.drained()
 
     async def stop(self) -> None:
-        """Close the listeners, sending finished responses and aborting the rest. Idempotent."""
+        """Send finished responses, abort the rest, and close the listeners. Idempotent."""
         self._health.withdraw()
         self._health.close()
         if self._health_task is not None:

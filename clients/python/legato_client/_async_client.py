@@ -20,8 +20,6 @@ AnswerT = TypeVar("AnswerT")
 def _async(
     method: Callable[Concatenate[ClientMethods, P], AnswerT],
 ) -> Callable[Concatenate[AsyncClient, P], AnswerT]:
-    """The method of `AsyncClient` that makes a call: a coroutine, or an iterator of events."""
-
     @functools.wraps(method)
     def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AnswerT:
         return method(self._calls, *args, **kwargs)
@@ -32,8 +30,6 @@ def _async(
 def _session(
     plan: Callable[P, SessionPlan],
 ) -> Callable[Concatenate[AsyncClient, P], AsyncSession]:
-    """The method of `AsyncClient` that makes a session as planned."""
-
     def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncSession:
         return AsyncSession(self._calls, self._connection, plan(*args, **kwargs))
 

@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
-"""What every call of a client shares: image conversion, size checks, deadlines and retries."""
+"""What every call of a client shares."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ValueT = TypeVar("ValueT")
 
 
 class BaseClient:
-    """Sends requests over a transport; asks for the server's limits once, when they matter."""
+    """Sends requests over a transport."""
 
     def __init__(self, settings: Settings, transport: Transport) -> None:
         self._settings = settings
@@ -32,7 +32,7 @@ class BaseClient:
         self._server: server.ServerInfo | None = None
 
     async def image_message(self, image: ImageInput) -> media_pb2.Image:
-        """Convert `image`; a shared frame only if the server reads this host's shared memory."""
+        """A shared frame needs a server that reads this host's shared memory."""
         if isinstance(image, SharedFrame):
             server.check_shared_memory(await self._known_server(), shm_namespace())
         if is_ready(image):
@@ -42,7 +42,7 @@ class BaseClient:
     async def _image_or_file(
         self, image: ImageInput | None
     ) -> tuple[media_pb2.Image | None, bytes | None]:
-        """Return the image as a message, or an encoded file as its bytes, which are not copied."""
+        """An encoded file is not copied into a message."""
         if image is None or isinstance(image, bytes):
             return None, image
         return await self.image_message(image), None
@@ -54,7 +54,7 @@ class BaseClient:
         timeout: float | None,
         file: bytes | None = None,
     ) -> ValueT:
-        """Send a request and return its parsed response; `file` stands for the image it lacks."""
+        """`file` is the encoded image that the request lacks."""
         data = await self._bytes_of(request, file)
         send = functools.partial(self._transport.unary, method, data)
         return await self._with_retries(method, send, timeout)
@@ -65,7 +65,7 @@ class BaseClient:
         send: Callable[[float], Awaitable[ResponseT]],
         timeout: float | None,
     ) -> ValueT:
-        """Call `send` until it succeeds, waiting for as long as a busy server asks."""
+        """Wait for as long as a busy server asks, until the deadline."""
         deadline = channel.Deadline(self._settings.timeout if timeout is None else timeout)
         for attempt in itertools.count(1):
             try:
@@ -78,7 +78,7 @@ class BaseClient:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     async def _bytes_of(self, request: Message, file: bytes | None = None) -> bytes:
-        """Serialize a request; check large ones against the server's own limit."""
+        """Only large requests are checked against the server's own limit."""
         data = channel.serialize(request, self._settings.max_message_bytes, file)
         if len(data) > channel.COMMON_REQUEST_BYTES:
             limits = (await self._known_server()).limits
@@ -87,7 +87,7 @@ class BaseClient:
         return data
 
     async def _known_server(self) -> server.ServerInfo:
-        """Return the server's description, fetched once; `UNKNOWN` if it refuses to give one."""
+        """Fetched once; `UNKNOWN` if the server refuses."""
         if self._server is None:
             try:
                 return await self._fetch_server(None)

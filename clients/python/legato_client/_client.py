@@ -1,4 +1,4 @@
-"""The blocking client: the calls of `AsyncClient`, run to their end over a blocking channel."""
+"""The blocking client: the calls of `AsyncClient` over a blocking channel."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ ValueT = TypeVar("ValueT")
 def _blocking(
     method: Callable[Concatenate[ClientMethods, P], Coroutine[Any, Any, ValueT]],
 ) -> Callable[Concatenate[Client, P], ValueT]:
-    """The method of `Client` that runs a call to its end."""
-
     @functools.wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> ValueT:
         return run(method(self._calls, *args, **kwargs))
@@ -32,8 +30,6 @@ def _blocking(
 def _iterating(
     method: Callable[Concatenate[ClientMethods, P], AsyncGenerator[ValueT, None]],
 ) -> Callable[Concatenate[Client, P], Generator[ValueT, None, None]]:
-    """The method of `Client` that yields what a stream yields."""
-
     @functools.wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Generator[ValueT, None, None]:
         events = method(self._calls, *args, **kwargs)
@@ -51,8 +47,6 @@ def _iterating(
 
 
 def _session(plan: Callable[P, SessionPlan]) -> Callable[Concatenate[Client, P], Session]:
-    """The method of `Client` that makes a session as planned."""
-
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Session:
         return Session(self._calls, self._connection, plan(*args, **kwargs))
 

@@ -21,7 +21,7 @@ _DEFAULT_OPTIONS = _tasks.Options()
 
 
 class ClientMethods(BaseClient):
-    """What a client can ask; `AsyncClient` and `Client` show these methods as their own."""
+    """The calls; `AsyncClient` and `Client` show these methods as their own."""
 
     # ------------------------------------------------------------ questions
 

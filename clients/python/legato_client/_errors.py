@@ -166,7 +166,7 @@ class Preempted(Aborted):
 
 
 class Unavailable(LegatoError):
-    """Nobody serves there now; retry elsewhere or later."""
+    """No server is available now; retry elsewhere or later."""
 
     code = "UNAVAILABLE"
 
@@ -214,7 +214,7 @@ _BY_REASON: dict[str, type[LegatoError]] = {
 
 
 class _Failure(Protocol):
-    """What sync and asyncio RPC errors share."""
+    """The common part of sync and asyncio RPC errors."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
@@ -222,7 +222,6 @@ class _Failure(Protocol):
 
 
 def from_rpc_error(error: grpc.RpcError) -> LegatoError:
-    """The typed error of a failed call."""
     failure = cast(_Failure, error)
     trailers = dict(failure.trailing_metadata() or ())
     status = status_pb2.Status(code=failure.code().value[0], message=failure.details() or "")
@@ -232,7 +231,6 @@ def from_rpc_error(error: grpc.RpcError) -> LegatoError:
 
 
 def from_status(status: status_pb2.Status, request_id: str = "") -> LegatoError:
-    """The typed error of a `google.rpc.Status`, its details unpacked."""
     info = error_details_pb2.ErrorInfo()
     request = error_details_pb2.RequestInfo(request_id=request_id)
     bad_request = error_details_pb2.BadRequest()
@@ -243,7 +241,7 @@ def from_status(status: status_pb2.Status, request_id: str = "") -> LegatoError:
             retry_after = retry.retry_delay.ToTimedelta().total_seconds()
             continue
         for message in (info, request, bad_request):
-            detail.Unpack(message)  # leaves the message alone when the type differs
+            detail.Unpack(message)  # no effect when the type differs
     code = _CODE_NAMES.get(status.code, "UNKNOWN")
     return _class_of(code, info.reason, retry_after is not None)(
         status.message or code,
@@ -259,7 +257,7 @@ def from_status(status: status_pb2.Status, request_id: str = "") -> LegatoError:
 
 
 def _class_of(code: str, reason: str, says_when: bool) -> type[LegatoError]:
-    """The code decides, and a reason that belongs to it is finer."""
+    """The code decides; a reason that belongs to it is finer."""
     by_code = _BY_CODE.get(code, LegatoError)
     by_reason = _BY_REASON.get(reason, by_code)
     if issubclass(by_reason, by_code) and by_reason is not by_code:
@@ -268,7 +266,7 @@ def _class_of(code: str, reason: str, says_when: bool) -> type[LegatoError]:
 
 
 def _unpacked(packed: str | bytes | None) -> status_pb2.Status:
-    """The status of a details trailer; empty when there is none or it is damaged."""
+    """Empty without a valid details trailer."""
     if not isinstance(packed, bytes):
         return status_pb2.Status()
     try:

@@ -1,12 +1,12 @@
-"""The version of the installed distribution, and of the contract it knows."""
+"""The versions of the distribution and of the contract."""
 
 from importlib import metadata
 
-CONTRACT_REVISION = 1  # as the service's own constant; a test compares them
+CONTRACT_REVISION = 1  # equal to the service's own; a test compares them
 
 
 def version() -> str:
-    """The distribution's version, or "0+source" when it runs from a plain source tree."""
+    """Return "0+source" in a plain source tree."""
     try:
         return metadata.version("legato")
     except metadata.PackageNotFoundError:

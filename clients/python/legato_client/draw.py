@@ -83,7 +83,7 @@ def _drawing_order(mark: Mark) -> int:
 
 
 def _readable(image: ImageInput) -> Image.Image:
-    """The image upright, enlarged by a whole factor when it is small."""
+    """Upright; small images are enlarged by a whole factor."""
     picture = open_upright(image)
     factor = max(1, round(_READABLE_SIDE / max(picture.size)))
     if factor == 1:
@@ -93,7 +93,7 @@ def _readable(image: ImageInput) -> Image.Image:
 
 
 class _Layer:
-    """The transparent layer over an image of `size` pixels."""
+    """The transparent layer over an image."""
 
     def __init__(self, size: tuple[int, int]) -> None:
         self._size = size
@@ -104,7 +104,6 @@ class _Layer:
         self._font = ImageFont.load_default(max(13, min(size) // 34) * _SMOOTHING)
 
     def draw(self, mark: Mark, colour: tuple[int, int, int]) -> None:
-        """Add one mark."""
         match mark:
             case Detection():
                 self._box(mark, colour)
@@ -114,7 +113,6 @@ class _Layer:
                 self._outline(mark, colour)
 
     def flattened(self) -> Image.Image:
-        """The layer at the image's own size."""
         return self._image.resize(self._size, Image.Resampling.LANCZOS)
 
     def _box(self, mark: Detection | Outline, colour: tuple[int, int, int]) -> None:
@@ -146,7 +144,7 @@ class _Layer:
         self._label(mark.label, left, top, colour)
 
     def _label(self, text: str, x: float, y: float, colour: tuple[int, int, int]) -> None:
-        """A chip with `text` that sits on (x, y), moved inside the image."""
+        """`text` on (x, y), moved inside the image."""
         if not text:
             return
         pad = self._stroke + 2 * _SMOOTHING
@@ -174,7 +172,7 @@ def _luminance(colour: tuple[int, int, int]) -> float:
 
 
 def _with_text(picture: Image.Image, lines: list[str]) -> Image.Image:
-    """The image above a panel of text, wrapped to its width."""
+    """The image above a panel of wrapped text."""
     size = max(14, picture.width // 44)
     font = ImageFont.load_default(size)
     margin, line_height = size, round(size * 1.45)

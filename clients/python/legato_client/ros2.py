@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 from legato_client._values.results import Box, Detection, DetectResult, FrameStamp, PointResult
 
-_NS = 1_000_000_000  # nanoseconds in a second
+_NS = 1_000_000_000
 _MAX_SEC = 2**31 - 1  # builtin_interfaces/Time counts seconds in an int32
 
 
@@ -260,7 +260,7 @@ def to_ros(array: Detection2DArray, messages: Any) -> Any:
 
 
 def _filled(message: _Message, value: Any, messages: Any) -> _Message:
-    """`message` with the fields of the dataclass `value`; lists hold classes of `messages`."""
+    """Lists hold classes of `messages`."""
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
         if dataclasses.is_dataclass(part):

@@ -10,7 +10,7 @@ from legato_engine import core
 from legato_engine.errors import InvalidField, PromptTooLong
 
 MAX_MESSAGES = 256
-MAX_CHARACTERS = 32_768  # of all messages together, as many as of a single question
+MAX_CHARACTERS = 32_768  # of all messages together
 
 _SYSTEM, _USER, _ASSISTANT = (
     task_pb2.CHAT_ROLE_SYSTEM,
@@ -20,10 +20,7 @@ _SYSTEM, _USER, _ASSISTANT = (
 
 
 class Conversation(NamedTuple):
-    """The question to answer, and the messages before it.
-
-    `shows_image` is set if a message refers to the request's image.
-    """
+    """A question and the messages before it."""
 
     system: str
     history: tuple[core.Turn, ...]
@@ -35,7 +32,7 @@ def conversation(messages: Sequence[task_pb2.ChatMessage], field: str) -> Conver
     """Convert messages: an optional system message, then user and assistant in turns, user last.
 
     Raises:
-        InvalidField: the messages are malformed; `field` is the path of the offending one.
+        InvalidField: the messages are malformed.
         PromptTooLong: the messages have too many characters together.
     """
     if len(messages) > MAX_MESSAGES:

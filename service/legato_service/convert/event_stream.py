@@ -1,4 +1,4 @@
-"""The events of Generate, numbered in the order of the contract's grammar."""
+"""The events of Generate."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from legato_service.convert.response_info import fill_info
 class EventStream:
     """Converts the outputs of one request to events with `index` 0, 1, 2, ...
 
-    Each region is an event of its own. Text comes as the engine client joined it, at least what one
-    step added. An output of None is a silence, and becomes a heartbeat.
+    Each region is an event of its own. None is a silence, and becomes a heartbeat.
     """
 
     def __init__(self, request_id: str, task_id: str, stamp: media_pb2.FrameStamp | None) -> None:
@@ -25,7 +24,6 @@ class EventStream:
         self._next_index = 0
 
     def convert(self, output: StreamOutput | None) -> list[inference_pb2.GenerateResponse]:
-        """Return the events of the next output."""
         if isinstance(output, Delta):  # nearly all
             first, self._next_index = self._next_index, self._next_index + len(output.events)
             numbered = enumerate(output.events, first)

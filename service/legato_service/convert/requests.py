@@ -1,7 +1,7 @@
 """Protobuf requests to `core` values: every rule that needs neither the image nor the model.
 
-Each function raises `InvalidField` with the path of the field from the request message. `path` is
-the prefix of that path: empty, or `task.detect.` and the like.
+Functions raise `InvalidField` with the path of the field; `path` is its prefix, like
+`task.detect.`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from legato_engine.errors import InvalidField, PromptTooLong
 
 from legato_service.convert import chat
 
-MAX_QUESTION = 32_768  # characters: far above any context, and cheap to copy
+MAX_QUESTION = 32_768  # characters
 MAX_OBJECT = 1_024
 MAX_REFS = 64
 MAX_STOPS, MAX_STOP = 8, 64
 MAX_TASKS, MAX_TASK_ID = 32, 64
-MIN_HEARTBEAT = 0.1  # seconds; shorter ones are raised to it
+MIN_HEARTBEAT = 0.1  # seconds
 
 _ALL_DEFAULTS = core.SamplingParams()
 _LENGTHS = {
@@ -40,7 +40,7 @@ Segment: TypeAlias = task_pb2.SegmentTask | inference_pb2.SegmentRequest
 
 
 def heartbeat(options: inference_pb2.RequestOptions) -> float:
-    """Return the seconds of silence before a heartbeat, infinity without heartbeats."""
+    """Seconds of silence, infinity without heartbeats."""
     if not options.HasField("heartbeat_interval"):
         return math.inf
     seconds = options.heartbeat_interval.ToNanoseconds() / 1e9
@@ -50,7 +50,7 @@ def heartbeat(options: inference_pb2.RequestOptions) -> float:
 
 
 def check_image(message: media_pb2.Image, task: core.TaskSpec, path: str = "") -> bool:
-    """Return whether the request has an image; refuse it when the task needs one that is absent."""
+    """Return whether the request has an image; refuse it when the task needs one."""
     if message.WhichOneof("source") is not None:
         return True
     if not isinstance(task, core.QueryTask):
@@ -71,10 +71,7 @@ def request(
     deltas: bool = True,
     progress: bool = True,
 ) -> core.Request:
-    """Return the request, without its image and deadline.
-
-    `deltas` and `progress` ask the engine for the outputs before `Done`.
-    """
+    """The image and the deadline follow later."""
     logprobs = options.HasField("top_logprobs")
     return core.Request(
         request_id=key,
@@ -91,7 +88,6 @@ def request(
 
 
 def query(message: Query, path: str = "") -> core.QueryTask:
-    """Convert a question, or a conversation whose last message is to be answered."""
     refs = _refs(message.spatial_refs, path)
     if not message.messages:
         question = _text(message.question, f"{path}question", MAX_QUESTION)
@@ -110,14 +106,12 @@ def query(message: Query, path: str = "") -> core.QueryTask:
 
 
 def caption(message: Caption, path: str = "") -> core.CaptionTask:
-    """Convert the length of a caption."""
     if message.length not in _LENGTHS:
         raise InvalidField(f"{message.length} is not a caption length", field=f"{path}length")
     return core.CaptionTask(length=_LENGTHS[message.length])
 
 
 def detect(message: Detect, path: str = "") -> core.DetectTask:
-    """Convert the object to box."""
     return core.DetectTask(
         object=_text(message.object, f"{path}object", MAX_OBJECT),
         max_objects=_max_objects(message, path),
@@ -125,7 +119,6 @@ def detect(message: Detect, path: str = "") -> core.DetectTask:
 
 
 def point(message: Point, path: str = "") -> core.PointTask:
-    """Convert the object to point at."""
     return core.PointTask(
         object=_text(message.object, f"{path}object", MAX_OBJECT),
         max_objects=_max_objects(message, path),
@@ -134,7 +127,6 @@ def point(message: Point, path: str = "") -> core.PointTask:
 
 
 def segment(message: Segment, path: str = "") -> core.SegmentTask:
-    """Convert the object to outline."""
     return core.SegmentTask(
         object=_text(message.object, f"{path}object", MAX_OBJECT),
         spatial_refs=_refs(message.spatial_refs, path),
@@ -142,7 +134,7 @@ def segment(message: Segment, path: str = "") -> core.SegmentTask:
 
 
 def task(message: task_pb2.Task, path: str) -> core.TaskSpec:
-    """Convert a task of any skill; `path` is that of the task, without a dot at its end."""
+    """`path` has no dot at its end."""
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidField("a task needs its kind", field=path)
@@ -165,7 +157,7 @@ def task(message: task_pb2.Task, path: str) -> core.TaskSpec:
 def tasks(
     messages: Sequence[task_pb2.Task], field: str = "tasks", *, least: int = 1
 ) -> list[core.TaskSpec]:
-    """Convert the tasks of one request: `least` to 32, their ids distinct."""
+    """Task ids must differ."""
     if not least <= len(messages) <= MAX_TASKS:
         raise InvalidField(
             f"{least} to {MAX_TASKS} tasks", field=field, limit=MAX_TASKS, actual=len(messages)
@@ -179,7 +171,7 @@ def tasks(
 
 
 def sampling(message: task_pb2.Sampling, path: str = "") -> core.SamplingParams:
-    """Convert the sampling parameters; absent fields stay None."""
+    """Absent fields stay None."""
     if not message.ListFields():
         return _ALL_DEFAULTS
     prefix = f"{path}sampling."

@@ -1,6 +1,6 @@
 """`core` values to protobuf responses.
 
-Results are filled in place; `response_info` says why.
+Results are filled in place; see `response_info`.
 """
 
 from __future__ import annotations
@@ -23,45 +23,39 @@ from legato_service.convert.response_info import (
 
 
 def query(result: core.QueryResult) -> inference_pb2.QueryResponse:
-    """Convert a result, without the info."""
     response = inference_pb2.QueryResponse()
     _fill_query(response, result)
     return response
 
 
 def caption(result: core.CaptionResult) -> inference_pb2.CaptionResponse:
-    """Convert a result, without the info."""
     return inference_pb2.CaptionResponse(caption=result.caption)
 
 
 def detect(result: core.DetectResult) -> inference_pb2.DetectResponse:
-    """Convert a result, without the info."""
     response = inference_pb2.DetectResponse()
     _fill_detect(response, result)
     return response
 
 
 def point(result: core.PointResult) -> inference_pb2.PointResponse:
-    """Convert a result, without the info."""
     response = inference_pb2.PointResponse()
     _fill_point(response, result)
     return response
 
 
 def segment(result: core.SegmentResult) -> inference_pb2.SegmentResponse:
-    """Convert a result, without the info."""
     response = inference_pb2.SegmentResponse()
     _fill_segment(response, result)
     return response
 
 
 def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
-    """Convert the result of a task that succeeded."""
     finish_reason = FINISH_REASONS[done.finish_reason]
     message = task_pb2.TaskResult(task_id=task_id, finish_reason=finish_reason)
     fill_usage(message.usage, done.usage)
     fill_timings(message.timings, done.timings)
-    # An empty result is sent too, and says which skill it is of.
+    # An empty result is sent too: it names its skill.
     match done.result:
         case core.QueryResult() as result:
             message.query.SetInParent()
@@ -82,7 +76,6 @@ def task_result(task_id: str, done: Done) -> task_pb2.TaskResult:
 
 
 def task_error(task_id: str, status: status_pb2.Status) -> task_pb2.TaskResult:
-    """Convert the failure of a task."""
     return task_pb2.TaskResult(task_id=task_id, error=status)
 
 
@@ -117,11 +110,10 @@ def _fill_segment(
     message.segments.extend(_outline(value) for value in result.segments)
 
 
-# ---------------------------------------------------------------- about the engine
+# ---------------------------------------------------------------- the engine
 
 
 def decode_steps(stats: PipelineStats) -> admin_pb2.DecodeSteps:
-    """Convert the costs of decode steps."""
     return admin_pb2.DecodeSteps(
         steps=stats.num_steps,
         tokens=stats.num_tokens,
@@ -142,7 +134,6 @@ def decode_steps(stats: PipelineStats) -> admin_pb2.DecodeSteps:
 
 
 def queued(output: Queued) -> inference_pb2.GenerateResponse:
-    """Convert to an event."""
     return inference_pb2.GenerateResponse(
         queued=inference_pb2.Queued(
             position=output.position, estimated_wait=duration(output.estimated_wait)
@@ -151,7 +142,6 @@ def queued(output: Queued) -> inference_pb2.GenerateResponse:
 
 
 def started(output: Started, request_id: str) -> inference_pb2.GenerateResponse:
-    """Convert to an event."""
     return inference_pb2.GenerateResponse(
         started=inference_pb2.Started(
             request_id=request_id,
@@ -165,7 +155,6 @@ def started(output: Started, request_id: str) -> inference_pb2.GenerateResponse:
 
 
 def delta(event: core.Event, index: int) -> inference_pb2.GenerateResponse:
-    """Convert what one step added."""
     message = inference_pb2.GenerateResponse()
     message.index = index
     match event:

@@ -10,13 +10,13 @@ from legato_engine.images.decoding import ImageHeader, inspect
 FileFields = tuple[str, str]
 """The request's fields with the bytes of a file and with their stated type."""
 
-_PREFIX_BYTES = 4096  # the event loop parses headers within this prefix itself
+_PREFIX_BYTES = 4096  # the event loop parses headers within this prefix
 
 
 async def file_type(
     data: bytes | memoryview, stated: str, *, max_bytes: int, max_pixels: int, fields: FileFields
 ) -> str:
-    """Return the MIME type of an image file, once its header is checked against the limits.
+    """Check an image file's header against the limits; return its MIME type.
 
     `stated` is the type according to the client, or empty.
 
@@ -44,12 +44,11 @@ async def file_type(
 
 
 def _prefix_header(data: bytes | memoryview, max_bytes: int, max_pixels: int) -> ImageHeader | None:
-    """A header found in the prefix is the file's."""
     if len(data) > max_bytes:
         return None
     try:
         return inspect(bytes(data[:_PREFIX_BYTES]), max_pixels=max_pixels, max_bytes=max_bytes)
     except ImageUndecodable:
         if len(data) <= _PREFIX_BYTES:
-            raise  # there is no more to read
+            raise
         return None

@@ -1,4 +1,4 @@
-"""Intake of images: their headers are checked, then their bytes are staged in shared memory."""
+"""Intake of images."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ ImageFormat = str | Layout
 
 
 class InlineImage(msgspec.Struct, frozen=True):
-    """The bytes of an image that came with the request."""
+    """Bytes that came with the request."""
 
     data: bytes
     format: ImageFormat
 
     @property
     def field(self) -> str:
-        """The request's field with the bytes."""
         return "image.encoded.data" if isinstance(self.format, str) else "image.raw.data"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StagedImage:
-    """The bytes of an image in shared memory; they are freed with the last reference to this."""
+    """Bytes in shared memory, freed with the last reference to this."""
 
     writer: BlobWriter
     format: ImageFormat
@@ -52,7 +51,6 @@ ReadShared = Callable[[media_pb2.SharedImage], Awaitable[StagedImage]]
 
 
 def as_source(image_format: ImageFormat, blob: core.BlobRef) -> core.EncodedImage | core.RawImage:
-    """Return the image in `blob` for the engine."""
     if isinstance(image_format, str):
         return core.EncodedImage(blob=blob, mime_type=image_format)
     return core.RawImage(
@@ -65,10 +63,7 @@ def as_source(image_format: ImageFormat, blob: core.BlobRef) -> core.EncodedImag
 
 
 class ImageIntake:
-    """Checks images against the limits and stages their bytes for the engine.
-
-    Without `read_shared`, images in shared memory are refused.
-    """
+    """Checks images against the limits and stages their bytes for the engine."""
 
     def __init__(
         self,
@@ -84,7 +79,7 @@ class ImageIntake:
         self._max_pixels = max_pixels
 
     async def check(self, image: media_pb2.Image) -> CheckedImage:
-        """Check the image of a request; return None for a message without one.
+        """Check the image of a request, if any.
 
         Raises:
             InvalidField: a field is malformed.
@@ -112,7 +107,7 @@ class ImageIntake:
                 return None
 
     def stage(self, image: CheckedImage) -> core.ImageSource | None:
-        """Return the image as the engine reads it; `Engine.submit` discards its blob."""
+        """Stage the bytes for the engine; `Engine.submit` discards the blob."""
         match image:
             case InlineImage():
                 return as_source(image.format, self._blobs.put(image.data))

@@ -1,4 +1,4 @@
-"""The shape of raw pixels, from the contract's message."""
+"""Raw pixels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORMATS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """The shape of raw pixels, checked."""
+    """The shape of raw pixels."""
 
     width: int
     height: int
@@ -31,16 +31,10 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """The least size of an image of this layout."""
         return raw.num_bytes(self.format, self.width, self.height, self.row_stride)
 
 
 def read_layout(message: media_pb2.PixelLayout, field: str) -> Layout:
-    """Check the layout in the request's `field`.
-
-    Raises:
-        InvalidField: the format is not known, or sizes are impossible.
-    """
     if message.format not in _FORMATS:
         known = ", ".join(pixel_format.name for pixel_format in core.PixelFormat)
         raise InvalidField(f"must be one of {known}", field=f"{field}.format")
@@ -55,11 +49,6 @@ def read_layout(message: media_pb2.PixelLayout, field: str) -> Layout:
 
 
 def check_size(actual: int, limit: int, unit: str, field: str) -> None:
-    """Check a number of pixels or bytes.
-
-    Raises:
-        ImageTooLarge: it is above the limit.
-    """
     if actual > limit:
         raise ImageTooLarge(
             f"the image has {actual} {unit}, the limit is {limit}",
@@ -71,11 +60,6 @@ def check_size(actual: int, limit: int, unit: str, field: str) -> None:
 
 
 def check_complete(layout: Layout, actual: int, field: str) -> None:
-    """Check that there are as many bytes as the layout needs.
-
-    Raises:
-        ImageUndecodable: there are fewer.
-    """
     if actual < layout.num_bytes:
         raise ImageUndecodable(
             f"{layout.num_bytes} bytes needed, {actual} given",

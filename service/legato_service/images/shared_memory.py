@@ -1,7 +1,7 @@
 """Images in shared-memory regions of clients, copied out under the contract's rules.
 
-A region is never mapped, because a client that truncates a mapped region kills the reading process
-(SIGBUS). Each image opens, checks and reads its region anew.
+Regions are never mapped: a client that truncates a mapped region kills the reading process
+(SIGBUS).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ HEADER_SIZE = 64
 
 MAGIC = b"LEGATO01"
 _HEADER = struct.Struct("<8sQ")  # magic, generation
-_INLINE_BYTES = 256 * 1024  # images up to here are copied on the event loop
-_FIELD = "image.shared"  # of requests
+_INLINE_BYTES = 256 * 1024  # up to here copied on the event loop
+_FIELD = "image.shared"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def shm_namespace() -> str:
-    """Return `<boot id>:<device>` of this host's shared memory; empty without shared memory."""
+    """`<boot id>:<device>` of this host; empty without shared memory."""
     try:
         return f"{_BOOT_ID.read_text().strip()}:{blob_folder().stat().st_dev}"
     except OSError:
@@ -44,7 +44,6 @@ def shm_namespace() -> str:
 
 
 def shared_reader(config: ServiceConfig, blobs: BlobStore) -> ReadShared | None:
-    """Return the reader, or None when shared images are off."""
     if not config.shared_images:
         return None
     pixels = config.engine.max_image_pixels
@@ -52,9 +51,9 @@ def shared_reader(config: ServiceConfig, blobs: BlobStore) -> ReadShared | None:
 
 
 class SharedMemory:
-    """Reads slots of regions that belong to this process's own user.
+    """Reads slots of regions of this process's own user.
 
-    The owner of its files is all that is known of a client: TCP carries no peer credentials.
+    Only the owner of its files identifies a client: TCP carries no peer credentials.
     """
 
     def __init__(self, blobs: BlobStore, *, max_bytes: int, max_pixels: int) -> None:
@@ -66,15 +65,7 @@ class SharedMemory:
         self._name = re.compile(rf"legato-{self._user}-[A-Za-z0-9._-]{{1,200}}")
 
     async def read(self, shared: media_pb2.SharedImage) -> StagedImage:
-        """Copy the slot's content once; a large one on a worker thread.
-
-        Raises:
-            SharedMemoryRefused: the region does not exist or must not be read.
-            SharedMemoryTorn: the slot's generation is not the request's.
-            InvalidField: a field is malformed or out of the region's bounds.
-            ImageTooLarge: the image has too many bytes or pixels.
-            ImageUndecodable: the bytes are not an image of the stated form.
-        """
+        """Copy the slot's content once; a large one on a worker thread. See `ImageIntake.check`."""
         layout = self._check(shared)
         writer = self._blobs.open_writer()
         try:
@@ -98,7 +89,6 @@ class SharedMemory:
         )
 
     def _check(self, shared: media_pb2.SharedImage) -> Layout | None:
-        """Return the layout if the content is raw pixels."""
         if shared.WhichOneof("content") is None:
             raise InvalidField("a layout or a MIME type is needed", field=f"{_FIELD}.content")
         if shared.offset < HEADER_SIZE or shared.offset % HEADER_SIZE:

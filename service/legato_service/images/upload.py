@@ -1,4 +1,4 @@
-"""Uploads of images, from the header to bytes that the engine can read."""
+"""Uploads of images."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from legato_service.images.headers import file_type
 from legato_service.images.intake import ImageFormat
 from legato_service.images.pixel_layout import Layout, check_complete, check_size, read_layout
 
-CHUNK = "chunk"  # the field with the bytes
-_INLINE_BYTES = 1024 * 1024  # chunks up to here are written on the event loop
+CHUNK = "chunk"
+_INLINE_BYTES = 1024 * 1024  # up to here written on the event loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """Limits of an upload; times to live are in seconds."""
+    """Limits of an upload, in bytes, pixels and seconds."""
 
     max_bytes: int
     max_pixels: int
@@ -32,7 +32,7 @@ class UploadLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """The checked header of an upload; a `size` of 0 and an empty `sha256` are unknown."""
+    """A checked header; `size` 0 and an empty `sha256` are unknown."""
 
     mime_type: str
     layout: Layout | None
@@ -84,7 +84,7 @@ def _ttl(header: image_pb2.PutImageHeader, limits: UploadLimits) -> float:
 
 
 class Upload:
-    """The bytes received so far, and the quota that they take."""
+    """The bytes received so far, and their quota."""
 
     def __init__(
         self, header: Header, limits: UploadLimits, writer: BlobWriter, quota: ByteQuota, owner: str
@@ -102,7 +102,7 @@ class Upload:
     def begin(
         cls, header: Header, limits: UploadLimits, blobs: BlobStore, quota: ByteQuota, owner: str
     ) -> Iterator[Upload]:
-        """Yield an upload; its memory and quota are freed at the end of the block.
+        """Yield an upload; free its memory and quota at the end of the block.
 
         Raises:
             QuotaExceeded: the announced size is above the owner's share.
@@ -139,7 +139,7 @@ class Upload:
             self.writer.write(chunk)
 
     async def finish(self) -> ImageFormat:
-        """Check the complete upload and return the format of its bytes.
+        """Check the complete upload.
 
         Raises:
             InvalidField: the size is not the announced one.

@@ -1,4 +1,4 @@
-"""Progress of the start, on a terminal or as log events."""
+"""Progress of the start."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ class Announcer(Protocol):
     """Shows the progress of the start."""
 
     def loading(self, progress: Loading) -> None:
-        """Show the engine's progress; called repeatedly, also without a change."""
+        """Called repeatedly, also without a change."""
         ...
 
-    def ready(self, address: str, model: ModelInfo) -> None:
-        """Show that requests are served at `address`."""
-        ...
+    def ready(self, address: str, model: ModelInfo) -> None: ...
 
     def close(self) -> None:
         """Restore the terminal. Idempotent."""
@@ -44,14 +42,12 @@ class TerminalAnnouncer:
         self._task: TaskID | None = None
 
     def loading(self, progress: Loading) -> None:
-        """Update the progress bar."""
         if self._task is None:
             self._bar.start()
             self._task = self._bar.add_task("loading", total=1.0)
         self._bar.update(self._task, completed=progress.fraction, description=progress.stage)
 
     def ready(self, address: str, model: ModelInfo) -> None:
-        """Replace the progress bar by the summary."""
         self.close()
         table = Table.grid(padding=(0, 2))
         table.add_row("listening", Text(address, style="bold"))
@@ -67,7 +63,6 @@ class TerminalAnnouncer:
         self._console.print(Text(example(address)), soft_wrap=True)
 
     def close(self) -> None:
-        """Remove the progress bar."""
         self._bar.stop()
 
 
@@ -79,21 +74,17 @@ class LogAnnouncer:
         self._stage = ""
 
     def loading(self, progress: Loading) -> None:
-        """Log a stage once."""
         if progress.stage != self._stage:
             self._stage = progress.stage
             self._log.info("loading", stage=progress.stage, fraction=progress.fraction)
 
     def ready(self, address: str, model: ModelInfo) -> None:
-        """Log the address and the model."""
         cache = {"kv_dtype": model.kv_dtype, "kv_token_bytes": model.kv_token_bytes}
         self._log.info("ready", address=address, model=model.name, device=model.device, **cache)
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
 def example(address: str) -> str:
-    """A shell command that detects cups in an image."""
     data = '{"image": {"encoded": {"data": "\'$(base64 -w0 photo.jpg)\'"}}, "object": "cup"}'
     return f"grpcurl -plaintext -d '{data}' {address} legato.v1.InferenceService/Detect"

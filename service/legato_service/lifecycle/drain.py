@@ -21,13 +21,13 @@ class Drain:
     def __init__(self, requests: RequestRegistry, sessions: SessionRegistry) -> None:
         self._requests = requests
         self._sessions = sessions
-        self._end = math.inf  # of the grace, in seconds of the loop's clock
+        self._end = math.inf  # in seconds of the loop's clock
         self._timeout: asyncio.Timeout | None = None  # of the running `wait`
         self.begun = asyncio.Event()
 
     @property
     def time_left(self) -> float:
-        """Seconds left of the grace, at least 0; infinite before it begins."""
+        """Seconds; infinite before the grace begins."""
         return max(self._end - asyncio.get_running_loop().time(), 0.0)
 
     def begin(self, grace: float) -> None:
@@ -40,7 +40,7 @@ class Drain:
             self._timeout.reschedule(self._end)
 
     async def wait(self) -> bool:
-        """Wait for all to end, for the grace at most; return whether they did. One waiter only."""
+        """Wait for all to end, within the grace; return whether they did. One waiter only."""
         await self.begun.wait()
         try:
             with suppress(TimeoutError):

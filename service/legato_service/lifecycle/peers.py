@@ -1,4 +1,4 @@
-"""The other processes of a server, to which an operator's orders are passed on."""
+"""The other processes of a server."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Peers(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first process, which runs the engine and the workers."""
+        """Runs the engine and the workers."""
         ...
 
     def drain(self, grace: float) -> None:
-        """Drain all processes within `grace` seconds, this one included."""
+        """Within `grace` seconds, this process included."""
         ...
 
     async def abort(self, target: RequestKey | None) -> int:
-        """Stop the others' requests that match `target`, or all; returns how many."""
+        """Stop the others' requests that match `target`, or all; return how many."""
         ...
 
 
 async def abort_elsewhere(engine: EngineConnection, target: RequestKey | None) -> int:
-    """Stop other processes' requests through the engine; return how many, 0 without an engine."""
+    """Stop other processes' requests through the engine; return how many."""
     try:
         async with asyncio.timeout(_TIMEOUT):
             return await engine.stop_elsewhere(target)

@@ -1,4 +1,4 @@
-"""Applies the latency policy to a service process."""
+"""Applies the latency policy."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from legato_engine.ipc.latency_policy import LatencyPolicy
 
 
 def tune_process(policy: LatencyPolicy) -> None:
-    """Set garbage collection and scheduling. Call once, after imports and before other threads."""
+    """Call after imports and before other threads."""
     gc.freeze()  # imported modules stay; collections skip them
     gc.set_threshold(*policy.service_gc)
     _schedule(policy.service_scheduler)
 
 
 def _schedule(scheduler: int) -> None:
-    """Set the scheduling policy of this thread and of those that it will start.
+    """For this thread and those that it will start.
 
-    A policy that was set for this process from outside stays, and so does the usual one where the
-    kernel permits no other.
+    A policy set from outside stays, and so does the usual one where the kernel permits no other.
     """
     if os.sched_getscheduler(0) == os.SCHED_OTHER != scheduler:
         with contextlib.suppress(PermissionError):

@@ -1,4 +1,4 @@
-"""Logs on standard error: JSON lines, or readable lines on a terminal."""
+"""Logs on standard error."""
 
 from __future__ import annotations
 
@@ -52,14 +52,13 @@ _SECOND = 1_000_000_000  # nanoseconds
 
 
 class _Clock:
-    """Formats times as RFC 3339 in UTC; caches the text of the current second."""
+    """RFC 3339 in UTC; caches the text of the current second."""
 
     def __init__(self) -> None:
         self._began = 0  # nanoseconds; start of the cached second
         self._text = ""
 
     def text(self, wall_ns: int) -> str:
-        """Format a `time.time_ns()`."""
         since = wall_ns - self._began
         if not 0 <= since < _SECOND:
             second, since = divmod(wall_ns, _SECOND)
@@ -87,16 +86,12 @@ class LogRecord(msgspec.Struct, omit_defaults=True):
 
 
 class _JsonLogger(structlog.BoundLoggerBase):
-    """Encodes a record as JSON in one step.
-
-    Every call logs a record, and a chain of structlog processors costs several times the encoding.
-    """
+    """Encodes a record in one step; a chain of structlog processors costs several times as much."""
 
     threshold = logging.INFO
     _logger: LogWriter
 
     def debug(self, event: str, **fields: object) -> None:
-        """As all methods, see `structlog.typing.FilteringBoundLogger`."""
         if self.threshold <= logging.DEBUG:
             self._logger.later(self._line("debug", event, fields))
 
@@ -116,7 +111,6 @@ class _JsonLogger(structlog.BoundLoggerBase):
         self.error(event, **{"exc_info": True, **fields})
 
     def write(self, records: Sequence[LogRecord]) -> None:
-        """See the function `write`."""
         shown = [
             each for each in records if each.level == "info" or self.threshold <= logging.DEBUG
         ]
@@ -134,7 +128,7 @@ class _JsonLogger(structlog.BoundLoggerBase):
 
 
 def write(logger: Any, records: Sequence[LogRecord]) -> None:
-    """Log records together, which costs a JSON logger a fraction of separate calls."""
+    """Together, records cost a JSON logger a fraction of separate calls."""
     if isinstance(logger, _JsonLogger):
         logger.write(records)
         return

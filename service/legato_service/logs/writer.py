@@ -1,4 +1,4 @@
-"""Writes log lines to a file; lines of one moment are written together."""
+"""Writes log lines in batches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class LogWriter:
     """A structlog logger that writes lines to a file, in order. Any thread may use it.
 
     Within an event loop, lines below a warning are buffered for up to `DELAY`. Warnings, errors and
-    lines from outside a loop are written at once, after the buffered lines. An orderly exit of the
-    process writes the rest.
+    lines from outside a loop are written at once, after the buffered lines. Exit writes the rest.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -28,7 +27,6 @@ class LogWriter:
         atexit.register(self.flush)
 
     def later(self, *lines: bytes) -> None:
-        """Write lines within `DELAY`."""
         with self._lock:
             self._buffered += lines
         try:
@@ -41,13 +39,11 @@ class LogWriter:
             loop.call_later(DELAY, self.flush)
 
     def now(self, line: bytes) -> None:
-        """Write a line at once."""
         with self._lock:
             self._buffered.append(line)
         self.flush()
 
     def flush(self) -> None:
-        """Write the buffered lines."""
         with self._lock:
             self._loop = None
             lines, self._buffered = self._buffered, []

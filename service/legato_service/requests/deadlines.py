@@ -1,4 +1,4 @@
-"""Deadlines of all requests, on one timer."""
+"""Deadlines of all requests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ RESOLUTION = 0.02  # seconds that a deadline may be late
 
 
 class Deadlines:
-    """Aborts streams with `DeadlineExceeded` past their deadlines. Needs a running event loop.
+    """Aborts streams with `DeadlineExceeded`. Needs a running event loop.
 
-    Nearly all requests end long before their deadlines, so a timer for each would cost more than
-    the wait for its result. One timer fires at the earliest deadline and finds the next one then.
-    Times are `time.monotonic()` seconds.
+    One timer fires at the earliest deadline, in `time.monotonic()` seconds. Most requests end long
+    before theirs, so a timer for each would cost more than the wait for its result.
     """
 
     def __init__(self) -> None:
@@ -27,13 +26,12 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, stream: Stream, deadline: float) -> None:
-        """Abort `stream` at `deadline`, unless forgotten before."""
         self._deadlines[stream] = deadline
         if deadline < self._fires_at:
             self._set_timer(deadline)
 
     def forget(self, stream: Stream) -> None:
-        """Watch `stream` no longer. Idempotent."""
+        """Idempotent."""
         self._deadlines.pop(stream, None)
 
     def _set_timer(self, moment: float) -> None:

@@ -1,4 +1,4 @@
-"""The path of a converted request to the engine and back: admit, submit, follow."""
+"""The path of a request: admit, submit, follow."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from legato_service.rpc.reusable_timeout import ReusableTimeout
 
 
 class CallContext(Protocol):
-    """What waits for a response: the context of an RPC, or of several that share one run."""
+    """The context of an RPC, or of several that share one run."""
 
     def time_remaining(self) -> float | None:
-        """Seconds left to respond, None without a deadline."""
+        """None without a deadline."""
         ...
 
 
@@ -52,7 +52,7 @@ class Dispatcher:
         self._deadlines = Deadlines()
 
     def key(self, given: str) -> RequestKey:
-        """Return the key of the current call's request: with the client's id, or a free one.
+        """Return a key with the client's id, or a free one.
 
         Raises:
             InvalidField: the client's id is malformed.
@@ -63,7 +63,7 @@ class Dispatcher:
     def admit(
         self, key: RequestKey, context: CallContext, default_deadline: float
     ) -> ActiveRequest:
-        """Return the request as a context manager, in whose block it is in flight.
+        """Return the request, in flight for the length of its `with` block.
 
         Raises:
             Draining: the server is shutting down.
@@ -78,7 +78,7 @@ class Dispatcher:
         wait = self._engine.estimated_wait
         if left <= 0:
             raise DeadlineExceeded("the deadline passed before the request began")
-        # The estimate is for the end of the queue, so it does not hold for higher priorities.
+        # The estimate is for the end of the queue, not for higher priorities.
         queued_last = rpc.priority <= 0
         if queued_last and wait > left and self._engine.state is EngineState.READY:
             raise DeadlineUnreachable(
@@ -92,7 +92,7 @@ class Dispatcher:
     def model(self, name: str, adapter: str = "") -> ModelInfo:
         """Return the model of this name, empty for the default one.
 
-        Whether a particular adapter exists is known to the engine only.
+        Only the engine knows whether a particular adapter exists.
 
         Raises:
             EngineStarting: the model is loading.
@@ -129,9 +129,9 @@ class Dispatcher:
     def submit(self, request: core.Request, image: CheckedImage, active: ActiveRequest) -> Stream:
         """Submit the request, or one task of it; `active` owns the stream.
 
-        Nothing is awaited between staging, submitting and owning, so no cancellation can interrupt
-        them. `active` ends with its asyncio task at the latest. A callback on the RPC's context
-        would form a reference cycle, and keep all that the call held until a garbage collection.
+        Nothing is awaited here, so no cancellation interrupts it. `active` ends with its asyncio
+        task at the latest. A callback on the RPC's context would form a reference cycle, and keep
+        all that the call held until a garbage collection.
 
         Raises:
             LegatoError: as `Engine.submit` raises.
@@ -185,7 +185,7 @@ async def _next_within(
 
 
 async def started(stream: Stream) -> Started:
-    """Wait for the request's `Started`; later outputs stay in the stream."""
+    """Wait for `Started`; later outputs stay in the stream."""
     async with aclosing(follow(stream)) as outputs:
         async for output in outputs:
             if isinstance(output, Started):
@@ -194,7 +194,7 @@ async def started(stream: Stream) -> Started:
 
 
 def completed(done: Done) -> Done:
-    """Record what a unary call's request cost, and return its `Done`.
+    """Record the costs of a unary call's request.
 
     Raises:
         Preempted: an operator stopped the request.

@@ -1,7 +1,4 @@
-"""Idempotent calls: calls with one request id share a run, and its reply is repeated for a while.
-
-A call's key has its tenant: each tenant has ids of its own.
-"""
+"""Idempotent calls: those with one request id of one tenant share a run."""
 
 from __future__ import annotations
 
@@ -25,13 +22,13 @@ from legato_service.rpc import call
 KEEP = 60.0  # seconds
 MAX_REPLIES = 1024
 MAX_BYTES = 16 * 1024 * 1024  # of all replies together, serialized
-_INLINE_BYTES = 64 * 1024  # requests up to here are hashed on the event loop
+_INLINE_BYTES = 64 * 1024  # up to here hashed on the event loop
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 
 
 async def fingerprint(method: str, received: bytes) -> bytes:
-    """Hash method and request; a long one on a worker thread."""
+    """A long request is hashed on a worker thread."""
     if len(received) <= _INLINE_BYTES:
         return _hash(method, received)
     return await asyncio.to_thread(_hash, method, received)
@@ -52,7 +49,7 @@ class _Run:
 
     @property
     def abandoned(self) -> bool:
-        """Whether all callers left, so that it is being cancelled."""
+        """All callers left, so the run is being cancelled."""
         return self.num_waiters == 0
 
 
@@ -64,24 +61,22 @@ class _CachedReply(NamedTuple):
 
 
 class _RunContext:
-    """The context of a shared run: the deadline of its first call, and no cancellation."""
+    """A shared run has the deadline of its first call, and no cancellation."""
 
     def __init__(self, first: CallContext) -> None:
         left = first.time_remaining()
         self._deadline = None if left is None else time.monotonic() + left
 
     def time_remaining(self) -> float | None:
-        """Seconds left to respond, None without a deadline."""
         return None if self._deadline is None else self._deadline - time.monotonic()
 
 
 class IdempotencyCache:
     """One run for all calls of one key and content, and its reply for `keep` seconds more.
 
-    A call that joins a run gets its reply or its failure, and the deadline of the first call. A
-    call that is cancelled leaves the run alone; the last one to leave cancels it. Failures are not
-    kept, so that a retry may succeed; those that would repeat are cheap to find again. The least
-    recently used replies go first when there are more than `max_replies` or `max_bytes`.
+    A call that joins a run gets its reply or its failure, and the deadline of the first call. The
+    last call that is cancelled cancels the run. Failures are not kept, so that a retry may succeed.
+    Beyond `max_replies` or `max_bytes`, the least recently used replies go.
     """
 
     def __init__(
@@ -95,12 +90,11 @@ class IdempotencyCache:
         self._num_bytes = 0
 
     def __len__(self) -> int:
-        """Replies kept, including expired ones that were not looked up since."""
+        """Replies kept, including expired ones."""
         return len(self._replies)
 
     @property
     def num_waiting(self) -> int:
-        """Calls that wait for runs."""
         return sum(run.num_waiters for run in self._runs.values())
 
     async def get_or_run(
@@ -136,9 +130,7 @@ class IdempotencyCache:
 
     @contextmanager
     def exclusive(self, key: RequestKey) -> Iterator[None]:
-        """Reserve the key for a stream, which shares nothing.
-
-        The key stays reserved for `keep` seconds after a block that ended well.
+        """Reserve the key for a stream, and for `keep` seconds after a block that ended well.
 
         Raises:
             DuplicateRequest: the key is known.
@@ -163,7 +155,7 @@ class IdempotencyCache:
         finally:
             run.num_waiters -= 1
             if run.abandoned:
-                run.task.cancel()  # does nothing to a task that ended
+                run.task.cancel()  # no effect on a task that ended
 
     def _on_end(self, key: RequestKey, task: asyncio.Task[Message]) -> None:
         run = self._runs.pop(key)

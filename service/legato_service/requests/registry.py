@@ -1,4 +1,4 @@
-"""The requests in flight, and whether new ones are admitted."""
+"""The requests in flight."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ MAX_ENDED = 4096  # ended requests whose keys are kept
 
 
 class ActiveRequest(msgspec.Struct, eq=False):
-    """A request in flight for the length of a `with` block, at whose end its streams are aborted.
+    """A request in flight; its streams are aborted at the end of the `with` block.
 
-    `deadline` is `time.monotonic()` seconds. With a registry, the request is in it under its key.
-    Errors about the image or the adapter leave the block with the request's field, which the engine
-    does not know.
+    `deadline` is `time.monotonic()` seconds. Errors about the image or the adapter leave the block
+    with the request's field, which the engine does not know.
     """
 
     deadline: float
@@ -36,11 +35,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
     stopped: bool = False
 
     def own(self, stream: Stream, deadlines: Deadlines, image_field: str = "") -> None:
-        """Add a stream of the request, which `deadlines` aborts past the request's deadline.
-
-        `image_field` is the field that the bytes of an image came in. The stream of a request that
-        was stopped is stopped at once.
-        """
+        """`deadlines` aborts the stream; `image_field` is the field of an image's bytes."""
         self._streams += (stream,)
         self._deadlines = deadlines
         self._image_field = self._image_field or image_field
@@ -49,7 +44,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
             stream.stop()
 
     def stop(self) -> bool:
-        """End the request with its partial result; return False when it was stopped before."""
+        """End with the partial result; False when it was stopped before."""
         if self.stopped:
             return False
         self.stopped = True
@@ -87,7 +82,7 @@ class Stopped(NamedTuple):
 
 
 class RequestRegistry:
-    """The requests in flight by key, until it is closed for good."""
+    """The requests in flight by key."""
 
     def __init__(self) -> None:
         self._active: dict[RequestKey, ActiveRequest] = {}
@@ -104,7 +99,6 @@ class RequestRegistry:
 
     @property
     def closed(self) -> bool:
-        """Whether new requests are refused."""
         return not self._open
 
     def check(self, key: RequestKey) -> None:
@@ -120,7 +114,6 @@ class RequestRegistry:
             raise duplicate(key)
 
     def admit(self, key: RequestKey, deadline: float = math.inf) -> ActiveRequest:
-        """Check the key and enter it, for a `with` block that begins at once."""
         self.check(key)
         return self.enter(key, deadline)
 
@@ -132,30 +125,26 @@ class RequestRegistry:
         return active
 
     def leave(self, key: RequestKey) -> None:
-        """Remove a request that ended."""
         del self._active[key]
         self._ended.append(key)
         if not self._active:
             self._empty.set()
 
     def stop(self, target: RequestKey) -> Stopped:
-        """Stop matching requests; count those that ended before too."""
+        """Requests that ended before count too."""
         aborted = sum(each.stop() for key, each in self._active.items() if key.matches(target))
         return Stopped(aborted, sum(key.matches(target) for key in self._ended))
 
     def stop_all(self) -> int:
-        """Stop all requests; return how many were not stopped before."""
+        """Return how many were not stopped before."""
         return sum(each.stop() for each in self._active.values())
 
     def close(self) -> None:
-        """Refuse new requests from now on."""
         self._open = False
 
     async def wait_empty(self) -> None:
-        """Wait until no request is in flight."""
         await self._empty.wait()
 
 
 def duplicate(key: RequestKey) -> DuplicateRequest:
-    """Return the error for a key in use."""
     return DuplicateRequest("a request of this id is known", resource=key.caller_id)

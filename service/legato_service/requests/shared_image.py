@@ -1,4 +1,4 @@
-"""Several tasks on one image: how they share it, and which failures they share."""
+"""Several tasks on one image."""
 
 from __future__ import annotations
 
@@ -40,16 +40,13 @@ SHARED_FAILURES = (
 
 
 def cached_image(started: Started) -> core.CachedImage | None:
-    """Return the image that a started request put into the engine's cache; None if it did not.
-
-    The first task to start carries the image's bytes; the later ones refer to this.
-    """
+    """The first task to start carries the image's bytes; the later ones refer to this."""
     image = started.image
     return core.CachedImage(image_id=image.image_id) if image and image.image_id else None
 
 
 def task_result(task_id: str, outcome: Done | LegatoError, request_id: str) -> task_pb2.TaskResult:
-    """Convert an outcome; the text of an internal error is only logged."""
+    """The text of an internal error is only logged."""
     if isinstance(outcome, Done):
         return responses.task_result(task_id, outcome)
     if isinstance(outcome, InternalError):

@@ -1,4 +1,4 @@
-"""The current RPC: its names, and its cost for the log."""
+"""The current RPC."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ def _new_id() -> str:
 class Call(msgspec.Struct, eq=False):
     """One RPC. Its handlers fill it; the log record at its end reads it.
 
-    A struct, because it is created for a fraction of the cost of a dataclass.
+    A struct costs a fraction of a dataclass.
     """
 
     method: str
-    metadata: Iterable[tuple[str, str | bytes]] = ()  # as the peer sent it
+    metadata: Iterable[tuple[str, str | bytes]] = ()
     request_id: str = msgspec.field(default_factory=_new_id)
     is_named: bool = False  # by the client or a proxy
     started: float = msgspec.field(default_factory=time.monotonic)
     tenant: str = ""
     priority: int = 0
-    client: str = ""  # name and version of the client's software
+    client: str = ""  # name and version of its software
     trace_id: str = ""
     previous_attempts: int = 0  # of gRPC's own retries
     received: bytes = b""  # the serialized request of a unary RPC
     deadline: float | None = None  # absolute time.monotonic() seconds
-    reply: str = ""  # `joined` or `kept`: the reply of another call; see `IdempotencyCache`
+    reply: str = ""  # `joined` or `kept`: the reply of another call
     usage: core.Usage | None = None
     timings: core.Timings | None = None
 
     @property
     def key(self) -> RequestKey:
-        """The key of the call's request."""
         return RequestKey(self.request_id, self.tenant)
 
     def adopt(self, request_id: str) -> RequestKey:
@@ -63,7 +62,7 @@ class Call(msgspec.Struct, eq=False):
         return self.key
 
     def avoid(self, taken: Container[RequestKey]) -> RequestKey:
-        """Return the call's key, with a new id if the id came by metadata and is taken.
+        """Replace an id that is taken and came by metadata; return the key.
 
         A proxy may send the same `x-request-id` with several requests.
         """
@@ -72,7 +71,6 @@ class Call(msgspec.Struct, eq=False):
         return self.key
 
     def rename(self) -> None:
-        """Take a new id."""
         self.request_id = _new_id()
 
 
@@ -85,7 +83,6 @@ current = CURRENT.get
 
 
 def total(usages: Iterable[core.Usage]) -> core.Usage:
-    """Add up usages."""
     input_tokens = output_tokens = cached = image = reasoning = 0
     for usage in usages:
         input_tokens += usage.input_tokens

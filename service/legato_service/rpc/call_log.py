@@ -1,4 +1,4 @@
-"""The log records of RPCs: one for each, written in batches."""
+"""The log records of RPCs, written in batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from legato_service.logs import configuration
 from legato_service.rpc.call import Call
 
 FLUSH_DELAY = 0.01  # seconds
-DEBUG_METHODS = ("/grpc.health.", "/grpc.reflection.")  # logged at debug level
+DEBUG_METHODS = ("/grpc.health.", "/grpc.reflection.")
 
 log = structlog.get_logger("legato.rpc")
 
@@ -24,8 +24,7 @@ _Ended: TypeAlias = tuple[Call, str, str, float, int]
 class CallLog:
     """Logs how RPCs ended, in order, a moment later. Needs a running event loop.
 
-    A record costs several times as much while responses are being sent as it does in a batch, for
-    which the processor's caches are warm.
+    A record costs several times as much between responses as in a batch, with warm caches.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,6 @@ class CallLog:
         self._closed = False
 
     def record(self, call: Call, code: str, reason: str = "") -> None:
-        """Record a call that ends now."""
         if not self._ended and not self._closed:
             asyncio.get_running_loop().call_later(FLUSH_DELAY, self.flush)
         call.received = b""  # perhaps megabytes
@@ -43,7 +41,6 @@ class CallLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write all records."""
         ended, self._ended = self._ended, []
         configuration.write(log.bind(), [_log_record(*each) for each in ended])
 

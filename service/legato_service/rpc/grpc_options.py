@@ -1,6 +1,6 @@
 """The options of the gRPC server.
 
-gRPC ignores unknown option names, so a test covers the effect of each.
+gRPC ignores unknown names, so a test covers the effect of each.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ Beyond it gRPC itself responds with RESOURCE_EXHAUSTED, without details."""
 
 
 def server_options(config: ServiceConfig, *, shared: bool = False) -> list[tuple[str, int]]:
-    """Return the options; `shared` if other processes of this server listen on the same port."""
     keepalive_timeout_ms = round(config.keepalive_timeout * 1000)
     max_message = config.max_request_bytes * TRANSPORT_FACTOR
     return [
         # A second server on the port is an error to report, and must not get half of the load.
-        # The processes of one server share their port on purpose.
         ("grpc.so_reuseport", int(shared)),
         ("grpc.max_receive_message_length", max_message),
         ("grpc.max_send_message_length", max_message),
-        # Find dead peers: ping a silent connection, and close it without a reply.
+        # Find dead peers.
         ("grpc.keepalive_time_ms", round(config.keepalive_time * 1000)),
         ("grpc.keepalive_timeout_ms", keepalive_timeout_ms),
         # A frozen process still acknowledges TCP; only the ping's own timeout detects it.
@@ -34,8 +32,7 @@ def server_options(config: ServiceConfig, *, shared: bool = False) -> list[tuple
             "grpc.http2.min_ping_interval_without_data_ms",
             round(config.min_client_ping_interval * 1000),
         ),
-        # Images are megabytes: larger frames, and a window that need not grow first, halve their
-        # time on the wire.
+        # Images are megabytes: larger frames and a large first window halve their time on the wire.
         ("grpc.http2.max_frame_size", 4 * 1024 * 1024),
         ("grpc.http2.lookahead_bytes", 16 * 1024 * 1024),
         ("grpc.http2.bdp_probe", 0),

@@ -1,4 +1,4 @@
-"""grpc.health.v1, driven by the engine's state, its heartbeats and its steps."""
+"""grpc.health.v1, from the engine's state, heartbeats and steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
-LIVENESS = ""  # the service that is SERVING while this process responds
+LIVENESS = ""  # SERVING while this process responds
 
 
 class Progress:
@@ -31,7 +31,7 @@ class Progress:
         self._stepped_at = time.monotonic()
 
     def is_ready(self, now: float) -> bool:
-        """Return whether the engine is ready, sends heartbeats, and is idle or stepping.
+        """Whether the engine is ready, sends heartbeats, and is idle or stepping.
 
         A full queue counts as ready: busy is not broken. `now` is `time.monotonic()`.
         """
@@ -45,20 +45,19 @@ class Progress:
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """Check and Watch. They never wait for the engine, so they respond under any load."""
+    """Never waits for the engine, so it responds under any load."""
 
     def __init__(self, services: Iterable[str], progress: Progress) -> None:
         self._services = tuple(services)
         self._progress = progress
         self._ready = False
-        self._withdrawn = False  # for good, because the server shuts down
+        self._withdrawn = False  # for good: the server shuts down
         self._closed = False
         self._changed = asyncio.Event()
 
     async def Check(  # noqa: N802 - named by grpc.health.v1
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """Return the current status; NOT_FOUND for an unknown service."""
         status = self.status(request.service)
         if status == SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "this server does not have the service")
@@ -67,7 +66,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     async def Watch(  # noqa: N802 - named by grpc.health.v1
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Yield the status and its changes, until the server closes."""
         sent: int | None = None
         while not self._closed:
             changed, status = self._changed, self.status(request.service)
@@ -77,7 +75,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             await changed.wait()
 
     def status(self, service: str) -> int:
-        """Return the ServingStatus as of the last `update`."""
+        """As of the last `update`."""
         if service == LIVENESS:
             return SERVING
         if service not in self._services:
@@ -85,25 +83,22 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return SERVING if self._ready and not self._withdrawn else NOT_SERVING
 
     def update(self) -> None:
-        """Check the engine; notify watchers of a change."""
         ready = self._progress.is_ready(time.monotonic())
         if ready != self._ready:
             self._ready = ready
             self._notify()
 
     async def keep_updated(self, interval: float) -> None:
-        """Update every `interval` seconds."""
+        """`interval` is seconds."""
         while True:
             self.update()
             await asyncio.sleep(interval)
 
     def withdraw(self) -> None:
-        """Report NOT_SERVING from now on."""
         self._withdrawn = True
         self._notify()
 
     def close(self) -> None:
-        """End all watches."""
         self._closed = True
         self._notify()
 

@@ -1,7 +1,6 @@
 """The metadata of a call.
 
-Unknown keys are ignored. A known key may be sent once; a malformed value raises `InvalidField` with
-the field `metadata.<key>`.
+Unknown keys are ignored. A malformed value raises `InvalidField` with the field `metadata.<key>`.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _trace(call: Call, value: str) -> None:
 
 
 def _attempts(call: Call, value: str) -> None:
-    """Malformed counts are ignored, because they are for the log only."""
+    """Malformed counts are ignored: they are for the log only."""
     if value.isascii() and value.isdigit():
         call.previous_attempts = int(value)
 

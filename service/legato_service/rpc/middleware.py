@@ -1,9 +1,7 @@
 """RPC middleware: name each call, map its failure to a status, log how it ended.
 
-Handlers of every kind run as coroutines that write their responses. A client that goes away then
-reaches the handler as CancelledError at an await, and an async generator is closed, with its
-`finally` blocks, in its own task. CancelledError is always re-raised, because gRPC leaks memory
-otherwise.
+A client that goes away reaches its handler as CancelledError at an await, and an async generator is
+closed in its own task. CancelledError is always re-raised, because gRPC leaks memory otherwise.
 """
 
 from __future__ import annotations
@@ -31,16 +29,15 @@ log = structlog.get_logger("legato.rpc")
 
 _INFERENCE = "/legato.v1.InferenceService/"
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # messages are opaque here
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class RpcMiddleware(grpc.GenericRpcHandler):
     """Wraps every handler that is added to it.
 
     A client that takes no message of its stream for `stall_timeout` seconds is disconnected.
-    `expect` is called when a request for the engine arrives whose message is not read yet.
-
-    The server finds its handlers here. An interceptor would cost every call one more coroutine.
+    `expect` is called when a request for the engine arrives, before its message is read. The server
+    finds its handlers here, because an interceptor would cost every call one more coroutine.
     """
 
     def __init__(
@@ -50,24 +47,21 @@ class RpcMiddleware(grpc.GenericRpcHandler):
         self._stall_timeout = stall_timeout
         self._call_log = call_log
         self._added: list[grpc.GenericRpcHandler] = []
-        self._wrapped: dict[str, Handler] = {}  # by method; a server's handlers never change
+        self._wrapped: dict[str, Handler] = {}  # by method
 
     @property
     def as_server(self) -> grpc.aio.Server:
-        """This object as generated code expects it."""
         return cast("grpc.aio.Server", self)
 
     def add_generic_rpc_handlers(
         self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]
     ) -> None:
-        """Add handlers."""
         self._added.extend(generic_rpc_handlers)
 
     def add_registered_method_handlers(self, *_: object) -> None:
-        """Do nothing, as asyncio servers do."""
+        """Without effect, as in asyncio servers."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """Return the wrapped handler, or None for an unknown method."""
         method = handler_call_details.method
         if method.startswith(_INFERENCE):
             self._expect()
@@ -145,7 +139,7 @@ class RpcMiddleware(grpc.GenericRpcHandler):
     async def _write(self, responses: AsyncIterator[Any], context: Context, call: Call) -> None:
         """Write all responses; the initial metadata goes with the first.
 
-        The client's own retry policy may still repeat a call that failed before.
+        Before that, the client's own retry policy may still repeat the call.
         """
         first = True
         with closing(ReusableTimeout()) as timeout:
@@ -188,9 +182,8 @@ class RpcMiddleware(grpc.GenericRpcHandler):
 def _abort(outcome: Failure, call: Call, context: Context) -> Coroutine[Any, Any, NoReturn]:
     """Return the coroutine that ends the call; it may wait as long as the connection lasts.
 
-    Await it outside of the `except` block, in a frame without references to the RPC. gRPC keeps the
-    exception of an abort in the RPC's state. That exception would keep the one being handled, and
-    with it the frames that both passed through.
+    Await it outside of the `except` block, in a frame without references to the RPC: gRPC keeps the
+    exception of an abort, with the one being handled and the frames that both passed through.
     """
     trailers = (*outcome.trailers(), (REQUEST_ID, call.request_id))
     return context.abort(outcome.code, outcome.message, trailers)
@@ -204,10 +197,7 @@ def _behaviour(handler: Handler) -> Callable[[Any, Context], Any]:
 
 
 def _reader(handler: Handler) -> Callable[[Any], Any]:
-    """Return the parser of the request's bytes, or of a stream of them.
-
-    gRPC's own parsing would refuse malformed bytes with UNKNOWN and the parser's text.
-    """
+    """With its own parsing, gRPC refuses malformed bytes with UNKNOWN and the parser's text."""
     parse = handler.request_deserializer
 
     def message(data: bytes) -> Any:

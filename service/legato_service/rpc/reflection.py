@@ -1,8 +1,7 @@
 """Server reflection with comments.
 
-The stock servicer uses the generated code, which has no comments. This one uses a descriptor set
-with source info, so that `grpcurl describe` shows what fields mean. The messages of v1 and v1alpha
-are the same on the wire, so both names are served.
+The generated code of the stock servicer has no comments; a descriptor set with source info has. v1
+and v1alpha are the same on the wire.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ class Descriptors:
 
     @classmethod
     def of_contract(cls) -> Descriptors:
-        """Load the contract's files with their comments."""
         data = importlib.resources.files("legato.v1").joinpath("descriptor.binpb").read_bytes()
         return cls(descriptor_pb2.FileDescriptorSet.FromString(data))
 
     def with_dependencies(self, name: str) -> list[bytes]:
-        """Return the serialized file and all its imports, itself first.
+        """Serialize the file, then all its imports.
 
         Raises:
             KeyError: the name is unknown.
@@ -48,9 +46,9 @@ class Descriptors:
         return [file.SerializeToString() for file in found.values()]
 
     def file_of(self, symbol: str) -> str:
-        """Return the name of the file that defines a symbol.
+        """Find the file that defines a symbol.
 
-        The pool knows messages, enums and services; their members are found by their parents.
+        The pool finds no members of messages, enums and services; their parents do.
 
         Raises:
             KeyError: the symbol is unknown.
@@ -72,14 +70,13 @@ class Descriptors:
 
 
 class Reflection:
-    """Lists `services` and describes the symbols of `descriptors`. There are no extensions."""
+    """Lists `services` and describes the symbols of `descriptors`."""
 
     def __init__(self, services: Iterable[str], descriptors: Descriptors) -> None:
         self._services = sorted((*services, *SERVICES))
         self._descriptors = descriptors
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
-        """Return the handlers of both versions."""
         method = grpc.stream_stream_rpc_method_handler(
             self._info,
             pb.ServerReflectionRequest.FromString,

@@ -15,9 +15,8 @@ class ReusableTimeout:
         with timeout.until(moment):
             await something  # raises TimeoutError at `moment`
 
-    All waits share one timer, because most of them end early, and a timer for each would cost more
-    than the wait. Moments are `time.monotonic()` seconds. Waits must not nest; `close` it after
-    the last one.
+    Moments are `time.monotonic()` seconds. Waits share one timer, because most end early and a
+    timer for each would cost more than the wait. They must not nest; `close` it after the last one.
     """
 
     __slots__ = ("_cancelling", "_due", "_expired", "_loop", "_task", "_timer", "_until")
@@ -29,17 +28,16 @@ class ReusableTimeout:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf  # when the timer fires
-        self._until = math.inf  # when the current wait times out
+        self._until = math.inf  # the end of the current wait
         self._cancelling = 0
         self._expired = False
 
     def until(self, moment: float) -> Self:
-        """Set the end of the next wait, infinity for none."""
+        """Infinity for no end."""
         self._until = moment
         return self
 
     def close(self) -> None:
-        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""The trace id of a W3C trace context, for logs."""
+"""The trace id of a W3C trace context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-
 
 
 def trace_id(traceparent: str) -> str:
-    """Return the trace id of a `traceparent`, empty when it is malformed.
+    """Empty when `traceparent` is malformed.
 
     Versions above 00 may have more parts; version ff and all-zero ids are invalid.
     """

@@ -1,4 +1,4 @@
-"""AdminService: load, abort and drain, for the operator."""
+"""AdminService."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Sessions(Protocol):
     def __len__(self) -> int: ...
 
     def abort(self, session_id: str) -> bool:
-        """Abort a session; return whether it was open."""
+        """Return whether it was open."""
         ...
 
     def abort_all(self) -> int:
-        """Abort all sessions; return how many were open."""
+        """Return how many were open."""
         ...
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """Responds under any load, because it never waits for the engine.
 
-    `drain` begins a drain with a grace in seconds, by default `default_grace`. `abort_elsewhere`
-    stops the requests of an id in other processes, or all of them, and returns their count.
+    `drain` takes the grace in seconds. `abort_elsewhere` stops requests in other processes, and
+    returns their count.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._abort_elsewhere = abort_elsewhere
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
-        """Return the counts of the last heartbeat."""
         load = self._engine.load
         response = pb.GetLoadResponse(
             running=load.running,
@@ -87,7 +86,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return response
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Stop one request, one session, or all; calls that share a request count as one.
+        """Calls that share a request count as one.
 
         With a tenant in the metadata, an id is that tenant's; without one, it is of any tenant.
         """
@@ -108,7 +107,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         raise InvalidField("must be one of request_id, session_id and all", field="target")
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Begin to drain, as SIGTERM does; return the counts of the last heartbeat."""
+        """Begin to drain, as SIGTERM does."""
         grace = self._default_grace
         if request.HasField("grace"):
             grace = request.grace.ToNanoseconds() / 1e9

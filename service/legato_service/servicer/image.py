@@ -1,4 +1,4 @@
-"""ImageService: images that are uploaded once, for many requests."""
+"""ImageService."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from legato_service.rpc.quota_owner import quota_owner
 
 
 class ImageServicer(image_pb2_grpc.ImageServiceServicer):
-    """Receives uploads and has the engine hold them; only the engine knows what is held.
+    """Receives uploads; only the engine knows what is held.
 
-    The uploads in progress have a quota of their own, as large as that of held images.
+    Uploads in progress have a quota of their own, as large as that of held images.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     async def PutImage(
         self, request_iterator: AsyncIterator[pb.PutImageRequest], context: Context
     ) -> pb.PutImageResponse:
-        """Receive an image, check it, and have the engine hold it."""
         owner = quota_owner(context)
         key = self._key()
         with self._registry.admit(key), self._deadline_timeout(context) as timeout:
@@ -82,7 +81,6 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
     async def DeleteImage(
         self, request: pb.DeleteImageRequest, context: Context
     ) -> pb.DeleteImageResponse:
-        """Release a held image."""
         if not request.image_id:
             raise InvalidField("must not be empty", field="image_id")
         key = self._key()
@@ -126,7 +124,7 @@ class ImageServicer(image_pb2_grpc.ImageServiceServicer):
 
     @contextmanager
     def _deadline_timeout(self, context: Context) -> Iterator[asyncio.Timeout]:
-        # None without a deadline, despite the type annotation of grpc.
+        # None without a deadline, despite grpc's annotation.
         given: float | None = context.time_remaining()
         left = self._deadline if given is None else given
         call.current().deadline = time.monotonic() + left

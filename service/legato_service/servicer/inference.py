@@ -1,4 +1,4 @@
-"""InferenceService: convert, submit, convert."""
+"""InferenceService."""
 
 from __future__ import annotations
 
@@ -85,34 +85,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._stream_deadline = stream_deadline
 
     async def Query(self, request: pb.QueryRequest, context: Context) -> pb.QueryResponse:
-        """Answer a question."""
         return await self._unary(_QUERY, request, context)
 
     async def Caption(self, request: pb.CaptionRequest, context: Context) -> pb.CaptionResponse:
-        """Describe the image."""
         return await self._unary(_CAPTION, request, context)
 
     async def Detect(self, request: pb.DetectRequest, context: Context) -> pb.DetectResponse:
-        """Box every instance."""
         return await self._unary(_DETECT, request, context)
 
     async def Point(self, request: pb.PointRequest, context: Context) -> pb.PointResponse:
-        """Point at every instance."""
         return await self._unary(_POINT, request, context)
 
     async def Segment(self, request: pb.SegmentRequest, context: Context) -> pb.SegmentResponse:
-        """Outline an instance."""
         return await self._unary(_SEGMENT, request, context)
 
     async def RunTasks(self, request: pb.RunTasksRequest, context: Context) -> pb.RunTasksResponse:
-        """Run several tasks on one image."""
         work = functools.partial(self._run_tasks, request)
         return await self._once(work, request.options.request_id, context)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Run one task and stream its events."""
         given = request.options.request_id
         key = self._dispatcher.key(given)
         silence = requests.heartbeat(request.options)
@@ -149,7 +142,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         given: str,
         context: Context,
     ) -> ReplyT:
-        """Run `work`; calls to which clients gave one id share it."""
+        """Calls to which clients gave one id share `work`."""
         key = self._dispatcher.key(given)
         if not given:
             return await work(key, context)
@@ -169,7 +162,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: CallContext,
     ) -> ResponseT:
         options = request.options
-        requests.heartbeat(options)  # only checked: a unary call has none
+        requests.heartbeat(options)  # only checked
         task = skill.task(request)
         has_image = requests.check_image(request.image, task)
         sampling = requests.sampling(request.sampling)
@@ -188,7 +181,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _run_tasks(
         self, request: pb.RunTasksRequest, key: RequestKey, context: CallContext
     ) -> pb.RunTasksResponse:
-        requests.heartbeat(request.options)  # only checked: a unary call has none
+        requests.heartbeat(request.options)  # only checked
         run = TaskRun(self._dispatcher, request, key)
         with self._dispatcher.admit(key, context, self._unary_deadline) as active:
             model = run.check()

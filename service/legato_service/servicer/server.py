@@ -1,4 +1,4 @@
-"""ServerService: version, limits, capabilities and models."""
+"""ServerService."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from legato_service.engine import Engine
 from legato_service.images.shared_memory import shm_namespace
 from legato_service.rpc.context import Context
 
-CONTRACT_REVISION = 1  # grows by one with each released addition to the contract
+CONTRACT_REVISION = 1  # grows by one with each released addition
 MINIMUM_CLIENT_REVISION = 1
 CAPABILITIES = (
     "sessions",
@@ -30,7 +30,7 @@ PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
 
 
 class ServerServicer(server_pb2_grpc.ServerServiceServicer):
-    """Describes the server. `capabilities` are additions to `CAPABILITIES`."""
+    """`capabilities` are additions to `CAPABILITIES`."""
 
     def __init__(
         self, config: ServiceConfig, engine: Engine, capabilities: Sequence[str] = ()
@@ -45,7 +45,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        """Describe the server; the model's limits are 0 until it is loaded."""
+        """The model's limits are 0 until it is loaded."""
         return pb.GetServerInfoResponse(
             name="legato",
             version=_version(),
@@ -60,7 +60,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        """Return one page; a page token is the offset of its page."""
+        """A page token is the offset of its page."""
         if request.page_size < 0:
             raise InvalidField("must not be negative", field="page_size")
         models = self._models()
@@ -102,7 +102,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
 def _version() -> str:
     try:
         return importlib.metadata.version("legato")
-    except importlib.metadata.PackageNotFoundError:  # run from a folder that was never installed
+    except importlib.metadata.PackageNotFoundError:  # a folder that was never installed
         return "0"
 
 

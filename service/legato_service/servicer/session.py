@@ -1,4 +1,4 @@
-"""SessionService: admit a session, open it, stream its messages."""
+"""SessionService."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class SessionServicer(session_pb2_grpc.SessionServiceServicer):
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
-        """Run one session. Only a deadline of the client's limits the whole of it."""
+        """Only a deadline of the client's limits a whole session."""
         rpc = call.current()
         if rpc.request_id in self._registry:
             rpc.rename()
         session_id = rpc.request_id
-        # None without a deadline, despite the type annotation of grpc.
+        # None without a deadline, despite grpc's annotation.
         left: float | None = context.time_remaining()
         rpc.deadline = None if left is None else time.monotonic() + left
         with self._registry.reserve(session_id):

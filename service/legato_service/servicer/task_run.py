@@ -1,4 +1,4 @@
-"""RunTasks: several tasks on one image, whose bytes reach the engine once."""
+"""RunTasks: several tasks on one image."""
 
 from __future__ import annotations
 
@@ -44,10 +44,7 @@ class TaskRun:
         ]
 
     def _request(self, index: int, task: core.TaskSpec, message: task_pb2.Task) -> core.Request:
-        """Return one task's request.
-
-        The image is cached for the later tasks whatever the options say, so it is encoded once.
-        """
+        """The image is cached whatever the options say, so that it is encoded once."""
         sampling = requests.sampling(message.sampling, f"tasks[{index}].")
         key = self._key.with_part(str(index))
         options = self._message.options
@@ -55,7 +52,6 @@ class TaskRun:
         return msgspec.structs.replace(request, cache_image=True)
 
     def check(self) -> ModelInfo:
-        """Return the model that serves the tasks; raise as `Dispatcher.check` does."""
         models = [
             self._dispatcher.check(request, f"tasks[{index}].")
             for index, request in enumerate(self._requests)
@@ -66,7 +62,7 @@ class TaskRun:
         """Run all tasks at the same time and return their outcomes in order.
 
         The first task that starts carries the image's bytes, the others refer to the engine's
-        cache. Unread outputs wait in bounded streams.
+        cache.
 
         Raises:
             LegatoError: a failure that all tasks share.
@@ -89,7 +85,6 @@ class TaskRun:
     def response(
         self, outcomes: Sequence[Done | LegatoError], model: ModelInfo
     ) -> pb.RunTasksResponse:
-        """Return the response, its results in the order of the tasks."""
         results = [
             task_result(task.task_id, each, self._key.caller_id)
             for task, each in zip(self._message.tasks, outcomes, strict=True)
@@ -104,7 +99,7 @@ class TaskRun:
         return response
 
     def _fill_info(self, info: pb.ResponseInfo, done: Sequence[Done], model: ModelInfo) -> None:
-        """Fill the sum of usages, the longest image time, and the time of the whole call."""
+        """The sum of usages, the longest image time, and the time of the whole call."""
         info.request_id = self._key.caller_id
         info.model = model.name
         fill_usage(info.usage, call.total(each.usage for each in done))

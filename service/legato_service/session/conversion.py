@@ -1,4 +1,4 @@
-"""Conversion of a session's opening to settings, and of its messages to responses."""
+"""Conversion of a session's opening and messages; malformed fields raise `InvalidField`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from legato_service.session.settings import DropReason, FramePolicy, SessionSett
 
 MAX_NAME = 64  # characters
 MAX_IN_FLIGHT = 8  # frames
-QUEUED_FRAMES = 8  # waiting frames under EVERY_FRAME
+QUEUED_FRAMES = 8  # under EVERY_FRAME
 DEFAULT_HEARTBEAT = 10.0  # seconds
 
 _POLICIES = {
@@ -41,11 +41,6 @@ _DROP_REASONS = {
 
 
 def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettings:
-    """Convert the opening.
-
-    Raises:
-        InvalidField: a field is malformed.
-    """
     if len(message.session_name) > MAX_NAME:
         raise InvalidField(f"at most {MAX_NAME} characters", field="open.session_name")
     if message.frame_policy not in _POLICIES:
@@ -69,11 +64,7 @@ def settings(message: pb.SessionOpen, *, credit_timeout: float) -> SessionSettin
 
 
 def heartbeat(message: pb.SessionOpen) -> float:
-    """Return the seconds of silence before a heartbeat.
-
-    Raises:
-        InvalidField: the interval is not positive.
-    """
+    """Seconds of silence."""
     if not message.HasField("heartbeat_interval"):
         return DEFAULT_HEARTBEAT
     seconds = _seconds(message.heartbeat_interval)
@@ -85,7 +76,7 @@ def heartbeat(message: pb.SessionOpen) -> float:
 class ResponseBuilder:
     """Converts the core's messages to responses with `index` 0, 1, 2, ...
 
-    `go_away_reason` is the status that the next `go_away` message carries.
+    `go_away_reason` is the status of the next `go_away` message.
     """
 
     def __init__(self, session_id: str) -> None:
@@ -95,17 +86,14 @@ class ResponseBuilder:
         self.go_away_reason = status_pb2.Status()
 
     def opened(self, opened: pb.SessionOpened) -> pb.SessionResponse:
-        """Wrap the first response."""
         return self._numbered(pb.SessionResponse(opened=opened))
 
     def heartbeat(self) -> pb.SessionResponse:
-        """Return a heartbeat."""
         return self._numbered(pb.SessionResponse(heartbeat=inference_pb2.Heartbeat()))
 
     def response(
         self, message: Notice | Event[FrameRequest] | Result[FrameRequest]
     ) -> pb.SessionResponse:
-        """Convert a message of the core."""
         match message:
             case Accepted():
                 response = pb.SessionResponse(

@@ -1,7 +1,7 @@
 """The rules of a session as a state machine: each frame gets exactly one outcome.
 
-The core neither waits nor reads a clock: `Session` reports what happened and the current time. The
-core gives orders to its `Runner` at once, and messages to the client through `next`.
+The core neither waits nor reads a clock; `Session` reports what happened and when. The core orders
+its `Runner` at once; messages to the client leave through `next`.
 """
 
 from __future__ import annotations
@@ -34,27 +34,24 @@ Frame_contra = TypeVar("Frame_contra", bound=Frame, contravariant=True)
 
 
 class Runner(Protocol[Frame_contra]):
-    """Runs frames. Calls `SessionCore.image_ready`, `output` and `ended`, but never at once."""
+    """Runs frames. Calls `SessionCore`, but never at once."""
 
-    def start(self, frame: Frame_contra) -> None:
-        """Run the frame."""
-        ...
+    def start(self, frame: Frame_contra) -> None: ...
 
     def stop(self, frame: Frame_contra, index: int) -> None:
         """End a task with its partial result."""
         ...
 
     def abort(self, frame: Frame_contra) -> None:
-        """Abort the frame. Idempotent."""
+        """Idempotent."""
         ...
 
 
 class SessionCore(Generic[F]):
     """One session. `now` is seconds on the clock of `Frame.captured_at`.
 
-    A frame is open from its arrival until its outcome, its last result or its drop, is handed to
-    the writer. It passes through three stages: waiting (`_queue`), running (`_running`), and with
-    results to send (`_send_queue`). A frame whose tasks end one by one may be in the last two.
+    A frame is open until its last result or its drop is handed to the writer. It waits (`_queue`),
+    runs (`_running`), and has results to send (`_send_queue`), perhaps the last two at a time.
     """
 
     def __init__(self, settings: SessionSettings, runner: Runner[F]) -> None:
@@ -76,21 +73,19 @@ class SessionCore(Generic[F]):
 
     @property
     def frame_credits(self) -> int:
-        """Frames that may be sent without a notice about them."""
         return 0 if self._going_away else self._settings.frame_credits
 
     @property
     def is_settled(self) -> bool:
-        """Whether all frames have outcomes and all messages were handed over."""
+        """All frames have outcomes and all messages were handed over."""
         return not self._open and self._send_queue.is_empty
 
     @property
     def is_finished(self) -> bool:
-        """Whether the session may end."""
         return self._half_closed and self.is_settled
 
     def next_wake(self) -> float:
-        """Return when to call `next` even if nothing happens; infinity for never."""
+        """When to call `next` even if nothing happens; infinity for never."""
         captured = (each.captured_at for each in self._open.values() if each.may_be_dropped)
         oldest = min(captured, default=math.inf) + self._settings.max_frame_age
         if self._starved_since is None:
@@ -127,7 +122,6 @@ class SessionCore(Generic[F]):
             self._enqueue(frame)
 
     def cancel(self, sequence: int) -> None:
-        """Drop or stop a frame for the client."""
         frame = self._open.get(sequence)
         if frame is None:
             return
@@ -137,19 +131,18 @@ class SessionCore(Generic[F]):
             self._stop(frame, DropReason.CANCELLED)
 
     def cancel_task(self, task_id: str) -> None:
-        """Stop running tasks for the client; an empty id matches none."""
+        """Stop running tasks; an empty id matches none."""
         for frame in list(self._running) if task_id else []:
             for index, name in enumerate(frame.task_ids):
                 if name == task_id:
                     self._stop_task(frame, index, DropReason.CANCELLED)
 
     def grant(self, count: int) -> None:
-        """Add credits for results and events."""
         self._send_queue.grant(count)
         self._starved_since = None
 
     def half_close(self) -> None:
-        """Need no credits any more, which the client cannot grant."""
+        """Need no more credits: the client cannot grant any."""
         self._half_closed = True
         self._send_queue.lift_limit()
 
@@ -162,7 +155,6 @@ class SessionCore(Generic[F]):
             self._send_queue.add_notice(Accepted(frame.sequence, self.frame_credits))
 
     def output(self, frame: F, index: int, output: Output) -> None:
-        """Send an output of a running task."""
         if self._is_open(frame) and index not in frame.ended:
             self._send_queue.add_output(frame, index, output)
 
@@ -186,7 +178,6 @@ class SessionCore(Generic[F]):
             self._send_queue.add_notice(GoAway(time_left))
 
     def stop_all(self) -> None:
-        """Drop waiting frames and stop running ones."""
         for frame in self._queue:
             self._drop(frame, DropReason.GOING_AWAY)
         for frame in list(self._running):
@@ -204,7 +195,7 @@ class SessionCore(Generic[F]):
     # ------------------------------------------------------------ the writer's side
 
     def next(self, now: float) -> Notice | Event[F] | Result[F] | None:
-        """Return the next message to send, if any; frames that are too old are dropped first.
+        """Frames that are too old are dropped first.
 
         Raises:
             ClientTooSlow: messages waited for credits longer than `credit_timeout`.
@@ -242,7 +233,6 @@ class SessionCore(Generic[F]):
             self._runner.start(frame)
 
     def _is_blocked(self) -> bool:
-        """Whether the unsent frames are at their limit and none of them may be dropped."""
         kept = [each for each in self._send_queue.frames() if not each.may_be_dropped]
         return len(kept) >= self._settings.max_unsent_frames
 

@@ -1,4 +1,4 @@
-"""A frame of a session, and the messages about frames."""
+"""Frames, and the messages about them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Outcome = Done | LegatoError | None
 class Frame:
     """What `SessionCore` knows of a frame. Only the core changes the last four fields.
 
-    `captured_at` is when the frame's age was zero, on the clock of the core's `now`.
+    At `captured_at` the frame's age was zero, on the clock of the core's `now`.
     """
 
     sequence: int
-    task_ids: tuple[str, ...]  # one for each task, at least one; empty ids may repeat
+    task_ids: tuple[str, ...]  # at least one; empty ids may repeat
     captured_at: float
     must_run: bool = False
 
@@ -34,7 +34,7 @@ class Frame:
 
     @property
     def may_be_dropped(self) -> bool:
-        """Whether the frame may still be dropped: none of its results was sent."""
+        """Once a result was sent, the frame stays."""
         return self.num_sent == 0 and not self.must_run
 
 
@@ -68,7 +68,7 @@ class GoAway:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event(Generic[F]):
-    """An output of task `index` of a running frame; a `Delta` has one event."""
+    """An output of task `index`; a `Delta` has one event."""
 
     frame: F
     index: int
@@ -77,7 +77,7 @@ class Event(Generic[F]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result(Generic[F]):
-    """How task `index` of a frame ended; `stopped` is set if the session stopped it."""
+    """How task `index` ended; `stopped` is set if the session stopped it."""
 
     frame: F
     index: int

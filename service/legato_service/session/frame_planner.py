@@ -1,4 +1,4 @@
-"""Conversion of a session's frames and tasks to engine requests."""
+"""Conversion of frames and tasks to engine requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from legato_service.session.frame import Frame
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedTask:
-    """A task's request without an id, or what is wrong with the task."""
+    """A task's request without an id, or the task's error."""
 
     task_id: str
     request: core.Request | LegatoError

@@ -1,4 +1,4 @@
-"""The queue of frames that wait to run."""
+"""The queue of waiting frames."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from legato_service.session.settings import DropReason, FramePolicy
 
 
 class FrameQueue(Generic[F]):
-    """Holds at most `capacity` frames that must run, and droppable frames as the policy allows.
+    """At most `capacity` frames that must run, and droppable frames as the policy allows.
 
-    EVERY_FRAME allows `capacity` frames of both kinds together. The other policies allow one
-    droppable frame, the newest.
+    EVERY_FRAME allows `capacity` frames of both kinds together; the other policies the newest
+    droppable frame.
     """
 
     def __init__(self, policy: FramePolicy, capacity: int) -> None:
@@ -31,7 +31,7 @@ class FrameQueue(Generic[F]):
         return frame in self._frames
 
     def put(self, frame: F) -> tuple[F, DropReason] | None:
-        """Append a frame; return the frame to drop for it, which may be the new one itself."""
+        """Return the frame to drop for the new one, perhaps itself."""
         victim = self._victim(frame)
         self._frames.append(frame)
         if victim is not None:
@@ -39,11 +39,9 @@ class FrameQueue(Generic[F]):
         return victim
 
     def take(self) -> F:
-        """Remove and return the oldest frame."""
         return self._frames.pop(0)
 
     def remove(self, frame: F) -> None:
-        """Remove a frame."""
         self._frames.remove(frame)
 
     def _victim(self, frame: F) -> tuple[F, DropReason] | None:

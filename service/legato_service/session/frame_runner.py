@@ -1,4 +1,4 @@
-"""Runs the frames of a session: the image is read once, and its tasks run at the same time."""
+"""Runs the frames of a session."""
 
 from __future__ import annotations
 
@@ -31,26 +31,20 @@ ImageResult = asyncio.Future[core.CachedImage | LegatoError | None]
 
 
 class FrameListener(Protocol):
-    """Receives the progress of running frames; `SessionCore` has methods of the same meaning."""
+    """Receives the progress of running frames, as `SessionCore` does."""
 
-    def image_ready(self, frame: FrameRequest) -> None:
-        """The frame's image was read."""
-        ...
+    def image_ready(self, frame: FrameRequest) -> None: ...
 
-    def output(self, frame: FrameRequest, index: int, output: Output) -> None:
-        """A task has an output."""
-        ...
+    def output(self, frame: FrameRequest, index: int, output: Output) -> None: ...
 
-    def ended(self, frame: FrameRequest, index: int, outcome: Outcome) -> None:
-        """A task ended."""
-        ...
+    def ended(self, frame: FrameRequest, index: int, outcome: Outcome) -> None: ...
 
 
 class FrameRunner:
     """Runs the frames of one session, each for at most `frame_deadline` seconds.
 
-    The session shuts it down at the end of the call, also for the call's own deadline. The session
-    is its listener and owns it; only running frames refer back to the listener.
+    The session is its listener and owns it, and shuts it down at the end of the call; only running
+    frames refer back to the listener.
     """
 
     def __init__(
@@ -70,7 +64,6 @@ class FrameRunner:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, frame: FrameRequest) -> None:
-        """Start a frame, unless the runner was shut down."""
         listener = self._listener()
         if self._shut_down or listener is None:
             return
@@ -85,17 +78,16 @@ class FrameRunner:
         task.add_done_callback(lambda _: self._runs.pop(frame, None))
 
     def stop(self, frame: FrameRequest, index: int) -> None:
-        """End a task with its partial result."""
         if frame in self._runs:
             self._runs[frame].stop(index)
 
     def abort(self, frame: FrameRequest) -> None:
-        """Abort a frame. Idempotent."""
+        """Idempotent."""
         if frame in self._runs:
             self._runs.pop(frame).abort()
 
     def shut_down(self) -> None:
-        """Abort all frames at once, and start no more. Idempotent.
+        """Abort all frames at once. Idempotent.
 
         The end of a frame lets a waiting one start, which would outlive the runner otherwise.
         """
@@ -104,7 +96,6 @@ class FrameRunner:
             self.abort(frame)
 
     async def wait_stopped(self) -> None:
-        """Wait until all frames have ended."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -130,13 +121,11 @@ class FrameRun:
         self.cancel: Callable[[], object] = lambda: None
 
     def stop(self, index: int) -> None:
-        """End a task with its partial result."""
         self._stopped.add(index)
         if index in self._streams:
             self._streams[index].stop()
 
     def abort(self) -> None:
-        """Abort all requests of the frame."""
         for stream in self._streams.values():
             stream.abort()
         self.cancel()

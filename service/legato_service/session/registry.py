@@ -1,4 +1,4 @@
-"""The open sessions of this server."""
+"""The open sessions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from legato_service.errors import SessionsFull
 class OpenSession(Protocol):
     """The ways to end a session from outside."""
 
-    def fail(self, error: LegatoError) -> None:
-        """End the session with this error."""
-        ...
+    def fail(self, error: LegatoError) -> None: ...
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
-        """Announce the end; running work may go on for `time_left` seconds. None is no failure."""
+        """Running work may go on for `time_left` seconds. None is no failure."""
         ...
 
 
 class SessionRegistry:
-    """The sessions by id, at most `limit` at a time, including those that are being opened."""
+    """At most `limit` sessions, including those that are being opened."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -64,7 +62,7 @@ class SessionRegistry:
                 self._empty.set()
 
     def opened(self, session_id: str, session: OpenSession) -> None:
-        """Register the session of a reserved place; it goes away at once if all have to."""
+        """The session goes away at once if all have to."""
         self._sessions[session_id] = session
         if self._going_away is not None:
             session.go_away(*self._going_away)
@@ -77,16 +75,14 @@ class SessionRegistry:
         return session is not None
 
     def abort_all(self) -> int:
-        """Abort all sessions; return their count."""
         return sum(self.abort(session_id) for session_id in list(self._sessions))
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
-        """Announce the end of all sessions, and of any that opens later."""
+        """Sessions that open later go away too."""
         self._going_away = (time_left, reason)
         for session in self._sessions.values():
             if session is not None:
                 session.go_away(time_left, reason)
 
     async def wait_empty(self) -> None:
-        """Wait until no session is open."""
         await self._empty.wait()

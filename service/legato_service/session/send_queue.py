@@ -1,4 +1,4 @@
-"""The messages that a session has to send, within the client's credits."""
+"""The messages that a session has to send."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from legato_service.session.frame import Event, F, Notice, Outcome, Output, Resu
 class SendQueue(Generic[F]):
     """Orders messages: notices first, which need no credit, then results, then events.
 
-    A task's events precede its result if the credits suffice for all of them; otherwise they are
-    dropped, because the result repeats them. Waiting events are merged, so a task holds at most
-    one answer's worth. `num_credits` None is unlimited.
+    Unless the credits suffice for all events of a task, they are dropped before its result, which
+    repeats them. Waiting events are merged, so a task holds at most one answer's worth.
+    `num_credits` None is unlimited.
     """
 
     def __init__(self, num_credits: int | None) -> None:
@@ -28,38 +28,31 @@ class SendQueue(Generic[F]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no message waits."""
         return not (self._notices or self._results or self._events)
 
     @property
     def is_starved(self) -> bool:
-        """Whether a message waits for credits."""
         return self._credits == 0 and bool(self._results or self._events)
 
     @property
     def num_notices(self) -> int:
-        """Notices that wait for the writer."""
         return len(self._notices)
 
     def frames(self) -> list[F]:
-        """Return the frames with waiting results, oldest first."""
+        """Oldest first."""
         return list(dict.fromkeys(frame for frame, _, _ in self._results))
 
     def grant(self, count: int) -> None:
-        """Add credits."""
         if self._credits is not None:
             self._credits += count
 
     def lift_limit(self) -> None:
-        """Need no credits from now on."""
         self._credits = None
 
     def add_notice(self, notice: Notice) -> None:
-        """Append a notice."""
         self._notices.append(notice)
 
     def add_output(self, frame: F, index: int, output: Output) -> None:
-        """Append an output of a running task."""
         waiting = self._events.setdefault((frame, index), [])
         pieces: list[Output] = [output]
         if isinstance(output, Delta):
@@ -70,17 +63,14 @@ class SendQueue(Generic[F]):
             del self._events[frame, index]
 
     def add_result(self, frame: F, index: int, outcome: Outcome) -> None:
-        """Append the outcome of a task."""
         self._results.append((frame, index, outcome))
 
     def remove(self, frame: F) -> None:
-        """Remove the frame's results and events."""
         self._results = collections.deque(each for each in self._results if each[0] is not frame)
         for index in range(len(frame.task_ids)):
             self._events.pop((frame, index), None)
 
     def next(self) -> Notice | Event[F] | Result[F] | None:
-        """Remove and return the next message; None without one, or without a credit for it."""
         if self._notices:
             return self._notices.popleft()
         if self._credits == 0:

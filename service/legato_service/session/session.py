@@ -1,4 +1,4 @@
-"""One session: reads requests as they arrive, runs frames, and writes responses in order."""
+"""One session: reads requests, runs frames, and writes responses in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDLE_LINGER = 0.25
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """The limits of every session of a server, in seconds."""
+    """The limits of every session, in seconds."""
 
     open_timeout: float = 10.0
     credit_timeout: float = 30.0
@@ -44,7 +44,7 @@ class SessionLimits:
 class Session:
     """One session. Iterate `messages` once; what it raises ends the call.
 
-    All times are `time.monotonic()` seconds.
+    Times are `time.monotonic()` seconds.
 
     Raises:
         LegatoError: the opening is malformed or cannot be served.
@@ -97,7 +97,7 @@ class Session:
     async def messages(
         self, requests: AsyncIterator[pb.SessionRequest]
     ) -> AsyncGenerator[pb.SessionResponse]:
-        """Yield all responses; frames that still run when the iteration ends are aborted."""
+        """Frames that still run at the end are aborted."""
         self._reader = asyncio.create_task(self._read(requests), name="session reader")
         self._reader.add_done_callback(lambda _: self._wake())
         try:
@@ -210,29 +210,25 @@ class Session:
     # ------------------------------------------------------------ the listener
 
     def image_ready(self, frame: FrameRequest) -> None:
-        """Accept a frame."""
         self._core.image_ready(frame)
         self._wake()
 
     def output(self, frame: FrameRequest, index: int, output: Output) -> None:
-        """Send an output."""
         self._core.output(frame, index, output)
         self._wake()
 
     def ended(self, frame: FrameRequest, index: int, outcome: Outcome) -> None:
-        """Send an outcome."""
         self._core.ended(frame, index, outcome)
         self._wake()
 
     # ------------------------------------------------------------ from outside
 
     def fail(self, error: LegatoError) -> None:
-        """End the session with this error."""
         self._failure = error
         self._wake()
 
     def go_away(self, time_left: float, reason: LegatoError | None) -> None:
-        """Announce the end in `time_left` seconds; later calls may shorten it."""
+        """Later calls may shorten `time_left` (seconds)."""
         now = time.monotonic()
         if self._end_at == math.inf:
             self._reason = reason

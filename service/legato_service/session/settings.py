@@ -1,4 +1,4 @@
-"""What a session was opened with. Times are seconds."""
+"""Settings of a session. Times are seconds."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class DropReason(enum.Enum):
 class SessionSettings:
     """How a session treats its frames.
 
-    `frame_credits` limits the waiting frames, and so the frames that a client may have sent without
-    knowing whether they were accepted or dropped. `response_credits` None is unlimited.
-    `max_unsent_frames` limits the frames with results that wait for credits. A client that grants
-    none for `credit_timeout` while messages wait is disconnected.
+    `frame_credits` limits the waiting frames, and so those that a client may send before it knows
+    their fate. `response_credits` None is unlimited. `max_unsent_frames` limits the frames whose
+    results wait for credits. A client that grants none for `credit_timeout` meanwhile is
+    disconnected.
     """
 
     policy: FramePolicy = FramePolicy.LATEST_WINS

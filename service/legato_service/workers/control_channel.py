@@ -36,15 +36,15 @@ class ControlChannel:
 
     @classmethod
     async def over(cls, connection: socket.socket) -> ControlChannel:
-        """Open an end on a connected socket, which it owns from now on."""
+        """The channel owns the connected socket."""
         return cls(*await asyncio.open_unix_connection(sock=connection))
 
     def send(self, message: Message) -> None:
-        """Send a message; without effect when the other end is closed."""
+        """Without effect when the other end is closed."""
         self._writer.write(_encode(message) + b"\n")
 
     async def receive(self) -> Message | None:
-        """Return the next message, or None when the other end is closed."""
+        """None when the other end is closed."""
         try:
             line = await self._reader.readline()
         except ConnectionError:
@@ -52,5 +52,4 @@ class ControlChannel:
         return _decode(line) if line.endswith(b"\n") else None
 
     def close(self) -> None:
-        """Close this end."""
         self._writer.close()

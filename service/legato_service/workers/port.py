@@ -10,14 +10,14 @@ from contextlib import ExitStack, contextmanager
 _NOT_HERE = (
     errno.EADDRNOTAVAIL,
     errno.EAFNOSUPPORT,
-)  # an address family that this host does not have
+)  # address families that this host lacks
 
 
 @contextmanager
 def reserved(listen: str) -> Iterator[str]:
-    """Hold `listen` (host:port) for the length of the block; yields it with the port's number.
+    """Hold `listen` (host:port) for the length of the block; yield it with the port's number.
 
-    SO_REUSEPORT alone would let this server join another one that set it, too. So the port is first
+    SO_REUSEPORT alone would let this server join another one that set it. So the port is first
     bound without it, which fails when it is in use, and then opened to this server's processes.
 
     Raises:
@@ -41,7 +41,6 @@ def reserved(listen: str) -> Iterator[str]:
 
 
 def _hold(holder: socket.socket, address: str, port: int) -> int:
-    """Bind the socket without listening; return its port."""
     # Connections in TIME_WAIT do not prevent the bind.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, port))

@@ -1,4 +1,4 @@
-"""The worker processes, which the first service process runs."""
+"""The worker processes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _MODULE = "legato_service.workers.worker"
 class WorkerProcesses:
     """Starts the workers, restarts those that die, and drains them with the server.
 
-    Removes what a dead worker left in shared memory; the engine aborts its requests itself. These
-    are the `Peers` of the first process's server, which `drain_first` drains.
+    Removes what a dead worker left in shared memory; the engine aborts its requests itself. The
+    `Peers` of the first process's server, which `drain_first` drains.
     """
 
     is_first = True
@@ -60,15 +60,13 @@ class WorkerProcesses:
 
     @property
     def ready(self) -> bool:
-        """Whether all have served."""
         return not self._not_ready
 
     def start(self) -> None:
-        """Start all workers without waiting."""
         self._tasks = [asyncio.create_task(self._keep(each)) for each in self._settings]
 
     def drain(self, grace: float) -> None:
-        """Drain all processes, the first included; a second call can only shorten the grace."""
+        """The first process included; repeated, only shorten the grace."""
         self._drain_until = min(self._drain_until, time.monotonic() + grace)
         self._draining.set()
         self._drain_first(grace)
@@ -76,11 +74,10 @@ class WorkerProcesses:
             channel.send(Drain(grace=grace))
 
     async def abort(self, target: RequestKey | None) -> int:
-        """Stop the workers' requests that match `target`, or all; return how many."""
         return await abort_elsewhere(self._engine, target) if self._settings else 0
 
     async def exited(self, within: float | None = None) -> bool:
-        """Wait until all have exited, `within` seconds at most; return whether they have."""
+        """Wait `within` seconds at most; return whether all have exited."""
         if not self._tasks:
             return True
         _, pending = await asyncio.wait(self._tasks, timeout=within)
@@ -93,7 +90,6 @@ class WorkerProcesses:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, settings: Settings) -> None:
-        """Keep a worker of this number running until the server drains."""
         backoff = Backoff(first=0.25, cap=30.0, stable=60.0)
         while not self._draining.is_set():
             began = time.monotonic()
@@ -111,7 +107,7 @@ class WorkerProcesses:
                     await self._draining.wait()
 
     async def _run_once(self, settings: Settings) -> int:
-        """Run a worker from spawn to exit and return its exit code; cancellation kills it."""
+        """Return a worker's exit code; cancellation kills it."""
         ours, theirs = socket.socketpair()
         channel = await ControlChannel.over(ours)
         listening = asyncio.create_task(self._listen(settings.number, channel))

@@ -44,7 +44,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until drained; the exit code is 0 only then."""
+    """The exit code is 0 only after a drain."""
     arguments = _parse(argv)
     bind_to_parent(arguments.parent)
     settings = msgspec.json.decode(arguments.settings, type=Settings)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _FirstProcess:
-    """The `Peers` of a worker: the first process, which passes orders on to all."""
+    """The `Peers` of a worker."""
 
     is_first = False
 
@@ -64,16 +64,14 @@ class _FirstProcess:
         self._engine = engine
 
     def drain(self, grace: float) -> None:
-        """Ask the first process, which drains all."""
         self._channel.send(Drain(grace=grace))
 
     async def abort(self, target: RequestKey | None) -> int:
-        """Stop them through the engine."""
         return await abort_elsewhere(self._engine, target)
 
 
 async def serve(settings: Settings, policy: LatencyPolicy, connection: socket.socket) -> int:
-    """Serve until the first process orders a drain or is gone; return the exit code."""
+    """Serve until the first process orders a drain or is gone."""
     channel = await ControlChannel.over(connection)
     engine = EngineConnection(settings.namespace, policy, settings.number)
     server = Server(settings.config, engine, engine.blobs, peers=_FirstProcess(channel, engine))
@@ -107,7 +105,6 @@ async def _announce_serving(engine: EngineConnection, channel: ControlChannel) -
 
 
 async def _listen(channel: ControlChannel, server: Server) -> None:
-    """Run the orders of the first process until it is gone."""
     while (message := await channel.receive()) is not None:
         if isinstance(message, Drain):
             server.begin_drain(message.grace)

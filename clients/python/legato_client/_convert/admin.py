@@ -1,4 +1,4 @@
-"""What an operator is told, as Python values."""
+"""Admin responses as Python values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from legato_client._values import admin
 
 
 def load(response: admin_pb2.GetLoadResponse) -> admin.Load:
-    """The value of a GetLoad answer."""
     wait = response.estimated_wait if response.HasField("estimated_wait") else None
     steps = response.decode_steps if response.HasField("decode_steps") else None
     return admin.Load(
@@ -25,12 +24,10 @@ def load(response: admin_pb2.GetLoadResponse) -> admin.Load:
 
 
 def abort_count(response: admin_pb2.AbortResponse) -> admin.AbortCount:
-    """The value of an Abort answer."""
     return admin.AbortCount(response.aborted, response.already_finished)
 
 
 def unfinished(response: admin_pb2.DrainResponse) -> admin.Unfinished:
-    """The value of a Drain answer."""
     return admin.Unfinished(response.running, response.waiting, response.sessions)
 
 

@@ -1,4 +1,4 @@
-"""Conversations: the image that a message shows, and their protobuf form. Pure functions."""
+"""Conversations and their protobuf form."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _ROLES: dict[str, task_pb2.ChatRole.ValueType] = {
 
 
 def image_of(task: Task, image: ImageInput | None) -> ImageInput | None:
-    """The image of a call: `image`, or the one that a message of the task shows.
-
-    Raises ValueError for several.
-    """
+    """Raises ValueError for several images."""
     shown = _shown(task)
     if len(shown) + (image is not None) > 1:
         raise ValueError("one image in a conversation, given once")
@@ -28,13 +25,13 @@ def image_of(task: Task, image: ImageInput | None) -> ImageInput | None:
 
 
 def refuse_images(task: Task) -> None:
-    """ValueError for an image in a message, where the call's image is that of several tasks."""
+    """ValueError for an image in a message: several tasks share the call's image."""
     if _shown(task):
         raise ValueError("this call is given its image beside the tasks, not inside a message")
 
 
 def to_messages(messages: Iterable[Message]) -> list[task_pb2.ChatMessage]:
-    """The contract's messages, an image's place being marked; ValueError for an unknown role."""
+    """ValueError for an unknown role."""
     return [_to_message(message) for message in messages]
 
 

@@ -1,4 +1,4 @@
-"""Python values to protobuf requests: pure functions shared by both clients."""
+"""Python values to protobuf requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ _LENGTHS: dict[str, task_pb2.CaptionLength.ValueType] = {
 def query(
     image: media_pb2.Image | None, task: QueryTask, options: Options
 ) -> inference_pb2.QueryRequest:
-    """A Query request."""
     request = inference_pb2.QueryRequest(question=task.question, reasoning=task.reasoning)
     if task.spatial_refs:
         request.spatial_refs.extend(_refs(task.spatial_refs))
@@ -63,7 +62,6 @@ def query(
 def caption(
     image: media_pb2.Image | None, task: CaptionTask, options: Options
 ) -> inference_pb2.CaptionRequest:
-    """A Caption request."""
     request = inference_pb2.CaptionRequest(length=_length(task))
     return _question(request, task.sampling, options, image)
 
@@ -71,7 +69,6 @@ def caption(
 def detect(
     image: media_pb2.Image | None, task: DetectTask, options: Options
 ) -> inference_pb2.DetectRequest:
-    """A Detect request."""
     request = inference_pb2.DetectRequest(object=task.object, max_objects=task.max_objects)
     return _question(request, task.sampling, options, image)
 
@@ -79,7 +76,6 @@ def detect(
 def point(
     image: media_pb2.Image | None, task: PointTask, options: Options
 ) -> inference_pb2.PointRequest:
-    """A Point request."""
     request = inference_pb2.PointRequest(
         object=task.object,
         max_objects=task.max_objects,
@@ -91,7 +87,6 @@ def point(
 def segment(
     image: media_pb2.Image | None, task: SegmentTask, options: Options
 ) -> inference_pb2.SegmentRequest:
-    """A Segment request."""
     request = inference_pb2.SegmentRequest(
         object=task.object, spatial_refs=_refs(task.spatial_refs)
     )
@@ -101,7 +96,6 @@ def segment(
 def run_tasks(
     image: media_pb2.Image | None, tasks: Sequence[Task], options: Options
 ) -> inference_pb2.RunTasksRequest:
-    """A RunTasks request."""
     request = inference_pb2.RunTasksRequest(tasks=map(shared_task, tasks))
     return _asking(request, options, image)
 
@@ -109,14 +103,13 @@ def run_tasks(
 def generate(
     image: media_pb2.Image | None, task: Task, options: Options
 ) -> inference_pb2.GenerateRequest:
-    """A Generate request."""
     return _asking(inference_pb2.GenerateRequest(task=task_message(task)), options, image)
 
 
 def abort(
     request_id: str | None, session_id: str | None, everything: bool
 ) -> admin_pb2.AbortRequest:
-    """An Abort request; ValueError unless exactly one target is named."""
+    """ValueError unless exactly one target is named."""
     if (request_id is not None) + (session_id is not None) + everything != 1:
         raise ValueError("name either a request_id, or a session_id, or everything=True")
     if request_id is not None:
@@ -127,20 +120,17 @@ def abort(
 
 
 def drain(grace: float | None) -> admin_pb2.DrainRequest:
-    """A Drain request."""
     return admin_pb2.DrainRequest(grace=None if grace is None else duration(grace))
 
 
 def _question(
     request: QuestionT, sampling: Sampling, options: Options, image: media_pb2.Image | None
 ) -> QuestionT:
-    """`request` with what a question alone may say besides."""
     _set_sampling(request.sampling, sampling)
     return _asking(request, options, image)
 
 
 def _asking(request: RequestT, options: Options, image: media_pb2.Image | None) -> RequestT:
-    """`request` with its options, its frame and its image, where it has any."""
     _set_options(request.options, options)
     if options.stamp is not None:
         request.stamp.CopyFrom(stamp_message(options.stamp))
@@ -150,13 +140,11 @@ def _asking(request: RequestT, options: Options, image: media_pb2.Image | None) 
 
 
 def shared_task(asked: Task) -> task_pb2.Task:
-    """A Task message of a call whose image is that of several tasks."""
     refuse_images(asked)
     return task_message(asked)
 
 
 def task_message(asked: Task) -> task_pb2.Task:
-    """A Task message."""
     message = task_pb2.Task(task_id=asked.task_id)
     _set_sampling(message.sampling, asked.sampling)
     match asked:
@@ -197,7 +185,7 @@ def _length(task: CaptionTask) -> task_pb2.CaptionLength.ValueType:
 
 
 def _set_sampling(message: task_pb2.Sampling, sampling: Sampling) -> None:
-    """Only what is not the server's to choose, so that a default leaves no message at all."""
+    """A default leaves no message at all."""
     if sampling.temperature is not None:
         message.temperature = sampling.temperature
     if sampling.top_p is not None:
@@ -224,7 +212,6 @@ def _refs(refs: Iterable[SpatialRef]) -> list[geometry_pb2.SpatialRef]:
 
 
 def _set_options(message: inference_pb2.RequestOptions, options: Options) -> None:
-    """As `_set_sampling`."""
     if options.request_id:
         message.request_id = options.request_id
     if options.model:
@@ -240,7 +227,6 @@ def _set_options(message: inference_pb2.RequestOptions, options: Options) -> Non
 
 
 def stamp_message(stamp: FrameStamp) -> media_pb2.FrameStamp:
-    """A FrameStamp message."""
     capture_time = None
     if stamp.capture_time_ns is not None:
         capture_time = timestamp_pb2.Timestamp()
@@ -251,7 +237,7 @@ def stamp_message(stamp: FrameStamp) -> media_pb2.FrameStamp:
 
 
 def duration(seconds: float) -> duration_pb2.Duration:
-    """Seconds as protobuf; ValueError when they are negative."""
+    """ValueError for negative seconds."""
     if seconds < 0:
         raise ValueError(f"a time must not be negative, got {seconds}")
     message = duration_pb2.Duration()

@@ -1,4 +1,4 @@
-"""Protobuf answers to Python values: pure functions shared by both clients."""
+"""Protobuf responses to Python values."""
 
 from __future__ import annotations
 
@@ -22,33 +22,28 @@ _FINISH_REASONS: EnumDescriptor = task_pb2.FinishReason.DESCRIPTOR
 
 
 def query(response: inference_pb2.QueryResponse) -> results.QueryResult:
-    """The value of a Query answer."""
     thought = _reasoning(response.reasoning) if response.HasField("reasoning") else None
     return results.QueryResult(response.answer, thought, _info(response.info))
 
 
 def caption(response: inference_pb2.CaptionResponse) -> results.CaptionResult:
-    """The value of a Caption answer."""
     return results.CaptionResult(response.caption, _info(response.info))
 
 
 def detect(response: inference_pb2.DetectResponse) -> results.DetectResult:
-    """The value of a Detect answer."""
     return results.DetectResult(tuple(map(_detection, response.objects)), _info(response.info))
 
 
 def point(response: inference_pb2.PointResponse) -> results.PointResult:
-    """The value of a Point answer."""
     return results.PointResult(tuple(map(_pointed, response.points)), _info(response.info))
 
 
 def segment(response: inference_pb2.SegmentResponse) -> results.SegmentResult:
-    """The value of a Segment answer."""
     return results.SegmentResult(tuple(map(_outline, response.segments)), _info(response.info))
 
 
 def run_tasks(response: inference_pb2.RunTasksResponse) -> tuple[TaskOutcome, ...]:
-    """One outcome per task, in the order asked; a failed task is its error, not raised."""
+    """In the order of the tasks; a failed task is its error, not raised."""
     info = _info(response.info)
     tokens = [_tokens(each.tokens) for each in response.tokens]
     return tuple(
@@ -58,16 +53,16 @@ def run_tasks(response: inference_pb2.RunTasksResponse) -> tuple[TaskOutcome, ..
 
 
 def event(response: inference_pb2.GenerateResponse) -> events.Event | None:
-    """The typed event, or None for a heartbeat or a kind this client does not know.
+    """None for a heartbeat or a kind this client does not know.
 
-    Raises the typed error of a `Finished` whose task failed.
+    Raises the error of a `Finished` whose task failed.
     """
     kind = response.WhichOneof("event")
     return _EVENTS[kind](getattr(response, kind)) if kind in _EVENTS else None
 
 
 def outcome(result: task_pb2.TaskResult, shared: results.ResponseInfo) -> TaskOutcome:
-    """A task's result with its own finish reason, usage and timings where it has them."""
+    """A task's own finish reason, usage and timings replace the shared ones."""
     reason = _finish_reason(result.finish_reason)
     info = dataclasses.replace(
         shared,
@@ -208,7 +203,7 @@ def _finish_reason(number: int) -> str:
 
 @functools.lru_cache(256)  # every answer names one, always of the same few
 def enum_word(enum: EnumDescriptor, number: int) -> str:
-    """A value's own part of its name in lower case; "unspecified" for one of a newer contract."""
+    """Without the enum's prefix; "unspecified" for a value of a newer contract."""
     value = enum.values_by_number.get(number)
     if value is None:
         return "unspecified"
@@ -238,12 +233,10 @@ def _timings(message: task_pb2.Timings) -> results.Timings:
 
 
 def image_info(message: media_pb2.ImageInfo) -> results.ImageInfo:
-    """The image as answered about."""
     return results.ImageInfo(message.image_id, message.width, message.height, message.cache_hit)
 
 
 def stamp(message: media_pb2.FrameStamp) -> results.FrameStamp:
-    """A frame's identity."""
     capture_time = message.capture_time if message.HasField("capture_time") else None
     return results.FrameStamp(
         frame_id=message.frame_id,
@@ -253,7 +246,6 @@ def stamp(message: media_pb2.FrameStamp) -> results.FrameStamp:
 
 
 def seconds(duration: duration_pb2.Duration) -> float:
-    """A duration in seconds."""
     return duration.seconds + duration.nanos / 1e9
 
 

@@ -1,4 +1,4 @@
-"""Answers about the server and about held images to Python values: pure functions."""
+"""Server and image responses as Python values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from legato_client._values import server
 
 
 def server_info(response: server_pb2.GetServerInfoResponse) -> server.ServerInfo:
-    """The value of a GetServerInfo answer."""
     limits = response.limits
     return server.ServerInfo(
         name=response.name,
@@ -36,20 +35,18 @@ def server_info(response: server_pb2.GetServerInfoResponse) -> server.ServerInfo
 
 
 def models(response: server_pb2.ListModelsResponse) -> tuple[tuple[server.ModelInfo, ...], str]:
-    """One page of served models and the token of the next page, empty at the end."""
+    """The token of the next page is empty at the end."""
     return tuple(map(_model, response.models)), response.next_page_token
 
 
 def held_image(response: image_pb2.PutImageResponse) -> HeldImage:
-    """The value of a PutImage answer."""
     image, expires = response.image, None
     if response.HasField("expire_time"):
         expires = response.expire_time.ToDatetime(datetime.UTC)
     return HeldImage(image.image_id, image.width, image.height, expires)
 
 
-def nothing(response: image_pb2.DeleteImageResponse) -> None:
-    """The value of an answer that says nothing but OK."""
+def nothing(response: image_pb2.DeleteImageResponse) -> None: ...
 
 
 def _model(message: server_pb2.Model) -> server.ModelInfo:

@@ -1,4 +1,4 @@
-"""What a session says, as Python values."""
+"""Session responses as Python values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from legato_client._values import results, session
 
 
 def terms(message: session_pb2.SessionOpened) -> session.SessionTerms:
-    """What the server granted."""
     return session.SessionTerms(
         session_id=message.session_id,
         model=message.model,
@@ -20,7 +19,6 @@ def terms(message: session_pb2.SessionOpened) -> session.SessionTerms:
 
 
 def result(message: session_pb2.FrameResult, model: str) -> session.FrameResult:
-    """One task's end on one frame."""
     stamp = responses.stamp(message.stamp)
     image = responses.image_info(message.image) if message.HasField("image") else None
     shared = results.ResponseInfo("", model, "unspecified", image=image, stamp=stamp)
@@ -34,13 +32,12 @@ def result(message: session_pb2.FrameResult, model: str) -> session.FrameResult:
 
 
 def dropped(message: session_pb2.FrameDropped) -> session.FrameDropped:
-    """A frame that gets no results."""
     reason = responses.enum_word(session_pb2.DropReason.DESCRIPTOR, message.reason)
     return session.FrameDropped(message.sequence, reason, message.dropped_total)
 
 
 def delta(message: session_pb2.FrameDelta) -> session.FrameDelta | None:
-    """An event of a running task; None for a kind this client does not know."""
+    """None for a kind this client does not know."""
     event = responses.event(message.event)
     if event is None:
         return None
@@ -48,6 +45,5 @@ def delta(message: session_pb2.FrameDelta) -> session.FrameDelta | None:
 
 
 def go_away(message: session_pb2.SessionGoAway) -> session.GoAway:
-    """The server's notice."""
     reason = _errors.from_status(message.reason) if message.reason.code else None
     return session.GoAway(responses.seconds(message.time_left), reason)

@@ -15,14 +15,14 @@ CHUNK_BYTES = 256 * 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Upload:
-    """A header and the bytes it announces; `requests` may be asked for again by a retry."""
+    """A header and the bytes it announces; a retry calls `requests` again."""
 
     header: image_pb2.PutImageHeader
     data: bytes
 
     @classmethod
     def of(cls, image: media_pb2.Image, ttl: float | None) -> Upload:
-        """The upload of an image that has its bytes; TypeError for one that only names them."""
+        """TypeError for an image without bytes of its own."""
         header = image_pb2.PutImageHeader()
         match image.WhichOneof("source"):
             case "encoded":
@@ -40,7 +40,7 @@ class Upload:
         return cls(header, data)
 
     def requests(self) -> Iterator[bytes]:
-        """The messages, the header first."""
+        """The header first."""
         yield image_pb2.PutImageRequest(header=self.header).SerializeToString()
         for start in range(0, len(self.data), CHUNK_BYTES):
             chunk = self.data[start : start + CHUNK_BYTES]

@@ -1,4 +1,4 @@
-"""Images for Pillow: whatever a caller may hold, opened for drawing on it. Needs Pillow."""
+"""Any image as a Pillow image. Needs Pillow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHROMA = [min(255, max(0, round((value - 128) * 255 / 224 + 128))) for value in
 
 
 def open_upright(image: ImageInput) -> Image.Image:
-    """An upright RGB copy; TypeError for an image whose pixels only the server has."""
+    """TypeError for an image whose pixels only the server has."""
     if isinstance(image, CachedImage | SharedFrame):
         raise TypeError("only the server has the pixels of a cached or shared image")
     if isinstance(image, RawFrame):
@@ -64,5 +64,5 @@ def _from_frame(frame: RawFrame) -> Image.Image:
 
 
 def _padded(data: bytes, stride: int) -> bytes:
-    """The rows with the last one as long as the others, as Pillow reads them."""
+    """Pillow reads a last row as long as the others."""
     return data + bytes(-len(data) % stride)

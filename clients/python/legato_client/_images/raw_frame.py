@@ -1,4 +1,4 @@
-"""Pixels as a camera or a robot's driver holds them."""
+"""Raw pixels."""
 
 from __future__ import annotations
 

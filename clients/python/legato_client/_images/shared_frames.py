@@ -1,8 +1,7 @@
 """Frames for a server on this host, through shared memory: the writer's side of `SharedImage`.
 
 A region is a ring of slots. Each has a generation that is odd while the slot is written, so that
-the server notices a frame that was overwritten while it was read. numpy is not needed, and never
-imported here.
+the server notices a frame that was overwritten while it was read. numpy is never imported here.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ class SharedFrames:
             self._changed.notify()
 
     def _fill(self, slot: int, data: memoryview) -> int:
-        """The slot's new generation. Every store is a system call, so that none passes another."""
+        """Every store is a system call, so that none passes another."""
         with self._changed:  # `close` must not take the file away meanwhile
             self._check_open()
             header = slot * self._stride
@@ -210,7 +209,7 @@ def _folder() -> Path:
 
 def _remove(file: int, path: Path, owner: int) -> None:
     os.close(file)
-    if os.getpid() == owner:  # and not a process that was forked from it
+    if os.getpid() == owner:  # not a process that was forked from it
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
 
@@ -222,7 +221,6 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
 
 
 def _bytes_of(frame: Frame) -> tuple[memoryview, media_pb2.PixelLayout | None]:
-    """A frame's bytes, and the layout of one that has a shape."""
     if isinstance(frame, bytes | bytearray | memoryview):
         return memoryview(frame).cast("B"), None
     shaped = frame if isinstance(frame, RawFrame) else RawFrame.from_array(frame)

@@ -1,8 +1,4 @@
-"""Images in every shape a caller may hold, as protobuf.
-
-Pillow and numpy are never imported here: an object of theirs can only be passed by a program that
-imported them.
-"""
+"""Images of every type, as protobuf. Never imports Pillow or numpy."""
 
 from __future__ import annotations
 
@@ -70,7 +66,7 @@ def to_image(image: ImageInput) -> media_pb2.Image:
         return _encoded(Path(image).read_bytes())
     if isinstance(image, RawFrame | SharedFrame):
         return image.to_image()
-    array_or_image: Any = image  # its class is looked up by name, which narrows nothing
+    array_or_image: Any = image  # the lookup by name narrows nothing
     if _is_instance(image, "numpy", "ndarray"):
         return RawFrame.from_array(array_or_image).to_image()
     if _is_instance(image, "PIL.Image", "Image"):
@@ -79,7 +75,7 @@ def to_image(image: ImageInput) -> media_pb2.Image:
 
 
 def is_ready(image: ImageInput) -> bool:
-    """Whether `to_image` has nothing to read, copy or encode."""
+    """`to_image` has nothing to read, copy or encode."""
     return isinstance(image, CachedImage | SharedFrame | bytes)
 
 
@@ -89,8 +85,8 @@ def _is_instance(value: object, module: str, name: str) -> bool:
 
 
 def _encoded(data: bytes) -> media_pb2.Image:
-    # The server sniffs the type; a wrong claim would be an error, an absent one is not.
-    image = media_pb2.Image()  # filled in place: a message given to a constructor is copied slowly
+    # The server sniffs the type; a wrong claim would be an error.
+    image = media_pb2.Image()  # in place: a message given to a constructor is copied slowly
     image.encoded.data = data
     return image
 

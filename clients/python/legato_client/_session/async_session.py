@@ -237,9 +237,9 @@ class AsyncSession:
             self._end(self._state.broken())
 
     async def _read_all(self, call: _Call) -> None:
-        """Read until the stream ends with OK; raises when it ends otherwise, or falls silent.
+        """Read until the stream ends with OK; raise when it ends otherwise, or falls silent.
 
-        It iterates: `read` gives up what has arrived as soon as a write has failed.
+        Iterate: `read` gives up what has arrived as soon as a write has failed.
         """
         messages = aiter(call)
         while True:
@@ -257,7 +257,7 @@ class AsyncSession:
             self._wake()
 
     async def _write(self, call: _Call) -> None:
-        # A write to an ended call fails; why it ended is for the reader to tell.
+        # A write to an ended call fails; the reader finds out why it ended.
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             while (message := await self._requests.get()) is not None:
                 await call.write(message)

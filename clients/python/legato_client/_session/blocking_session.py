@@ -156,7 +156,7 @@ class Session:
             self._changed.notify_all()
         if self._call is not None:
             self._call.cancel()
-        self._requests.put(None)  # gRPC's writing thread waits for it
+        self._requests.put(None)  # ends gRPC's writing thread
         if self._reader is not None:
             self._reader.join()
 
@@ -240,7 +240,7 @@ class Session:
             with self._changed:
                 self._state.end(error)
                 self._changed.notify_all()
-            self._requests.put(None)  # gRPC's writing thread waits for it
+            self._requests.put(None)  # ends gRPC's writing thread
 
     def _receive(self, message: session_pb2.SessionResponse) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""How a session is to be opened and kept."""
+"""The settings of a session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SEND_TIMEOUT = 10.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionPlan:
-    """The first message, and what only this side needs to know; times are in seconds."""
+    """The first message, and what only this side needs; times are in seconds."""
 
     opening: session_pb2.SessionOpen
     when_full: WhenFull
@@ -37,15 +37,12 @@ class SessionPlan:
     window: int
 
     def first_message(self) -> bytes:
-        """Opens the session."""
         return session_pb2.SessionRequest(open=self.opening).SerializeToString()
 
     def not_opened(self) -> DeadlineExceeded:
-        """The error of a server that does not answer."""
         return DeadlineExceeded(f"the session was not opened within {self.open_timeout:g} s")
 
     def no_room(self) -> DeadlineExceeded:
-        """The error of a frame that waited in vain."""
         return DeadlineExceeded(
             f"the server took no further frame within {self.send_timeout:g} s: read the answers, "
             "send fewer frames, or use when_full='drop'"

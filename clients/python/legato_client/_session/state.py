@@ -1,6 +1,6 @@
 """The rules of a session, as a value that neither waits nor sends.
 
-Both faces drive it: they read messages into it, write what it makes, and wait where it says.
+Both sessions read messages into it, write what it makes, and wait where it says.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ LEAST_PATIENCE = 1.0  # seconds; a busy machine may miss several short heartbeat
 
 
 class SessionState:
-    """What was sent and said so far; `window` is how many answers may lie unread.
+    """What was sent and received so far; at most `window` answers may lie unread.
 
-    A frame is unacknowledged until `accepted`, `dropped` or its last result says that the server
-    has it; only these count against the credits. It is open until its last result or its drop.
+    A frame is unacknowledged, and counts against the credits, until `accepted`, `dropped` or its
+    last result. It is open until its last result or its drop.
     """
 
     def __init__(self, window: int) -> None:
         self.terms: SessionTerms | None = None
         self.stats = SessionStats()
         self._window = window
-        self._num_read = 0  # answers not granted again yet
+        self._num_read = 0  # not granted again yet
         self._next_index = 0
         self._last_sequence = 0
         self._credits = 0
@@ -64,17 +64,15 @@ class SessionState:
 
     @property
     def has_credit(self) -> bool:
-        """Whether one more frame may be sent now."""
         return len(self._unacknowledged) + self._reserved < self._credits
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be said."""
         return self._over
 
     @property
     def is_open(self) -> bool:
-        """Whether the server opened the session, or it is over already."""
+        """Also true when it is over."""
         return self._over or self.terms is not None
 
     @property
@@ -84,7 +82,6 @@ class SessionState:
         return max(SILENT_INTERVALS * interval, LEAST_PATIENCE) if interval else None
 
     def silence(self) -> Unavailable:
-        """The error of a server that counts as lost."""
         return Unavailable(f"the server has been silent for {self.patience or 0:g} s")
 
     def broken(self) -> InternalError:
@@ -92,7 +89,6 @@ class SessionState:
         return InternalError("the session's reader ended unexpectedly")
 
     def granted(self) -> SessionTerms:
-        """What the server granted."""
         if self.terms is None:
             raise _not_open()
         return self.terms
@@ -115,23 +111,20 @@ class SessionState:
             raise Unavailable("the server is ending this session: open another one")
 
     def raise_end(self) -> None:
-        """Raise what the session failed with, if it failed."""
         if self._error is not None:
             raise self._error
 
     # ------------------------------------------------------------ this side
 
     def reserve(self) -> None:
-        """Take a credit for the frame that is being made."""
         assert self.has_credit, "ask first"
         self._reserved += 1
 
     def release(self) -> None:
-        """Give the credit back: there will be no frame."""
+        """The frame was not made."""
         self._reserved -= 1
 
     def skip(self) -> None:
-        """A frame was left out for want of a credit."""
         self.stats = dataclasses.replace(self.stats, skipped=self.stats.skipped + 1)
 
     def frame(
@@ -143,11 +136,11 @@ class SessionState:
         skip_standing_tasks: bool,
         must_run: bool,
     ) -> tuple[int, bytes]:
-        """The frame's sequence and message; uses up a reserved credit, and `image`.
+        """Use up a reserved credit, and `image`; return the sequence and the message.
 
         A stamp without a sequence gets the next one. `slot` is released once the server has the
-        frame, or will not have it any more. Raises SessionProtocol when it has one that
-        does not grow.
+        frame, or will not have it any more. Raises SessionProtocol for a sequence that does not
+        grow.
         """
         stamp = stamp or FrameStamp()
         sequence = stamp.sequence or self._last_sequence + 1
@@ -175,12 +168,11 @@ class SessionState:
         return sequence, data
 
     def read(self, answer: Answer) -> None:
-        """The program took an answer: there is room for another."""
         if isinstance(answer, FrameResult | FrameDelta):
             self._num_read += 1
 
     def grant(self) -> bytes | None:
-        """The message that grants what was read since the last one, once it is worth a message."""
+        """Grant what was read, once it is worth a message."""
         if self._num_read < (self._window + 1) // 2 or self._finished or self._over:
             return None
         grant = session_pb2.GrantCredits(responses=self._num_read)
@@ -188,7 +180,7 @@ class SessionState:
         return session_pb2.SessionRequest(grant=grant).SerializeToString()
 
     def cancel(self, sequence: int | None, task_id: str | None) -> bytes:
-        """The message that stops a frame or the tasks of an id; ValueError unless it is one."""
+        """ValueError unless exactly one target is named."""
         target = session_pb2.CancelFrame()
         if sequence is not None and task_id is None:
             target.sequence = sequence
@@ -199,18 +191,16 @@ class SessionState:
         return session_pb2.SessionRequest(cancel=target).SerializeToString()
 
     def update(self, tasks: Sequence[_tasks.Task]) -> bytes:
-        """The message that replaces the standing tasks."""
         update = session_pb2.UpdateTasks(standing_tasks=map(requests.shared_task, tasks))
         return session_pb2.SessionRequest(update=update).SerializeToString()
 
     def finish(self) -> None:
-        """Nothing more will be sent."""
         self._finished = True
 
     # ------------------------------------------------------------ the server's side
 
     def receive(self, message: session_pb2.SessionResponse) -> Answer | None:
-        """The answer for the program, if the message is one.
+        """Return the answer for the program, if any.
 
         Raises IncompleteStream when a message was lost, and InternalError when the server breaks
         the contract.
@@ -241,7 +231,7 @@ class SessionState:
         return None
 
     def end(self, error: LegatoError | None) -> None:
-        """The stream ended, with OK or an error; only the first end counts."""
+        """Only the first end counts."""
         if self._over:
             return
         self._end()
@@ -250,7 +240,7 @@ class SessionState:
         self._error = error
 
     def close(self) -> None:
-        """The program wants no more; what is unanswered is its own doing."""
+        """Unanswered frames are no error then."""
         self._end()
 
     def _opened(self, opened: session_pb2.SessionOpened) -> None:

@@ -1,4 +1,4 @@
-"""The status that a server ended an asyncio call with, while this side was still writing."""
+"""The status that a server ended an asyncio call with during a write."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import grpc.aio
 ValueT = TypeVar("ValueT")
 
 _FAILED_WRITE = "Internal error from Core"
-_PATIENCE = 1.0  # seconds for the status of a call that is known to have ended
+_PATIENCE = 1.0  # seconds for the status of an ended call
 
 
 class ServerStatus:
     """Notes a call's status before grpc.aio writes another one over it.
 
-    When a call ends while a message is being written, grpc.aio ends the call with an INTERNAL of
-    its own, whether the server's status is there already or not. Each of the two is told to the
-    call's callbacks as it comes; the one that is not of that kind is the server's.
+    When a call ends during a write, grpc.aio ends it with an INTERNAL of its own, whether or not
+    the server's status is there. The call's callbacks get both.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:
@@ -29,7 +28,7 @@ class ServerStatus:
         call.add_done_callback(self._note)
 
     async def instead_of(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """The server's status where `error` is of grpc.aio's own making, else `error`."""
+        """Replaces only an error of grpc.aio's own making."""
         if not _is_failed_write(error.code(), error.details()):
             return error
         try:
@@ -51,7 +50,7 @@ def _is_failed_write(code: grpc.StatusCode, details: str | None) -> bool:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, ValueT]) -> ValueT:
-    """The value of a coroutine that has nothing to wait for: the call is done."""
+    """The call is done, so the coroutine has nothing to wait for."""
     try:
         coroutine.send(None)
     except StopIteration as done:

@@ -21,7 +21,7 @@ ValueT = TypeVar("ValueT")
 
 
 class AsyncTransport:
-    """Over a `grpc.aio` channel, which opens at the first call, in the loop that makes it."""
+    """Over a `grpc.aio` channel, which opens at the first call, in its loop."""
 
     def __init__(self, settings: Settings) -> None:
         self.metadata = grpc.aio.Metadata(*settings.metadata)  # else it is made for every call
@@ -32,7 +32,6 @@ class AsyncTransport:
     async def unary(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
     ) -> ResponseT:
-        """See `Transport`."""
         start = self._starts.get(method.path)
         if start is None:
             start = self._starts[method.path] = self.channel.unary_unary(
@@ -46,7 +45,6 @@ class AsyncTransport:
     async def upload(
         self, method: Method[ResponseT, ValueT], requests: Iterator[bytes], timeout: float
     ) -> ResponseT:
-        """See `Transport`."""
         start: grpc.aio.StreamUnaryMultiCallable[Any, ResponseT] = self.channel.stream_unary(
             method.path, response_deserializer=method.response.FromString
         )
@@ -60,7 +58,6 @@ class AsyncTransport:
     async def stream(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
     ) -> AsyncGenerator[ResponseT, None]:
-        """See `Transport`."""
         start: grpc.aio.UnaryStreamMultiCallable[bytes, ResponseT] = self.channel.unary_stream(
             method.path, response_deserializer=method.response.FromString
         )
@@ -74,15 +71,13 @@ class AsyncTransport:
             call.cancel()
 
     async def run(self, work: Callable[[], ValueT]) -> ValueT:
-        """See `Transport`; on a worker thread."""
         return await asyncio.to_thread(work)
 
     async def sleep(self, seconds: float) -> None:
-        """See `Transport`."""
         await asyncio.sleep(seconds)
 
     async def close(self) -> None:
-        """End running calls and the connection; a later call opens another one."""
+        """A later call opens another connection."""
         if self._channel is not None:
             channel, self._channel = self._channel, None
             self._starts.clear()
@@ -90,7 +85,6 @@ class AsyncTransport:
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """The channel, of the running loop."""
         if self._channel is None:
             target, options = self._settings.target, self._settings.channel_options
             credentials = self._settings.credentials

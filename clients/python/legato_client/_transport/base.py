@@ -1,9 +1,8 @@
 # ruff: noqa: ASYNC109 - `timeout` is the gRPC deadline: the server must know it too
 """The seam between what a call means and how its bytes travel.
 
-`ClientMethods` is written once, as coroutines over this seam. Over asyncio they suspend as any
-coroutine; over a blocking channel each step blocks instead, so a coroutine completes without an
-event loop.
+`ClientMethods` is written once, as coroutines. Over a blocking channel each step blocks, so they
+complete without an event loop.
 """
 
 from __future__ import annotations
@@ -20,33 +19,27 @@ ValueT = TypeVar("ValueT")
 
 
 class Transport(Protocol):
-    """Sends requests that are bytes already; `timeout` is the gRPC deadline in seconds.
+    """Sends serialized requests; `timeout` is the gRPC deadline in seconds.
 
     Failures are raised as `LegatoError`.
     """
 
     async def unary(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
-    ) -> ResponseT:
-        """One request, one response."""
-        ...
+    ) -> ResponseT: ...
 
     async def upload(
         self, method: Method[ResponseT, ValueT], requests: Iterator[bytes], timeout: float
-    ) -> ResponseT:
-        """Many requests, one response."""
-        ...
+    ) -> ResponseT: ...
 
     def stream(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
     ) -> AsyncGenerator[ResponseT, None]:
-        """One request, many responses; closing it early cancels the call."""
+        """Closing it early cancels the call."""
         ...
 
     async def run(self, work: Callable[[], ValueT]) -> ValueT:
-        """Run blocking or slow work without blocking the event loop."""
+        """Does not block the event loop."""
         ...
 
-    async def sleep(self, seconds: float) -> None:
-        """Wait for `seconds`."""
-        ...
+    async def sleep(self, seconds: float) -> None: ...

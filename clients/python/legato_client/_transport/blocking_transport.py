@@ -19,7 +19,7 @@ ValueT = TypeVar("ValueT")
 
 
 def run(call: Coroutine[Any, Any, ValueT]) -> ValueT:
-    """The value of a coroutine over a `BlockingTransport`, which blocks and never suspends."""
+    """The coroutine blocks and never suspends."""
     try:
         call.send(None)
     except StopIteration as done:
@@ -44,7 +44,6 @@ class BlockingTransport:
     async def unary(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
     ) -> ResponseT:
-        """See `Transport`."""
         start = self._starts.get(method.path)
         if start is None:
             start = self._starts[method.path] = self.channel.unary_unary(
@@ -58,7 +57,6 @@ class BlockingTransport:
     async def upload(
         self, method: Method[ResponseT, ValueT], requests: Iterator[bytes], timeout: float
     ) -> ResponseT:
-        """See `Transport`."""
         start: grpc.StreamUnaryMultiCallable[bytes, ResponseT] = self.channel.stream_unary(
             method.path, response_deserializer=method.response.FromString
         )
@@ -70,7 +68,6 @@ class BlockingTransport:
     async def stream(
         self, method: Method[ResponseT, ValueT], request: bytes, timeout: float
     ) -> AsyncGenerator[ResponseT, None]:
-        """See `Transport`."""
         start: grpc.UnaryStreamMultiCallable[bytes, ResponseT] = self.channel.unary_stream(
             method.path, response_deserializer=method.response.FromString
         )
@@ -84,13 +81,10 @@ class BlockingTransport:
             call.cancel()
 
     async def run(self, work: Callable[[], ValueT]) -> ValueT:
-        """See `Transport`; here and now."""
         return work()
 
     async def sleep(self, seconds: float) -> None:
-        """See `Transport`."""
         time.sleep(seconds)
 
     def close(self) -> None:
-        """End running calls and the connection."""
         self.channel.close()

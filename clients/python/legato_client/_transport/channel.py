@@ -1,4 +1,4 @@
-"""Everything a channel of this package is told: sizes, keep-alive, retries, metadata."""
+"""The options of a channel: sizes, keep-alive, retries, metadata."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ DEFAULT_TIMEOUT = 60.0  # seconds, unary
 DEFAULT_STREAM_TIMEOUT = 600.0  # seconds, Generate from start to end
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 MAX_ATTEMPTS = service_config.max_attempts()
-COMMON_REQUEST_BYTES = 4 * 1024 * 1024  # what any gRPC server takes unless it was told otherwise
+COMMON_REQUEST_BYTES = 4 * 1024 * 1024  # any gRPC server takes this by default
 
 Metadata = tuple[tuple[str, str], ...]
 ChannelOptions = tuple[tuple[str, Any], ...]
 
 
 def default_target() -> str:
-    """The server named by LEGATO_SERVER, else the local default port."""
     return os.environ.get("LEGATO_SERVER") or DEFAULT_TARGET
 
 
 def channel_options(max_message_bytes: int, target: str) -> ChannelOptions:
-    """GRPC channel arguments for a channel to `target`."""
     return (
         ("grpc.service_config", service_config.of_target(target)),
         ("grpc.enable_retries", 1),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        # A restarted server is found again within seconds, not after the default's two minutes.
+        # A restarted server is found within seconds, not after the default's two minutes.
         ("grpc.max_reconnect_backoff_ms", 5_000),
-        # Slower than the fastest ping a Legato server allows (10 s). The ping timeout is what finds
-        # a frozen peer; the keep-alive timeout alone only finds a vanished host.
+        # Slower than the fastest ping a Legato server allows (10 s). The ping timeout finds a
+        # frozen peer; the keep-alive timeout alone only finds a vanished host.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
@@ -49,7 +47,7 @@ def channel_options(max_message_bytes: int, target: str) -> ChannelOptions:
 def call_metadata(
     token: str | None, priority: int | None, tenant: str | None, extra: Metadata
 ) -> Metadata:
-    """Headers of every call; keys in lower case as gRPC demands."""
+    """Keys are in lower case, as gRPC demands."""
     own: Metadata = (("legato-client", f"python/{version()}/{CONTRACT_REVISION}"),)
     if token:
         own += (("authorization", f"Bearer {token}"),)
@@ -61,10 +59,10 @@ def call_metadata(
 
 
 def serialize(request: Message, limit: int, file: bytes | None = None) -> bytes:
-    """A request's bytes, made once for all attempts; see `to_bytes`.
+    """Serialize a request once for all attempts.
 
-    An oversize one is refused here, where the error can say so. In the transport it would fail as
-    RESOURCE_EXHAUSTED without details, which looks like load.
+    In the transport an oversize one would fail as RESOURCE_EXHAUSTED without details, which looks
+    like load.
     """
     data = to_bytes(request, file)
     check_size(len(data), limit)
@@ -72,7 +70,6 @@ def serialize(request: Message, limit: int, file: bytes | None = None) -> bytes:
 
 
 def check_size(num_bytes: int, limit: int) -> None:
-    """Raise InvalidArgument for a request of more than `limit` bytes."""
     if num_bytes > limit:
         raise InvalidArgument(
             f"the request has {num_bytes} bytes, the limit is {limit}",
@@ -88,14 +85,13 @@ class Deadline:
         self._end = time.monotonic() + timeout
 
     def left(self) -> float:
-        """Seconds left, never negative."""
         return max(0.0, self._end - time.monotonic())
 
 
 def busy_delay(error: Busy, attempt: int, time_left: float) -> float | None:
-    """Seconds to wait before attempt `attempt` + 1, or None when the error must be raised.
+    """Seconds until the next attempt, or None when the error must be raised.
 
-    gRPC itself retries UNAVAILABLE; a busy server is asked again only when it says when.
+    gRPC itself retries UNAVAILABLE; a busy server gets a retry only when it says when.
     """
     if error.retry_after is None:
         return None

@@ -1,9 +1,8 @@
-"""What gRPC has to know before it is imported, which it reads then and never again.
+"""The environment that gRPC reads once, when it is imported.
 
-Connections are read by the thread that waits for an answer. Otherwise threads of gRPC's own read
-them, and three of those wake each other before the one that waits. The environment is left as it
-was, for this program's children; what it says of this itself holds, and so does what gRPC read when
-the program imported it before this package.
+The thread that waits for an answer reads the connection. Otherwise three threads of gRPC's own wake
+each other before it. The environment is restored for this program's children. A setting of the
+program's own holds, and so does what gRPC read when it was imported before this package.
 """
 
 from __future__ import annotations

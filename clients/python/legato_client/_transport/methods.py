@@ -1,4 +1,4 @@
-"""The calls this client makes: path, answer type and how to read it."""
+"""The RPCs of this client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Method(Generic[ResponseT, ValueT]):
-    """One RPC; `parse` turns an answer message into a value."""
+    """One RPC; `parse` turns its response into a value."""
 
     path: str
     response: type[ResponseT]
@@ -52,9 +52,9 @@ DRAIN = Method(_ADMIN + "Drain", admin_pb2.DrainResponse, admin.unfinished)
 
 
 class EventReader:
-    """Checks one Generate stream's grammar while turning its messages into events.
+    """Checks the grammar of one Generate stream and converts its messages.
 
-    Whatever code a broken path ends a stream with, the absence of `Finished` is what tells.
+    A broken path may end a stream with any code; the absence of `Finished` is what tells.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class EventReader:
         self._finished: events.Finished | None = None
 
     def read(self, message: inference_pb2.GenerateResponse) -> events.Event | None:
-        """The event, or None for one to be skipped; `Finished` is kept for the end.
+        """None for an event to be skipped; `Finished` is kept for the end.
 
         Raises IncompleteStream when an event was lost, and the task's own error when it failed.
         """
@@ -78,7 +78,7 @@ class EventReader:
         return event
 
     def end(self) -> events.Finished:
-        """The last event, given once the stream ended with OK: to stop at it cancels nothing.
+        """The last event, given after the stream ended with OK: to stop at it cancels nothing.
 
         Raises IncompleteStream when there was none.
         """

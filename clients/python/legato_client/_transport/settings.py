@@ -1,4 +1,4 @@
-"""What a client is told when it is made, and what both faces make of it."""
+"""The settings of a client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from legato_client._transport import channel
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """Where the server is and how to talk to it; times are in seconds."""
+    """Times are in seconds."""
 
     target: str
     timeout: float
@@ -22,12 +22,11 @@ class Settings:
 
     @property
     def channel_options(self) -> channel.ChannelOptions:
-        """GRPC channel arguments."""
         return channel.channel_options(self.max_message_bytes, self.target)
 
 
 class ConfiguredClient:
-    """Takes the arguments that both faces share."""
+    """Takes the arguments that both clients share."""
 
     def __init__(
         self,
@@ -54,5 +53,4 @@ class ConfiguredClient:
         )
 
     def _connect(self, settings: Settings) -> None:
-        """Make the transport of this face."""
         raise NotImplementedError

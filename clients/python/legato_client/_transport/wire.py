@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.protobuf.message import Message
 from legato.v1 import media_pb2, session_pb2
 
-_FIELDS = {  # of `Image.source`, those that hold bytes: the number of `data` in them, and theirs
+_FIELDS = {  # of `Image.source`: the number of `data` in it, and its own
     "encoded": (media_pb2.EncodedImage.DATA_FIELD_NUMBER, media_pb2.Image.ENCODED_FIELD_NUMBER),
     "raw": (media_pb2.RawImage.DATA_FIELD_NUMBER, media_pb2.Image.RAW_FIELD_NUMBER),
 }
@@ -15,9 +15,9 @@ _LENGTH_DELIMITED = 2
 def to_bytes(request: Message, file: bytes | None = None) -> bytes:
     """Serialize a request with one copy of its image's bytes; `request` must not be used again.
 
-    `file` is the image if it is an encoded file that the message lacks. protobuf copies a large
-    field several times while it encodes, so the image's bytes are appended as a second `image`
-    field, which a parser merges into the first.
+    `file` is an encoded image that the message lacks. protobuf copies a large field several times
+    while it encodes, so the image's bytes are appended as a second `image` field, which a parser
+    merges into the first.
     """
     if file is not None:
         number = request.DESCRIPTOR.fields_by_name["image"].number
@@ -33,7 +33,7 @@ def to_bytes(request: Message, file: bytes | None = None) -> bytes:
 
 
 def _ending_with(data: bytes, path: tuple[int, ...], request: Message) -> bytes:
-    """Serialize the request and append `data` in the fields of `path`, the innermost first."""
+    """The fields of `path` have the innermost first."""
     tail_size, headers = len(data), b""
     for number in path:
         header = _header(number, tail_size)
@@ -43,7 +43,7 @@ def _ending_with(data: bytes, path: tuple[int, ...], request: Message) -> bytes:
 
 
 def _image_of(request: Message) -> tuple[tuple[int, ...], media_pb2.Image | None]:
-    """The request's image, and the fields that lead to it, the innermost first."""
+    """The fields that lead to the image have the innermost first."""
     if isinstance(request, session_pb2.SessionRequest):
         path = (session_pb2.Frame.IMAGE_FIELD_NUMBER, session_pb2.SessionRequest.FRAME_FIELD_NUMBER)
         return path, request.frame.image if request.HasField("frame") else None
@@ -54,7 +54,6 @@ def _image_of(request: Message) -> tuple[tuple[int, ...], media_pb2.Image | None
 
 
 def _header(number: int, size: int) -> bytes:
-    """What precedes a field of `size` bytes."""
     return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
 
 

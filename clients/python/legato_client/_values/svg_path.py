@@ -1,8 +1,7 @@
 """SVG path text to polygons.
 
-A model writes outlines as short paths of straight strokes; a refiner adds cubic curves, which
-become a few chords each. Other curves are legal too and become one chord to their end point, which
-is as exact as an outline that has them is.
+A model writes straight strokes; a refiner adds cubic curves, which become a few chords each. Other
+curves become one chord to their end point.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ _NUM_ARGUMENTS = {"M": 2, "L": 2, "T": 2, "H": 1, "V": 1, "S": 4, "Q": 4, "C": 6
 def polygons(path: str) -> tuple[Ring, ...]:
     """The rings of a path, each a tuple of (x, y) without a repeated last point.
 
-    Rings of fewer than three points enclose nothing and are left out. Raises ValueError for text
-    that is not a path.
+    Rings of fewer than three points are left out. Raises ValueError for text that is not a path.
     """
     rings: list[list[tuple[float, float]]] = []
     x = y = 0.0
@@ -59,7 +57,7 @@ def _on_curve(
     second: tuple[float, float],
     end: tuple[float, float],
 ) -> list[tuple[float, float]]:
-    """Points of a cubic curve, without its ends."""
+    """Without the ends."""
     points = []
     for step in range(1, _CHORDS):
         u = step / _CHORDS
@@ -76,7 +74,7 @@ def _open(ring: list[tuple[float, float]]) -> Ring:
 
 
 def _strokes(path: str) -> list[tuple[str, list[float]]]:
-    """Commands with exactly their own numbers; repeated number groups repeat the command."""
+    """Repeated number groups repeat the command."""
     strokes: list[tuple[str, list[float]]] = []
     command, numbers = "", list[float]()
     for piece in _pieces(path):

@@ -11,7 +11,7 @@ from legato_client.cli.exits import HELP, CommandError, ExitCode
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that documents the exit codes and reports errors like every other failure."""
+    """Documents the exit codes and reports errors like every other failure."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(epilog=HELP, allow_abbrev=False, **settings)
@@ -22,7 +22,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Where the server is and how to answer."""
     group = parser.add_argument_group("server")
     group.add_argument(
         "--server",
@@ -41,7 +40,6 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen, and by which model."""
     group = parser.add_argument_group("sampling (defaults are the server's)")
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     group.add_argument("--top-p", type=float, metavar="P")
@@ -54,12 +52,10 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """The client that the server options describe."""
     return Client(args.server, timeout=args.timeout, stream_timeout=args.timeout)
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """What the sampling options say."""
     return Sampling(
         temperature=args.temperature,
         top_p=args.top_p,
@@ -71,12 +67,11 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """What the other request options say."""
     return Options(model=args.model, adapter=args.adapter)
 
 
 def count(text: str) -> int:
-    """An argument that the contract carries unsigned."""
+    """A number that the contract carries unsigned."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError("must not be negative")

@@ -1,4 +1,4 @@
-"""`legato demo`: a server, an image, and every answer as it is made."""
+"""`legato demo`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from legato_client.cli.terminal import Terminal
 
 
 def add_command(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     parser = commands.add_parser(
         "demo", help="start a server, ask it about an image, draw the answers, stop it"
     )
@@ -35,7 +34,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """Start, ask, draw, stop. Raises CommandError or LegatoError when any of it fails."""
     forward.require_engine("demo")
     script = _script(args)
     image = script.read_image()

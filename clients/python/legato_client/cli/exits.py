@@ -1,4 +1,4 @@
-"""Why the command ended, as its exit code."""
+"""Exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HELP = (
 
 
 class CommandError(Exception):
-    """The command cannot go on; its message is for the user."""
+    """The message is for the user."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.OTHER) -> None:
         super().__init__(message)
@@ -35,7 +35,6 @@ class CommandError(Exception):
 
 
 def exit_code_of(error: _errors.LegatoError) -> ExitCode:
-    """The exit code that tells a script what a failed call means."""
     match error:
         case _errors.InvalidArgument():
             return ExitCode.USAGE

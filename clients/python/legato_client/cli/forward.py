@@ -1,4 +1,4 @@
-"""Commands that belong to the server's packages: they are started by module name, not imported."""
+"""Commands of the server's packages, started by module name, not imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ _ENGINE_NEEDS = ("legato_service", "legato_engine", "torch", "grpc_health", "msg
 
 
 def command_line(command: str, arguments: Sequence[str]) -> list[str]:
-    """The program that runs a forwarded command. Raises CommandError when it is not installed."""
     require_engine(command)
     module, _ = MODULES[command]
     if importlib.util.find_spec(module) is None:
@@ -27,7 +26,7 @@ def command_line(command: str, arguments: Sequence[str]) -> list[str]:
 
 
 def run(command: str, arguments: Sequence[str]) -> None:
-    """Become that program: signals and the exit code are its own from here on."""
+    """Become that program: signals and the exit code are its own."""
     program = command_line(command, arguments)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""`legato info`: what the server is, serves and accepts."""
+"""`legato info`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from legato_client.cli.terminal import Terminal
 
 
 def add_command(commands: Any) -> None:
-    """Add the command to argparse's sub-parsers."""
     parser = commands.add_parser("info", help="version, models and limits of the server")
     arguments.add_server_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """Ask and show."""
     with arguments.connect(args) as client:
         server, models = client.server_info(), client.models()
     terminal.heading(f"{server.name} {server.version} at {args.server}")

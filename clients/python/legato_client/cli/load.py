@@ -34,13 +34,13 @@ from legato_client.load.plan import KINDS, Plan
 from legato_client.load.run import LoadFailed, run
 from legato_client.load.schedule import ARRIVALS
 
-FLAG = "--serve"  # sets this command apart from the engine's `legato bench`
+FLAG = "--serve"
 SKILLS = ("query", "caption", "detect", "point", "segment")
-_SIDE = 32  # pixels of the grey square that is shown where no image is given
+_SIDE = 32  # pixels of the grey square shown without an image
 
 
 def main(words: Sequence[str], terminal: Terminal) -> None:
-    """Run the load and show what came of it. Raises CommandError when it could not be run."""
+    """Raises CommandError when the load could not be run."""
     args = _parser().parse_args(words)
     plan = plan_of(args)
     try:
@@ -60,7 +60,7 @@ def main(words: Sequence[str], terminal: Terminal) -> None:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """The plan that the options describe. Raises CommandError when they make none."""
+    """Raises CommandError for options that make no plan."""
     if args.warm_up >= args.seconds:
         raise CommandError("--warm-up must be shorter than --seconds", ExitCode.USAGE)
     image = _image(args)
@@ -87,7 +87,6 @@ def plan_of(args: argparse.Namespace) -> Plan:
 def _request(
     args: argparse.Namespace, task: Task, image: media_pb2.Image | None
 ) -> tuple[str, Message]:
-    """The path and the message of every call."""
     options = Options(model=args.model)
     if args.kind == "stream":
         return methods.GENERATE.path, requests.generate(image, task, options)
@@ -130,7 +129,7 @@ def _task(args: argparse.Namespace) -> Task:
 
 
 def _image(args: argparse.Namespace) -> media_pb2.Image | None:
-    """The image given, a small grey square where one is needed, else none."""
+    """None if no image is given and none is needed."""
     if args.image:
         try:
             return sources.to_image(args.image)
@@ -147,7 +146,7 @@ def _image(args: argparse.Namespace) -> media_pb2.Image | None:
 
 
 def _described(plan: Plan) -> dict[str, object]:
-    """The plan for JSON, its bytes as their number."""
+    """Bytes are shown as their number."""
     values = dataclasses.asdict(plan).items()
     return {name: len(value) if isinstance(value, bytes) else value for name, value in values}
 

@@ -1,4 +1,4 @@
-"""A server of one's own for the length of a `with` block."""
+"""A server for the length of a `with` block."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import grpc
 from legato_client.cli.exits import CommandError, ExitCode
 
 _SERVICE = "legato.v1.InferenceService"
-_POLL = 0.2  # seconds between two looks at a starting server
-_CHECK_TIMEOUT = 2.0  # seconds for one health check
-_STOP_TIMEOUT = 30.0  # seconds from SIGTERM to the exit of the process
+_POLL = 0.2  # seconds
+_CHECK_TIMEOUT = 2.0  # seconds
+_STOP_TIMEOUT = 30.0  # seconds from SIGTERM to the exit
 _EAGER = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 500))
-_LOG_TAIL = 2000  # bytes of the server's log shown when it fails
+_LOG_TAIL = 2000  # bytes of the log shown when the server fails
 
 
 class LocalServer:
-    """`legato serve` on a free loopback port, with further options of it.
+    """`legato serve` on a free loopback port.
 
     Leaving the block sends SIGTERM and waits. An exit code other than 0 raises CommandError, unless
     the block already failed. The process never outlives the block.
@@ -40,12 +40,10 @@ class LocalServer:
 
     @property
     def target(self) -> str:
-        """Where it serves."""
         return f"127.0.0.1:{self._port}"
 
     @property
     def pid(self) -> int:
-        """The service process."""
         assert self._process is not None, "asked for the process of a server that was not started"
         return self._process.pid
 
@@ -73,7 +71,7 @@ class LocalServer:
             raise CommandError(f"the server stopped with exit code {code}{tail}")
 
     def wait_until_serving(self, timeout: float, update: Callable[[str], object]) -> None:
-        """Wait until the server's health says SERVING. Raises CommandError when it does not."""
+        """Wait for SERVING. Raises CommandError when the server fails or is too slow."""
         assert self._process is not None, "waited for a server that was not started"
         start = time.monotonic()
         with grpc.insecure_channel(self.target, _EAGER) as channel:

@@ -15,7 +15,6 @@ from legato_client.cli.terminal import Terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code (see `exits`)."""
     words = list(sys.argv[1:] if argv is None else argv)
     terminal = Terminal(json_output="--json" in words)
     try:

@@ -40,7 +40,7 @@ class Script:
         segment: str | None,
         query: str | None,
     ) -> Script:
-        """The script with the given parts in place of its own; None keeps a part."""
+        """None keeps a part."""
         return dataclasses.replace(
             self,
             detect=self.detect if detect is None else tuple(detect),
@@ -50,7 +50,6 @@ class Script:
         )
 
     def read_image(self) -> bytes:
-        """The image's file. Raises CommandError when it cannot be read."""
         try:
             return self.image.read_bytes()
         except OSError as error:
@@ -58,7 +57,7 @@ class Script:
             raise CommandError(message, ExitCode.USAGE) from error
 
     def tasks(self) -> Iterator[tuple[str, Task]]:
-        """The parts in order, each with its title."""
+        """Each with its title."""
         if self.caption_length:
             yield "caption", CaptionTask(self.caption_length)
         for noun in self.detect:
@@ -72,7 +71,7 @@ class Script:
 
 
 def script_for(image: Path) -> Script:
-    """The script of any image: what a `.json` file beside it says, else a caption."""
+    """What a `.json` file beside the image says, else a caption."""
     beside = image.with_suffix(".json")
     if not beside.is_file():
         return Script(image)

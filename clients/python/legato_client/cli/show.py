@@ -1,4 +1,4 @@
-"""Answers and their events, for people."""
+"""Answers and their events, as text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class EventPrinter:
         self._reasoning = False
 
     def show(self, event: Event) -> None:
-        """Write one event."""
         match event:
             case Queued():
                 self._line(self._terminal.dim(f"waiting, {event.position} ahead"))
@@ -90,7 +89,6 @@ class EventPrinter:
 
 
 def show_result(terminal: Terminal, result: Result) -> None:
-    """Write a whole answer."""
     image = result.info.image
     match result:
         case _ if _found_nothing(result):
@@ -116,12 +114,12 @@ def show_result(terminal: Terminal, result: Result) -> None:
 
 
 def printable(text: str) -> str:
-    """A model's text without control characters, which could command the terminal."""
+    """Remove control characters, which could command the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def text_of(result: Result) -> str:
-    """The text of an answer that is text, else empty."""
+    """Empty for an answer that is not text."""
     match result:
         case QueryResult():
             return printable(result.answer)
@@ -144,7 +142,7 @@ def _found_nothing(result: Result) -> bool:
 
 
 def box_text(box: Box, image: ImageInfo | None) -> str:
-    """A box in pixels where the image's size is known, else in fractions."""
+    """In pixels where the image's size is known, else in fractions."""
     if image is None:
         return f"({box.x_min:.3f}, {box.y_min:.3f}) to ({box.x_max:.3f}, {box.y_max:.3f})"
     left, top, right, bottom = box.to_pixels(image.width, image.height)
@@ -152,7 +150,7 @@ def box_text(box: Box, image: ImageInfo | None) -> str:
 
 
 def point_text(point: Point, image: ImageInfo | None) -> str:
-    """A point in pixels where the image's size is known, else in fractions."""
+    """In pixels where the image's size is known, else in fractions."""
     if image is None:
         return f"({point.x:.3f}, {point.y:.3f})"
     x, y = point.to_pixels(image.width, image.height)
@@ -160,7 +158,6 @@ def point_text(point: Point, image: ImageInfo | None) -> str:
 
 
 def summary(info: ResponseInfo) -> str:
-    """One line about how the answer came about."""
     parts = [info.finish_reason, info.model]
     if info.usage is not None:
         parts.append(f"{info.usage.input_tokens} tokens in, {info.usage.output_tokens} out")

@@ -1,4 +1,4 @@
-"""The commands that ask about an image: detect, point, segment, caption, query."""
+"""The commands that ask about an image."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from legato_client.cli.terminal import Terminal
 
 
 def add_commands(commands: Any) -> None:
-    """Add the five commands to argparse's sub-parsers."""
     detect = commands.add_parser("detect", help="box every instance of an object")
     _add_object(detect, count=True)
     point = commands.add_parser("point", help="point at every instance of an object")
@@ -50,7 +49,6 @@ def add_commands(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
-    """Ask, show the answer, and save the annotated image where one is asked for."""
     if args.stream and terminal.json_output:
         raise CommandError("--stream and --json exclude each other", ExitCode.USAGE)
     if args.output is not None and args.image is None:
@@ -76,7 +74,7 @@ def ask(
     options: Options,
     watch: Callable[[Event], None] | None,
 ) -> Result:
-    """The result of a task; `watch` sees each event as it arrives."""
+    """`watch` sees each event as it arrives."""
     result: Result | None = None
     for event in client.generate(image, task, options=options):
         if watch is not None:
@@ -88,7 +86,6 @@ def ask(
 
 
 def task_of(args: argparse.Namespace) -> Task:
-    """The task that the command line describes."""
     sampling = arguments.sampling_of(args)
     match args.command:
         case "detect":
@@ -104,14 +101,13 @@ def task_of(args: argparse.Namespace) -> Task:
 
 
 def document(command: str, result: Result) -> dict[str, Any]:
-    """A result as JSON: the task's name beside the fields of the result."""
+    """The task's name beside the fields of the result."""
     fields = dataclasses.asdict(result)
     del fields["task_id"]
     return {"task": command, **fields}
 
 
 def save(path: Path, image: bytes, *results: Result) -> None:
-    """Write the annotated image as a PNG file."""
     try:
         from legato_client import draw
     except ModuleNotFoundError as error:

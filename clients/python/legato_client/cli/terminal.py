@@ -1,4 +1,4 @@
-"""Where the command writes: text for people, or one JSON document for machines."""
+"""Text for people, or one JSON document for machines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _BOLD, _DIM, _RED, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 class Terminal:
     """Standard output and error of one run.
 
-    With `json_output` only `document` writes to `out`, and errors are JSON on `err`. Tables are
-    drawn by rich where it is installed and `out` is a terminal, else they are aligned columns.
+    With `json_output` only `document` writes to `out`, and errors are JSON on `err`. rich draws
+    tables where it is installed and `out` is a terminal, else they are aligned columns.
     """
 
     def __init__(
@@ -33,29 +33,24 @@ class Terminal:
 
     @property
     def interactive(self) -> bool:
-        """A person is watching."""
         return not self.json_output and self._out.isatty()
 
     def write(self, text: str) -> None:
-        """Text for people, at once and without a line end."""
+        """At once and without a line end."""
         if not self.json_output:
             self._out.write(text)
             self._out.flush()
 
     def line(self, text: str = "") -> None:
-        """A line for people."""
         self.write(text + "\n")
 
     def heading(self, text: str) -> None:
-        """A line that starts a part."""
         self.line(f"{_BOLD}{text}{_RESET}" if self.interactive else text)
 
     def dim(self, text: str) -> str:
-        """Text of less weight."""
         return f"{_DIM}{text}{_RESET}" if self.interactive else text
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Rows for people."""
         if self.json_output:
             return
         if self.interactive and importlib.util.find_spec("rich"):
@@ -67,13 +62,11 @@ class Terminal:
             self.line("  ".join(cells).rstrip())
 
     def document(self, value: dict[str, Any]) -> None:
-        """The one JSON document of a run."""
         if self.json_output:
             json.dump(value, self._out, ensure_ascii=False)
             self._out.write("\n")
 
     def fail(self, error: _errors.LegatoError | CommandError) -> ExitCode:
-        """Report a failure on standard error and name its exit code."""
         if isinstance(error, CommandError):
             code, report = error.exit_code, {"code": error.exit_code.name, "message": str(error)}
             hint = ""
@@ -90,7 +83,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self, text: str) -> Iterator[Any]:
-        """Show that something goes on; yields a function that changes the text."""
+        """Yield a function that changes the text."""
         if self.interactive and importlib.util.find_spec("rich"):
             console = importlib.import_module("rich.console").Console(file=self._out)
             with console.status(text) as status:

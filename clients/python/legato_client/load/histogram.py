@@ -24,7 +24,6 @@ class Histogram:
         self.minimum = math.inf
 
     def add(self, seconds: float) -> None:
-        """One duration; negative ones count as 0."""
         seconds = max(seconds, 0.0)
         self._counts[_bucket(seconds)] += 1
         self.count += 1
@@ -33,7 +32,6 @@ class Histogram:
         self.minimum = min(self.minimum, seconds)
 
     def merge(self, other: Histogram) -> None:
-        """All that `other` counted."""
         self._counts.update(other._counts)
         self.count += other.count
         self.total += other.total
@@ -42,11 +40,11 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """Seconds; 0 when nothing was counted."""
+        """0 when nothing was counted."""
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """Seconds that `percent` of all durations do not exceed; 0 when nothing was counted."""
+        """Seconds; 0 when nothing was counted."""
         rank = math.ceil(self.count * percent / 100)
         seen = 0
         for bucket in sorted(self._counts):
@@ -56,7 +54,6 @@ class Histogram:
         return self.maximum
 
     def summary_ms(self) -> Mapping[str, float]:
-        """Count, mean, percentiles and maximum; milliseconds."""
         figures = {f"p{percent:g}": self.percentile(percent) for percent in PERCENTILES}
         figures = {"mean": self.mean, **figures, "max": self.maximum}
         return {"count": self.count, **{name: s * 1e3 for name, s in figures.items()}}
@@ -70,6 +67,6 @@ def _bucket(seconds: float) -> int:
 
 
 def _upper_edge(bucket: int) -> float:
-    """The largest duration of a bucket, in seconds."""
+    """Seconds."""
     shift, mantissa = bucket >> _BITS, bucket & ((1 << _BITS) - 1)
     return (((mantissa + 1) << shift) - 1) / 1e9 if shift else mantissa / 1e9

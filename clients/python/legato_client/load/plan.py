@@ -1,4 +1,4 @@
-"""What a load is: fixed before it begins, and the same for all its senders."""
+"""The plan of a load."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Plan:
     """One load; times are seconds.
 
     `request` is the serialised request of every call: of `path` when it is unary, a
-    GenerateRequest, or, of a session, the SessionRequest that opens it. `image` is the serialised
-    image of a session's frames. `rate` requests a second are due, by `arrivals`; with a rate of 0
-    `in_flight` callers ask again as soon as they are answered. The first `warm_up` of all `seconds`
-    are not measured. `sessions` are shared by all senders.
+    GenerateRequest, or the SessionRequest that opens a session. `image` is the serialised image of
+    a session's frames. `rate` requests a second are due, by `arrivals`; with a rate of 0
+    `in_flight` callers repeat as soon as they have their answers. The first `warm_up` of all
+    `seconds` are not measured. `sessions` are shared by all senders.
     """
 
     target: str

@@ -1,4 +1,4 @@
-"""What a load saw: times, counts and failures, mergeable over senders."""
+"""The results of a load, mergeable over senders."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Record:
 
     `latency` runs to the last message and `first` to the first answer in it, both from when the
     request was due (in a closed loop: sent). `gap` is the time between two messages of one stream,
-    `lag` how late the load itself sent. `messages` counts answers' messages within the window,
-    whenever their request was due; `completed` likewise. `errors` counts by reason.
+    `lag` how late the load itself sent. `messages` and `completed` count within the window,
+    whenever their request was due. `errors` counts by reason.
     """
 
     latency: Histogram = dataclasses.field(default_factory=Histogram)
@@ -29,7 +29,6 @@ class Record:
     cpu_share: float = 0.0  # of a core, of the busiest sender
 
     def merge(self, other: Record) -> None:
-        """All that another sender saw."""
         for mine, theirs in (
             (self.latency, other.latency),
             (self.first, other.first),
@@ -44,7 +43,7 @@ class Record:
         self.cpu_share = max(self.cpu_share, other.cpu_share)
 
     def figures(self, seconds: float) -> dict[str, object]:
-        """For JSON; `seconds` is the length of the window, durations are milliseconds."""
+        """`seconds` is the length of the window; durations become milliseconds."""
         return {
             "seconds": seconds,
             "due": self.due,

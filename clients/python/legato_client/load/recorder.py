@@ -1,4 +1,4 @@
-"""A sender's clock and book: when things happened, and which of them count."""
+"""Measures a sender's requests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ class Meter:
         self._closes = closes
 
     def counts(self, moment: float) -> bool:
-        """Whether a moment lies in the window."""
         return self._opens <= moment < self._closes
 
     def expect(self, due: float) -> Watch:
-        """A request that is due, or sent, at this moment."""
         return Watch(self, due)
 
 
@@ -39,7 +37,7 @@ class Watch:
             meter.record.lag.add(time.monotonic() - due)
 
     def message(self, *, answers: bool) -> None:
-        """A message came; `answers` unless it only says how the request stands."""
+        """`answers` unless the message only says how the request stands."""
         now = time.monotonic()
         record = self._meter.record
         if self._meter.counts(now):
@@ -53,7 +51,6 @@ class Watch:
         self._last = now
 
     def end(self) -> None:
-        """All of it came."""
         now = time.monotonic()
         record = self._meter.record
         if self._meter.counts(now):
@@ -62,6 +59,6 @@ class Watch:
             record.latency.add(now - self._due)
 
     def fail(self, reason: str) -> None:
-        """It ended otherwise; its time says nothing about those that were answered."""
+        """A failed request has no latency."""
         if self._counted:
             self._meter.record.errors[reason] += 1

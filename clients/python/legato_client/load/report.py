@@ -8,12 +8,11 @@ from legato_client.load.histogram import PERCENTILES, Histogram
 from legato_client.load.plan import Plan
 from legato_client.load.record import Record
 
-LATE_MS = 5.0  # a P99 lag beyond this says that the senders, not the server, were too slow
+LATE_MS = 5.0  # a P99 lag beyond this: the senders, not the server, were too slow
 HEADS = ("", "count", "mean ms", *(f"P{percent:g} ms" for percent in PERCENTILES), "max ms")
 
 
 def rows(record: Record) -> list[list[str]]:
-    """One row for each time that was measured."""
     named = (
         ("latency", record.latency),
         ("first answer", record.first if record.gap.count else Histogram()),
@@ -24,7 +23,6 @@ def rows(record: Record) -> list[list[str]]:
 
 
 def summary(plan: Plan, record: Record) -> list[str]:
-    """What was asked, at which rate it was answered, and what failed."""
     how = (
         f"{plan.rate:g} requests a second, {plan.arrivals} arrivals (open loop)"
         if plan.rate
@@ -46,7 +44,6 @@ def summary(plan: Plan, record: Record) -> list[str]:
 
 
 def markdown(plan: Plan, record: Record) -> str:
-    """A document of its own."""
     table = [HEADS, ["---"] * len(HEADS), *rows(record)]
     text = [f"# Load on {plan.target}", "", *summary(plan, record), ""]
     return "\n".join([*text, *(f"| {' | '.join(row)} |" for row in table), ""])

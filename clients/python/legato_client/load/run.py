@@ -1,4 +1,4 @@
-"""Runs a plan in sender processes, so that no sender slows another down."""
+"""Runs a plan in sender processes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ class LoadFailed(Exception):
 
 
 def run(plan: Plan) -> Record:
-    """The load, in `plan.senders` processes; what all of them saw.
-
-    Raises `LoadFailed` when a sender ends without a record.
-    """
+    """Raises `LoadFailed` when a sender ends without a record."""
     spawn = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes = []
@@ -54,7 +51,7 @@ def run(plan: Plan) -> Record:
 
 
 def _receive(pipe: Connection, seconds: float) -> Record:
-    """What a sender sends next: an empty record that says it is ready, then its own."""
+    """A sender sends an empty record when it is ready, then its own."""
     try:
         if not pipe.poll(seconds):
             raise LoadFailed(f"a sender said nothing for {seconds:g} s")
@@ -68,7 +65,6 @@ def _receive(pipe: Connection, seconds: float) -> Record:
 
 
 def _serve(pipe: Connection, plan: Plan, share: int) -> None:
-    """A sender's process."""
     pipe.send(Record())
     try:
         pipe.send(send(plan, share, pipe.recv()))

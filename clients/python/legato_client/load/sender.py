@@ -1,4 +1,4 @@
-"""One process that sends: its share of a plan, from the first request to the last answer."""
+"""A sender process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from legato_client.load.recorder import Meter, Watch
 from legato_client.load.schedule import due_times
 from legato_client.load.targets import LoadTarget, Refused, make_target, reason_of
 
-MAX_PENDING = 20_000  # of one sender; what is due beyond them is counted as NOT_SENT
+MAX_PENDING = 20_000  # of one sender; beyond them requests count as NOT_SENT
 _CHANNEL = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
@@ -27,7 +27,7 @@ def send(plan: Plan, share: int, start: float) -> Record:
 
     Raises `grpc.RpcError` or `Refused` when a session cannot be opened.
     """
-    # Of all selectors, only this one's timeouts are finer than a millisecond.
+    # Only this selector's timeouts are finer than a millisecond.
     with asyncio.Runner(
         loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())
     ) as runner:
@@ -56,7 +56,7 @@ async def _send(plan: Plan, share: int, start: float) -> Record:
 async def _open_loop(
     plan: Plan, share: int, start: float, target: LoadTarget, meter: Meter
 ) -> None:
-    """Send each request when it is due, and measure from then, not from when it was sent."""
+    """Measure from when each request is due, not from when it was sent."""
     pending: set[asyncio.Task[None]] = set()
     offsets = due_times(
         plan.arrivals, plan.rate, plan.seconds, share=share, shares=plan.senders, seed=plan.seed
@@ -80,7 +80,6 @@ async def _open_loop(
 async def _closed_loop(
     plan: Plan, share: int, start: float, target: LoadTarget, meter: Meter
 ) -> None:
-    """Callers that ask again as soon as they are answered."""
     end = start + plan.seconds
 
     async def caller_loop() -> None:

@@ -1,4 +1,4 @@
-"""What a load is sent to, on bare stubs, so that the client costs as little as possible."""
+"""The targets of a load, on bare stubs, which cost little."""
 
 from __future__ import annotations
 
@@ -22,19 +22,15 @@ _PROGRESS = ("queued", "started", "heartbeat")  # events that answer nothing yet
 
 
 class LoadTarget(Protocol):
-    """What a sender sends its requests to; made once per sender."""
+    """The target of one sender's requests."""
 
-    async def open(self) -> None:
-        """Connect, before the load begins."""
-        ...
+    async def open(self) -> None: ...
 
     async def send(self, watch: Watch) -> None:
-        """Send one request and record its messages; raises `Refused` or `grpc.RpcError`."""
+        """Send one request and record its messages; raise `Refused` or `grpc.RpcError`."""
         ...
 
-    async def close(self) -> None:
-        """Close what `open` opened."""
-        ...
+    async def close(self) -> None: ...
 
 
 class Refused(Exception):
@@ -42,7 +38,7 @@ class Refused(Exception):
 
 
 def reason_of(error: grpc.RpcError | Refused) -> str:
-    """The server's reason, or the status where it gave none."""
+    """The status where the server gave no reason."""
     if isinstance(error, Refused):
         return str(error)
     known = from_rpc_error(error)
@@ -50,23 +46,20 @@ def reason_of(error: grpc.RpcError | Refused) -> str:
 
 
 class UnaryTarget:
-    """One skill, one answer."""
+    """One unary call for each request."""
 
     def __init__(self, channel: grpc.aio.Channel, plan: Plan) -> None:
         self._plan = plan
         parse = _RESPONSES[plan.path].FromString
         self._call: Any = channel.unary_unary(plan.path, response_deserializer=parse)
 
-    async def open(self) -> None:
-        """Nothing to do."""
+    async def open(self) -> None: ...
 
     async def send(self, watch: Watch) -> None:
-        """One call."""
         await self._call(self._plan.request, timeout=self._plan.timeout)
         watch.message(answers=True)
 
-    async def close(self) -> None:
-        """Nothing to do."""
+    async def close(self) -> None: ...
 
 
 class StreamTarget:
@@ -77,20 +70,17 @@ class StreamTarget:
         parse = inference_pb2.GenerateResponse.FromString
         self._call: Any = channel.unary_stream(GENERATE.path, response_deserializer=parse)
 
-    async def open(self) -> None:
-        """Nothing to do."""
+    async def open(self) -> None: ...
 
     async def send(self, watch: Watch) -> None:
-        """One stream."""
         async for response in self._call(self._plan.request, timeout=self._plan.timeout):
             watch.message(answers=response.WhichOneof("event") not in _PROGRESS)
 
-    async def close(self) -> None:
-        """Nothing to do."""
+    async def close(self) -> None: ...
 
 
 class SessionTarget:
-    """Frames over sessions that stay open; `send` takes the sessions in turn."""
+    """Frames over sessions that stay open, in turn."""
 
     def __init__(self, channel: grpc.aio.Channel, plan: Plan, sessions: int) -> None:
         parse = session_pb2.SessionResponse.FromString
@@ -99,22 +89,20 @@ class SessionTarget:
         self._num_sent = 0
 
     async def open(self) -> None:
-        """Open all sessions; raises `grpc.RpcError` when one is refused."""
+        """Raises `grpc.RpcError` when a session is refused."""
         await asyncio.gather(*(session.open() for session in self._sessions))
 
     async def send(self, watch: Watch) -> None:
-        """One frame, to its last result."""
         session = self._sessions[self._num_sent % len(self._sessions)]
         self._num_sent += 1
         await session.send(watch)
 
     async def close(self) -> None:
-        """End all sessions."""
         await asyncio.gather(*(session.close() for session in self._sessions))
 
 
 class _Session:
-    """One open session: frames go out in order, a task of its own reads what comes back."""
+    """One open session; a task of its own reads."""
 
     def __init__(self, start: Any, plan: Plan) -> None:
         self._plan = plan
@@ -196,7 +184,6 @@ def _fail(ended: asyncio.Future[None] | None, reason: str) -> None:
 
 
 def make_target(channel: grpc.aio.Channel, plan: Plan, share: int) -> LoadTarget:
-    """Make the target of sender number `share`."""
     if plan.kind == "unary":
         return UnaryTarget(channel, plan)
     if plan.kind == "stream":
