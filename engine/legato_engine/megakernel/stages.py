@@ -19,7 +19,7 @@ from legato_engine.megakernel.models import CONTEXT, next_token
 
 
 def stage_scheduler(machine: Machine) -> None:
-    """Admit waiting requests to the batch, by priority, then by arrival."""
+    """Admit waiting requests by priority, then by arrival."""
     waiting = [
         request
         for request in machine.requests
@@ -33,7 +33,6 @@ def stage_scheduler(machine: Machine) -> None:
 
 
 def stage_kv(machine: Machine) -> None:
-    """Update every request's pressure flag, and let the policy allot block sizes."""
     pressed = machine.pages.is_under_pressure
     for request in machine.requests:
         request.set_flag(Flag.KV_PRESSURE, on=pressed)
@@ -67,10 +66,10 @@ def stage_prefill(machine: Machine, request: RequestDescriptor) -> None:
 
 
 def stage_decode(machine: Machine, request: RequestDescriptor) -> None:
-    """Propose a block of at most the tokens left, and take pages for it.
+    """Propose a block and take pages for it.
 
-    Without pages for the whole block it is halved. Without a page for a single token the request
-    has been preempted.
+    Without pages for the whole block it is halved; without a page for one token the request has
+    been preempted.
     """
     if request.state is not State.DECODE_READY:
         return
@@ -87,10 +86,7 @@ def stage_decode(machine: Machine, request: RequestDescriptor) -> None:
 
 
 def stage_spec_verify(machine: Machine, request: RequestDescriptor) -> None:
-    """Run one forward over the newest token and the draft, and accept the target's prefix.
-
-    The policy is updated here, before the commit.
-    """
+    """Run one forward over the newest token and the draft, and accept the target's prefix."""
     if request.state is not State.VERIFY_READY:
         return
     scheduled = (request.tokens[-1], *request.draft)
@@ -113,7 +109,7 @@ def stage_spec_verify(machine: Machine, request: RequestDescriptor) -> None:
 
 
 def stage_commit(machine: Machine, request: RequestDescriptor) -> None:
-    """Commit the accepted tokens and the target's next; free pages of rejected tokens."""
+    """Commit the accepted tokens and the target's next."""
     if request.state is not State.COMMIT_READY:
         return
     tokens = machine.acceptance.committed(
@@ -130,4 +126,3 @@ def stage_commit(machine: Machine, request: RequestDescriptor) -> None:
 
 
 STAGES = (stage_prefill, stage_decode, stage_spec_verify, stage_commit)
-"""The stages of every running request."""
