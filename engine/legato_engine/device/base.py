@@ -72,7 +72,7 @@ class Device(Protocol):
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record `work` for replay at fixed addresses (a CUDA graph); return it as it is on a CPU."""
+        """Record `work` for replay at fixed addresses (a CUDA graph); a CPU returns it."""
         ...
 
     def free_memory(self) -> int | None:

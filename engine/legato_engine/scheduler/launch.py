@@ -1,4 +1,4 @@
-"""A launch: an immutable plan for one step of the device, and its state in the pipeline."""
+"""Launches: immutable plans for one step of the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from legato_engine.sequence import Sequence
 
 
 class LaunchKind(enum.StrEnum):
-    """What a launch runs. The pipeline treats all kinds alike."""
+    """What a launch runs."""
 
     ENCODE = "encode"  # crops of one image, whose features wait on the device for its PREFILL
     PREFILL = "prefill"
@@ -48,7 +48,7 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The end (exclusive) of the positions that it may write; each of them needs a page."""
+        """The end (exclusive) of the positions that it may write; each needs a page."""
         end = self.position + self.slack + self.num_tokens + self.num_drafts
         return min(end, self.sequence.max_length)
 
@@ -58,7 +58,7 @@ class ScheduledSequence(NamedTuple):
         return bool(self.work.compute_pages) and self.sequence.num_crops > 0
 
     def new_pages(self, page_size: int) -> range:
-        """Return the indices into `pages.ids` that no earlier launch can have used."""
+        """Indices into `pages.ids` that no earlier launch can have used."""
         start = self.position + self.slack
         return range(-(-start // page_size), -(-self.end // page_size))
 
@@ -67,8 +67,8 @@ class ScheduledSequence(NamedTuple):
 class Refinement:
     """The input of a REFINE launch, opaque here, and its result.
 
-    The runner sets `answer` when it collects the launch. Then `done` is called with the refinement,
-    on the scheduler's thread.
+    The runner sets `answer` when it collects the launch; then `done` is called on the scheduler's
+    thread.
     """
 
     given: Any
@@ -91,17 +91,15 @@ class Plan:
 
     @property
     def decodes(self) -> tuple[ScheduledSequence, ...]:
-        """The sequences that continue after their newest token."""
         return self.rows if self.kind is LaunchKind.DECODE else self.rows[: self.num_mixed_decodes]
 
     @property
     def prefills(self) -> tuple[ScheduledSequence, ...]:
-        """The sequences that compute their known tokens."""
         return self.rows[self.num_mixed_decodes :] if self.kind is LaunchKind.PREFILL else ()
 
     @property
     def sampled_rows(self) -> tuple[ScheduledSequence, ...]:
-        """The sequences that get a token; an encode has none."""
+        """The sequences that get a token."""
         return () if self.kind is LaunchKind.ENCODE else self.rows
 
     @property

@@ -1,4 +1,4 @@
-"""Pass committed tokens to their tasks, emit events and finish sequences."""
+"""Commits tokens to tasks, emits events and finishes sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from legato_engine.sequence import Sequence, SequenceStatus
 from legato_engine.tasks import SampledToken
 
 NOT_FINITE = -1
-"""The token id that reports non-finite logits."""
+"""The token id of non-finite logits."""
 
 _log = structlog.get_logger()
 
@@ -38,7 +38,7 @@ class OutputProcessor:
         *,
         finalize: Callable[[Sequence], None],
     ) -> None:
-        """`finalize` ends a sequence; it is called before the sink is told."""
+        """`finalize` ends a sequence, before the sink is told."""
         self._manager = manager
         self._admission = admission
         self._clock = clock
@@ -74,7 +74,7 @@ class OutputProcessor:
         self._manager.commit_to(sequence, end, reserved=reserved)
 
     def process(self, sequence: Sequence, token: SampledToken) -> None:
-        """Commit one token of a live sequence; finish the sequence if it is the last one."""
+        """Commit one token of a live sequence."""
         task = sequence.task
         if token.token_id == NOT_FINITE:
             self._manager.invalidate(sequence, sequence.prompt_length)
@@ -94,7 +94,6 @@ class OutputProcessor:
             self._complete(sequence)
 
     def fail(self, sequence: Sequence, error: LegatoError) -> None:
-        """End a live sequence without a result."""
         self._finalize(sequence)
         self._sink.failed(sequence, error)
 

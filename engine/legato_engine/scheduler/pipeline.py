@@ -1,4 +1,4 @@
-"""The two slots of the device and the launches in flight in them."""
+"""The launches in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUM_SLOTS = 2
 
 
 class Pipeline:
-    """Launches in flight, first in, first out, at most `depth`; independent of their kind.
+    """Launches in flight, first in, first out, at most `depth`.
 
     A launch has a slot from `launch` to `commit`, and a reference on each of its sequences. At most
     one launch is not sampled yet.
@@ -28,7 +28,6 @@ class Pipeline:
         return len(self._inflight)
 
     def can_launch(self) -> bool:
-        """Whether a slot is free and every launch is sampled."""
         return len(self._inflight) < self.depth and self.unsampled() is None
 
     def launch(self, plan: Plan) -> Launch:
@@ -49,24 +48,22 @@ class Pipeline:
         return launch
 
     def oldest(self) -> Launch | None:
-        """Return the launch to commit next."""
         return self._inflight[0] if self._inflight else None
 
     def unsampled(self) -> Launch | None:
-        """Return the launch that is not sampled yet, always the newest."""
+        """Always the newest launch."""
         if self._inflight and self._inflight[-1].phase is Phase.FORWARD:
             return self._inflight[-1]
         return None
 
     def mark_sampled(self, launch: Launch) -> None:
-        """Note that sampling and the copy to the host are enqueued."""
         assert launch is self.unsampled(), f"launch {launch.launch_id} is not the unsampled one"
         launch.phase = Phase.SAMPLED
 
     def commit(self, launch: Launch) -> list[Sequence]:
         """Free the slot and drop the references, after the tokens are read.
 
-        Return the finalized or preempted sequences that no launch names any more, to be released.
+        Return the finalized or preempted sequences that no launch names any more.
         """
         assert launch is self.oldest(), f"launch {launch.launch_id} is not the oldest in flight"
         assert launch.phase is Phase.SAMPLED, f"launch {launch.launch_id} commits unsampled"

@@ -15,8 +15,8 @@ class Planner:
     At most `prefills_per_decode` encodes, prefills and refinements run between two decodes.
     Refinements go first, because they create no further work.
 
-    A shared prefill takes all decodes into its launch, or none if they do not fit. Their tokens are
-    as early as in a decode right after it. Such a mixed launch counts as a decode.
+    A shared prefill takes all decodes into its launch, or none if they do not fit. Such a mixed
+    launch counts as a decode.
 
     While a decoding sequence streams, an image is encoded in launches of at most `crops_per_launch`
     crops, so that no stream waits for a whole large image. This delays the image's own first token
@@ -42,11 +42,9 @@ class Planner:
 
     @property
     def has_refinements(self) -> bool:
-        """Whether refinements wait for their launch."""
         return bool(self._refinements)
 
     def refine(self, refinement: Refinement) -> None:
-        """Queue a refinement."""
         self._refinements.append(refinement)
 
     def plan(self) -> Plan | None:

@@ -27,13 +27,13 @@ from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import NO_INPUTS, Sequence, SequenceStatus
 
 FREE = 0
-"""The constraint that allows every token."""
+"""The constraint of unconstrained rows."""
 
 
 class Scheduler:
     """Runs sequences through the pipeline. Single-threaded; owns all of its state.
 
-    Every sequence ends in `_finalize`. While launches in flight name it, it remains as a zombie.
+    Every sequence ends in `_finalize`, as a zombie while launches in flight name it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Scheduler:
             manager, self._admission, clock, sink, block_sizes, finalize=self._finalize
         )
         self._live: dict[RequestKey, Sequence] = {}  # not finalized, by request id
-        self._records: deque[StepRecord] = deque()  # of the launches in flight, in their order
+        self._records: deque[StepRecord] = deque()  # of the launches in flight
         self._next_deadline = math.inf  # at most the earliest deadline of a live sequence
         self.steps_committed = 0
 
@@ -138,35 +138,32 @@ class Scheduler:
             self._sink.done(sequence, FinishReason.CANCELLED)
 
     def refine(self, refinement: Refinement) -> None:
-        """Queue a refinement; it always runs, because no request can abort it."""
+        """It always runs, because no request can abort it."""
         self._planner.refine(refinement)
 
     def check_queue(self, tenant: str, preparing: Collection[str] = ()) -> None:
-        """Check that the queue takes another request; see `Admission.check_queue`."""
         self._admission.check_queue(tenant, preparing)
 
     # ------------------------------------------------------------ state
 
     @property
     def idle(self) -> bool:
-        """Whether there is no live sequence, refinement or launch in flight."""
         return not (self._live or self._planner.has_refinements or len(self._pipeline))
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a row."""
+        """Without a row."""
         return len(self._prefill)
 
     def position(self, sequence: Sequence) -> int:
-        """Return how many sequences are before a waiting one."""
+        """How many sequences are before a waiting one."""
         return self._queue.position(sequence)
 
     def estimated_wait(self) -> float:
-        """Return the seconds that a new request would wait, 0 while unknown."""
         return self._admission.estimated_wait()
 
     def load(self) -> Load:
-        """Return the resources in use, without `images_cached`."""
+        """`images_cached` is not set."""
         return Load(
             running=len(self._running),
             waiting=len(self._prefill),
@@ -185,7 +182,7 @@ class Scheduler:
         """Run one step; return whether anything was launched or committed.
 
         The next batch is launched before the oldest is committed, to keep the device busy. A launch
-        with constrained rows is sampled after that commit, because its constraints depend on it.
+        with constrained rows is sampled after that commit, which its constraints depend on.
         """
         self._expire()
         launch = self._launch()
@@ -200,7 +197,6 @@ class Scheduler:
         return oldest is not None
 
     def drain(self) -> None:
-        """Step until idle."""
         while not self.idle:
             progressed = self.step()
             assert progressed or self.idle, f"{len(self._live)} live sequences, none can run"
@@ -236,7 +232,6 @@ class Scheduler:
         return launch
 
     def _start_prefills(self, plan: Plan) -> None:
-        """Note that an encode or a prefill is enqueued."""
         sequences = [row.sequence for row in plan.rows[plan.num_mixed_decodes :]]
         if plan.kind is LaunchKind.PREFILL:
             for sequence in sequences:
@@ -263,7 +258,6 @@ class Scheduler:
         record.sample_end = self._clock.perf_ns()
 
     def _commit(self, launch: Launch) -> None:
-        """Wait for the tokens of a launch, process them and release what it held."""
         record = self._records.popleft()
         record.wait_start = self._clock.perf_ns()
         outputs = self._runner.collect(launch)
@@ -280,7 +274,6 @@ class Scheduler:
             self._observer.committed(record)
 
     def _process(self, plan: Plan, outputs: list[RowTokens], record: StepRecord) -> None:
-        """Give each live sequence its tokens; zombies are skipped."""
         num_tokens, num_decodes = self._outputs.num_tokens, len(plan.decodes)
         speculates = self._speculates and plan.kind is LaunchKind.DECODE
         for index, (row, output) in enumerate(zip(plan.sampled_rows, outputs, strict=True)):
@@ -312,5 +305,4 @@ class Scheduler:
 
 
 def deadline_of(request: Request) -> float:
-    """Return the deadline in `time.monotonic()` seconds, infinite without one."""
     return math.inf if request.deadline is None else request.deadline

@@ -1,4 +1,4 @@
-"""What a launch cost the host, for benchmarks and traces."""
+"""Host times of a launch, for benchmarks and traces."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from legato_engine.scheduler.launch import Launch
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StepRecord:
-    """When the host worked on a launch, in `Clock.perf_ns` nanoseconds, and what came of it.
-
-    The scheduler fills it in from the launch to its commit, then passes it to the observer.
-    """
+    """When the host worked on a launch, in `Clock.perf_ns` nanoseconds, and what came of it."""
 
     launch: Launch
     plan_start: int
@@ -32,22 +29,21 @@ class StepRecord:
 
     @property
     def plan_ns(self) -> int:
-        """Time to plan the batch."""
         return self.plan_end - self.plan_start
 
     @property
     def launch_ns(self) -> int:
-        """Time to stage and enqueue the forward pass."""
+        """Staging and enqueueing the forward pass."""
         return self.launch_end - self.plan_end
 
     @property
     def sample_ns(self) -> int:
-        """Time to read constraints and enqueue sampling."""
+        """Reading constraints and enqueueing sampling."""
         return self.sample_end - self.sample_start
 
     @property
     def commit_ns(self) -> int:
-        """Time to process the tokens, without the wait for them."""
+        """Without the wait for the tokens."""
         return self.commit_end - self.wait_end
 
 
@@ -55,5 +51,5 @@ class Observer(Protocol):
     """Receives the record of every committed launch while the runner still has its times."""
 
     def committed(self, record: StepRecord) -> None:
-        """Called on the scheduler's thread; must be fast."""
+        """On the scheduler's thread; must be fast."""
         ...
