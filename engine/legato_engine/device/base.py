@@ -1,4 +1,4 @@
-"""The device interface: streams, events, pinned buffers and captured work.
+"""The device interface.
 
 A stream runs its work in order, concurrently with the caller and with other streams.
 """
@@ -43,7 +43,7 @@ class Stream(Protocol):
         ...
 
     def record(self, reuse: Event | None = None) -> Event:
-        """Record an event after all work submitted so far, in `reuse` if it has no other user."""
+        """Record an event after earlier work, in `reuse` if it has no other user."""
         ...
 
     def wait_event(self, event: Event) -> None:
@@ -68,7 +68,7 @@ class Device(Protocol):
         ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a zeroed host tensor for asynchronous copies."""
+        """Zeroed, for asynchronous copies."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:

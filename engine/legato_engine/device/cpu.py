@@ -17,7 +17,7 @@ from legato_engine.device.base import Event
 
 
 class CpuEvent:
-    """A point in a stream, set by the stream's thread."""
+    """Set by the stream's thread."""
 
     __slots__ = ("_error", "_passed", "_time_ns")
 

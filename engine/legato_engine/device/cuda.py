@@ -1,4 +1,4 @@
-"""A CUDA GPU: a compute stream, a copy stream, events, pinned memory and captured graphs."""
+"""A CUDA GPU."""
 
 from __future__ import annotations
 
@@ -35,16 +35,15 @@ class CudaClock:
         return self._anchor_ns + round(elapsed_ms * 1e6)
 
     def wants(self, host_ns: int) -> bool:
-        """Whether this time is far enough from the anchor's."""
         return host_ns - self._anchor_ns > _ANCHOR_NS
 
     def re_anchor(self, event: torch.cuda.Event, host_ns: int) -> None:
-        """Make this passed event the anchor; the clock owns it now."""
+        """The clock owns the passed event from now on."""
         self._anchor, self._anchor_ns = event, host_ns
 
 
 class CudaEvent:
-    """A timing event on a CUDA stream."""
+    """A timing event."""
 
     __slots__ = ("_clock", "_host_ns", "event")
 
@@ -75,7 +74,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream that the calling thread enqueues work to."""
+    """A stream that the calling thread enqueues work to."""
 
     def __init__(self, stream: torch.cuda.Stream, clock: CudaClock) -> None:
         self.stream = stream
@@ -149,6 +148,7 @@ class CudaDevice:
         return graph.replay
 
     def free_memory(self) -> int:
+        """Include what torch caches."""
         free: int = torch.cuda.mem_get_info(self.torch_device)[0]
         reserved = torch.cuda.memory_reserved(self.torch_device)
         return free + reserved - torch.cuda.memory_allocated(self.torch_device)

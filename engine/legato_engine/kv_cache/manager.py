@@ -177,6 +177,7 @@ class KVCacheManager:
         self._prefix_cache.planned(self._owned[sequence])
 
     def launched(self, sequence: Sequence) -> None:
+        """Note that the prefill is enqueued: later launches may read its pages and adapter."""
         self._prefix_cache.launched(sequence, self._owned[sequence])
         if sequence.adapter.key:
             self._adapters.launched(sequence.adapter.key)
@@ -184,6 +185,7 @@ class KVCacheManager:
     # ------------------------------------------------------------ growth
 
     def grow(self, sequence: Sequence) -> bool:
+        """Extend the capacity by one page; False when none is available."""
         ownership = self._owned[sequence]
         if ownership.draft:
             page = ownership.draft.pop(0)

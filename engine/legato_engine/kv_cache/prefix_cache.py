@@ -79,8 +79,8 @@ class PrefixCache:
     ) -> None:
         """Move full pages whose content is known and enqueued to the tree.
 
-        If others reference a page with the same content, both pages stay. `partial` includes the
-        last page.
+        If others reference a page with the same content, both pages stay. `partial` includes a last
+        page that is not full.
         """
         node, size = ownership.node, self._page_size
         if node is None or not node.attached or ownership.invalid:
@@ -102,8 +102,7 @@ class PrefixCache:
                 self._replace_page(ownership, child, page)
 
     def deduplicate(self, sequence: Sequence, ownership: PageOwnership) -> bool:
-        """Free tree pages that only this sequence references and has computed itself; False if
-        none.
+        """Free tree pages that only this sequence references and has computed itself.
 
         Without them, `KVCacheManager.fits_ever` counts all pages of a sequence that runs alone.
         """

@@ -173,7 +173,7 @@ class RadixTree:
     # ------------------------------------------------------------ references
 
     def acquire(self, node: Node, above: Node | None = None) -> None:
-        """Reference a node and its ancestors, up to `above`."""
+        """Reference a node and its ancestors, up to `above`, which is already referenced."""
         for each in node.path:
             if each is above:
                 return

@@ -34,10 +34,9 @@ class Flag(enum.IntFlag):
 class RequestDescriptor:
     """A request: its constant inputs, and its progress.
 
-    `tokens` are the prompt and the committed tokens. The first `num_cached` have valid KV; the
-    newest is computed with the next verification. `page_ids[p // page_size]` holds position p.
-    `draft` and `sampled` (the target's token for each scheduled position) are valid between stages
-    only.
+    `tokens` are the prompt and the committed tokens. The first `num_cached` have valid KV.
+    `page_ids[p // page_size]` holds position p. `draft` and `sampled` (the target's token for each
+    scheduled position) are valid between stages only.
     """
 
     request_id: int

@@ -37,7 +37,6 @@ class Machine:
         return all(request.state is State.DONE for request in self.requests)
 
     def running(self) -> list[RequestDescriptor]:
-        """By id."""
         return [request for request in self.requests if request.is_running]
 
     def find(self, request_id: int) -> RequestDescriptor | None:

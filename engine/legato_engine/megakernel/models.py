@@ -1,4 +1,4 @@
-"""The simulated target and its proposers, as pure functions."""
+"""The simulated target and its proposers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def _draw(*numbers: int) -> int:
 
 
 def next_token(seed: int, position: int, context: Sequence[int]) -> int:
-    """The target's token, keyed by seed and position."""
     return 1 + _draw(seed, position, *context[-CONTEXT:]) % (VOCABULARY - 1)
 
 
@@ -45,7 +44,7 @@ AcceptanceProfile = Callable[[RequestDescriptor, int], float]
 class SyntheticProposer:
     """Knows the target's tokens and is right with the profile's probability.
 
-    The outcome is drawn from request and position, so it does not depend on block sizes.
+    Drawn from request and position, so it does not depend on block sizes.
     """
 
     def __init__(self, profile: AcceptanceProfile) -> None:

@@ -26,14 +26,14 @@ class ResidencyReport:
     """The pool at one moment, and its counters since the start.
 
     `fragmentation_ratio` is the share of draft pages freed unaccepted, `hit_rate` that of prompt
-    positions whose KV was found instead of computed.
+    positions whose KV was found.
     """
 
     num_pages: int
     free: int
     draft: int
     committed: int
-    shared: int  # committed pages with more than one holder
+    shared: int  # with more than one holder
     fragmentation_ratio: float
     hit_rate: float
 
@@ -97,7 +97,6 @@ class PageTable:
         self._holders[page].add(request_id)
 
     def release(self, request_id: int, page: int) -> None:
-        """The last holder frees the page."""
         self._holders[page].remove(request_id)
         if self._holders[page]:
             if self._owner[page] == request_id:

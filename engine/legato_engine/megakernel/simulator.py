@@ -49,7 +49,6 @@ class Simulator:
             self.step()
 
     def step(self) -> None:
-        """Run both batch stages, the four stages of every request, then the clock."""
         machine = self.machine
         machine.num_scheduled = machine.longest_block = machine.num_prefilled = 0
         lengths = {each.request_id: len(each.tokens) for each in machine.requests}
@@ -94,7 +93,7 @@ class Simulator:
     def _watch(self) -> None:
         """Advance to the next arrival if the batch is empty; raise after too many idle iterations.
 
-        Only tokens count as progress, because prefills and preemptions could repeat for ever.
+        Only tokens are progress, because prefills and preemptions could repeat for ever.
         """
         machine = self.machine
         if self.iterations[-1].committed:

@@ -1,4 +1,4 @@
-"""Pages of requests: reservation, grafts, preemption, retirement."""
+"""Pages of requests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _extend(
 
 
 def settle(machine: Machine, request: RequestDescriptor) -> None:
-    """Keep pages with committed positions and free the rest of the draft's."""
+    """Free the pages without committed positions."""
     kept = machine.pages.pages_for(request.num_cached)
     for page in request.page_ids[:kept]:
         machine.pages.commit(page)

@@ -1,4 +1,4 @@
-"""Admission control for the waiting queue."""
+"""Admission control."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Admission:
             self._check_deadline(sequence, sequence.request.deadline)
 
     def check_queue(self, tenant: str, preparing: Collection[str]) -> None:
-        """Check that the queue takes another request of `tenant`, after those being prepared.
+        """Check that the queue takes another request of `tenant`.
 
         Raises:
             QueueFull: `max_waiting` requests wait or are being prepared.
@@ -66,11 +66,10 @@ class Admission:
             self._check_quota(tenant, self._queue.num_of(tenant) + list(preparing).count(tenant))
 
     def completed(self, sequence: Sequence) -> None:
-        """Learn the service time."""
         self._wait.completed(self._clock.now() - sequence.timing.prefill_start)
 
     def estimated_wait(self) -> float:
-        """Seconds that a new request would wait, 0 while unknown."""
+        """In seconds; 0 while unknown."""
         return self._predict_wait(len(self._queue)) or 0.0
 
     def _check_quota(self, tenant: str, waiting: int) -> None:

@@ -20,9 +20,7 @@ class DecodePlanner:
     A sequence may be planned before its last token is committed, because the forward pass reads
     that token on the device. Sequences without a page for their position are skipped.
 
-    With `block_sizes` the forward pass also verifies draft tokens, as far as there are pages. While
-    draft tokens are in flight, any number may be accepted, so a sequence needs pages for all of
-    them.
+    While draft tokens are in flight, any number may be accepted, so a sequence needs pages for all.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class DecodePlanner:
 
     @property
     def streaming(self) -> bool:
-        """Whether a decoding sequence streams its tokens, even one without a next page."""
+        """Includes sequences without a next page."""
         return any(
             sequence.request.deltas
             and sequence.progress.last_position >= 0
@@ -57,7 +55,7 @@ class DecodePlanner:
         )
 
     def _ready(self) -> list[Sequence]:
-        """Prefilled sequences with a page, tokens to launch and a free reference."""
+        """Prefilled, with a page, tokens to launch and a free reference."""
         return [
             sequence
             for sequence in self._running
@@ -105,7 +103,7 @@ class DecodePlanner:
         return (min(next(sizes), _max_drafts(each)) if each.may_draft else 0 for each in batch)
 
     def _with_pages(self, row: ScheduledSequence) -> ScheduledSequence | None:
-        """Reserve pages, without draft tokens if there are too few."""
+        """Draft no tokens if there are too few pages."""
         for each in (row, row._replace(num_drafts=0)):
             if self._manager.reserve_draft(each.sequence, each.end):
                 return each

@@ -26,7 +26,7 @@ _log = structlog.get_logger()
 
 
 class OutputProcessor:
-    """Processes the tokens of live sequences in the order of the commits."""
+    """Processes tokens in the order of the commits."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class OutputProcessor:
         self._sink = sink
         self._block_sizes = block_sizes
         self._finalize = finalize
-        self.num_tokens = 0  # processed so far, of all sequences
+        self.num_tokens = 0
 
     def prefilled(self, sequence: Sequence, token: SampledToken) -> None:
-        """Note the commit of a live sequence's prefill, before its token is processed."""
+        """Note a prefill's commit, before its token is processed."""
         sequence.status = SequenceStatus.RUNNING
         if token.token_id == NOT_FINITE:  # the cached prefix may have caused it
             self._manager.invalidate(sequence)
@@ -74,7 +74,6 @@ class OutputProcessor:
         self._manager.commit_to(sequence, end, reserved=reserved)
 
     def process(self, sequence: Sequence, token: SampledToken) -> None:
-        """Commit one token of a live sequence."""
         task = sequence.task
         if token.token_id == NOT_FINITE:
             self._manager.invalidate(sequence, sequence.prompt_length)

@@ -14,7 +14,7 @@ class Pipeline:
     """Launches in flight, first in, first out, at most `depth`.
 
     A launch has a slot from `launch` to `commit`, and a reference on each of its sequences. At most
-    one launch is not sampled yet.
+    one is not sampled yet.
     """
 
     def __init__(self, depth: int) -> None:
@@ -31,7 +31,6 @@ class Pipeline:
         return len(self._inflight) < self.depth and self.unsampled() is None
 
     def launch(self, plan: Plan) -> Launch:
-        """Put a plan into a free slot, having checked `can_launch`."""
         assert self.can_launch(), f"{len(self)} of {self.depth} in flight, or unsampled"
         used = NUM_SLOTS - len(self._free_slots)
         assert used == len(self._inflight), f"{used} slots used by {len(self._inflight)} launches"
@@ -61,10 +60,7 @@ class Pipeline:
         launch.phase = Phase.SAMPLED
 
     def commit(self, launch: Launch) -> list[Sequence]:
-        """Free the slot and drop the references, after the tokens are read.
-
-        Return the finalized or preempted sequences that no launch names any more.
-        """
+        """Free the slot; return finalized or preempted sequences that no launch names any more."""
         assert launch is self.oldest(), f"launch {launch.launch_id} is not the oldest in flight"
         assert launch.phase is Phase.SAMPLED, f"launch {launch.launch_id} commits unsampled"
         self._inflight.popleft()

@@ -22,7 +22,7 @@ _SHORT_ANSWER = 8
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Admitted:
-    """An admitted sequence and the work of its next launch."""
+    """An admitted sequence."""
 
     sequence: Sequence
     work: PrefillWork
@@ -30,7 +30,7 @@ class _Admitted:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Batch:
-    """A shared prefill launch in the making."""
+    """A shared prefill launch."""
 
     limits: BatchLimits
     decodes: tuple[ScheduledSequence, ...]
@@ -49,7 +49,6 @@ class _Batch:
         )
 
     def accepts(self, sequence: Sequence, *, computes_image: bool) -> bool:
-        """Whether its prompt, and its image if it computes one, may be added."""
         num_images = len(self.images) + computes_image
         num_prompts = len(self.others) + (not computes_image) + min(1, num_images)
         if num_prompts > self.limits.prompts or not self.has_room(sequence):
@@ -75,8 +74,8 @@ class PrefillPlanner:
     earlier request waits for it.
 
     Several images share a launch only while many requests wait: each delays the whole launch but
-    saves queued requests part of a pass over the weights. None is added to the decodes of a long
-    answer, because it would delay each of its tokens.
+    saves queued requests part of a pass over the weights. None joins the decodes of a long answer,
+    because it would delay each of its tokens.
     """
 
     def __init__(
@@ -88,6 +87,7 @@ class PrefillPlanner:
         self._encoding: _Admitted | None = None  # its image is encoded in part
 
     def __len__(self) -> int:
+        """Count the waiting sequences, without the one whose image is being encoded."""
         return len(self._queue)
 
     @property
@@ -98,7 +98,7 @@ class PrefillPlanner:
         self._queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence before its prefill is planned; the caller releases its resources."""
+        """Remove a sequence before its prefill is planned; the caller releases it."""
         if self._encoding is not None and self._encoding.sequence is sequence:
             self._encoding = None
         else:
@@ -118,7 +118,7 @@ class PrefillPlanner:
         Args:
             max_crops: most crops per encode; 0 leaves the rest of the image to the prefill.
             decodes: join the launch, all or none, if they fit with the first prompt.
-            streaming: whether a decode streams its tokens; then at most one image is computed.
+            streaming: a decode streams; then at most one image is computed.
         """
         first = self._encoding or self._admit_next()
         if first is None:
@@ -146,7 +146,6 @@ class PrefillPlanner:
     def _max_images(
         self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], streaming: bool
     ) -> int:
-        """How many images may share the launch, 0 to add none."""
         if streaming or self._limits.images == 1:
             return 0
         if _computes_image(first) and not first.sequence.num_crops:
@@ -190,7 +189,7 @@ def _computes_image(admitted: _Admitted) -> bool:
 
 
 def _max_scheduled_tokens(sequence: Sequence) -> int:
-    """Most input tokens of its prefill, including BOS without an image."""
+    """Includes BOS without an image."""
     return sequence.length - sequence.image_prefix_length
 
 

@@ -28,7 +28,7 @@ class RowTokens(NamedTuple):
     """
 
     tokens: tuple[SampledToken, ...]
-    num_drafted: int = 0  # at most the row's `num_drafts`; a proposer may have no guess
+    num_drafted: int = 0  # a proposer may have no guess
 
 
 class Runner(Protocol):
@@ -39,18 +39,18 @@ class Runner(Protocol):
     """
 
     def forward(self, launch: Launch) -> None:
-        """Stage the rows and enqueue the forward pass on the compute stream."""
+        """Stage the rows and enqueue the forward pass."""
         ...
 
     def sample(self, launch: Launch, constraints: Sequence[int]) -> None:
-        """Enqueue sampling on the compute stream, then the copy to the host on the copy stream.
+        """Enqueue sampling, then the copy to the host on the copy stream.
 
         Encodes and refinements have no constraints and only record events.
         """
         ...
 
     def collect(self, launch: Launch) -> list[RowTokens]:
-        """Wait for the copy and return the tokens by row; set a refinement's answer."""
+        """Wait for the copy; set a refinement's answer."""
         ...
 
     def times(self, launch: Launch) -> LaunchTimes:

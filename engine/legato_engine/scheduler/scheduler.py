@@ -1,4 +1,4 @@
-"""The scheduler's step: launch the next batch, commit the oldest, sample the newest."""
+"""The scheduler's step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import NO_INPUTS, Sequence, SequenceStatus
 
 FREE = 0
-"""The constraint of unconstrained rows."""
+"""The constraint that allows every token."""
 
 
 class Scheduler:
@@ -54,10 +54,7 @@ class Scheduler:
         block_sizes: BlockSizes | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """See `Planner`, `WaitingQueue` and `BatchLimits` for their options.
-
-        With `block_sizes` the runner must be able to draft, and launches are not shared.
-        """
+        """With `block_sizes` the runner must be able to draft, and launches are not shared."""
         self._runner = runner
         self._manager = manager
         self._pipeline = pipeline
@@ -86,7 +83,7 @@ class Scheduler:
             manager, self._admission, clock, sink, block_sizes, finalize=self._finalize
         )
         self._live: dict[RequestKey, Sequence] = {}  # not finalized, by request id
-        self._records: deque[StepRecord] = deque()  # of the launches in flight
+        self._records: deque[StepRecord] = deque()
         self._next_deadline = math.inf  # at most the earliest deadline of a live sequence
         self.steps_committed = 0
 
@@ -138,7 +135,7 @@ class Scheduler:
             self._sink.done(sequence, FinishReason.CANCELLED)
 
     def refine(self, refinement: Refinement) -> None:
-        """It always runs, because no request can abort it."""
+        """No request can abort it."""
         self._planner.refine(refinement)
 
     def check_queue(self, tenant: str, preparing: Collection[str] = ()) -> None:
@@ -152,11 +149,9 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Without a row."""
         return len(self._prefill)
 
     def position(self, sequence: Sequence) -> int:
-        """How many sequences are before a waiting one."""
         return self._queue.position(sequence)
 
     def estimated_wait(self) -> float:
@@ -179,7 +174,7 @@ class Scheduler:
     # ------------------------------------------------------------ the step
 
     def step(self) -> bool:
-        """Run one step; return whether anything was launched or committed.
+        """Return whether anything was launched or committed.
 
         The next batch is launched before the oldest is committed, to keep the device busy. A launch
         with constrained rows is sampled after that commit, which its constraints depend on.
@@ -292,7 +287,7 @@ class Scheduler:
     # ------------------------------------------------------------ the end of a sequence
 
     def _finalize(self, sequence: Sequence) -> None:
-        """End a sequence; release its resources unless a launch in flight names it."""
+        """End a sequence; release it unless a launch in flight names it."""
         assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
         sequence.finalized = True
         del self._live[sequence.request.request_id]

@@ -21,9 +21,7 @@ class Sink(Protocol):
         """Its prefill, or the first part of its image, was launched."""
         ...
 
-    def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        """A commit added at least one event."""
-        ...
+    def delta(self, sequence: Sequence, events: Many[Event]) -> None: ...
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None: ...
 
@@ -31,7 +29,7 @@ class Sink(Protocol):
 
 
 class SilentSink:
-    """A `Sink` that ignores events and raises failures."""
+    """Ignores events and raises failures."""
 
     def started(self, sequence: Sequence) -> None:
         pass

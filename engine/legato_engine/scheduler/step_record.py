@@ -1,4 +1,4 @@
-"""Host times of a launch, for benchmarks and traces."""
+"""Host times of a launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from legato_engine.scheduler.launch import Launch
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StepRecord:
-    """When the host worked on a launch, in `Clock.perf_ns` nanoseconds, and what came of it."""
+    """The host's work on a launch, in `Clock.perf_ns` nanoseconds."""
 
     launch: Launch
     plan_start: int
@@ -33,22 +33,19 @@ class StepRecord:
 
     @property
     def launch_ns(self) -> int:
-        """Staging and enqueueing the forward pass."""
         return self.launch_end - self.plan_end
 
     @property
     def sample_ns(self) -> int:
-        """Reading constraints and enqueueing sampling."""
         return self.sample_end - self.sample_start
 
     @property
     def commit_ns(self) -> int:
-        """Without the wait for the tokens."""
         return self.commit_end - self.wait_end
 
 
 class Observer(Protocol):
-    """Receives the record of every committed launch while the runner still has its times."""
+    """Receives the record of every committed launch while the runner has its times."""
 
     def committed(self, record: StepRecord) -> None:
         """On the scheduler's thread; must be fast."""

@@ -7,13 +7,13 @@ SMOOTHING = 0.1
 
 
 class WaitEstimate:
-    """Predicts waits from a moving average of service times and the queue's length."""
+    """Predicts waits from a moving average of service times."""
 
     def __init__(self) -> None:
         self._service: float | None = None  # seconds; None until a request has completed
 
     def completed(self, seconds: float) -> None:
-        """Add a service time, from prefill to end."""
+        """Add the seconds from prefill to end."""
         if self._service is None:
             self._service = seconds
         else:

@@ -1,4 +1,4 @@
-"""The waiting sequences, in the order in which they are served."""
+"""The waiting sequences."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class WaitingQueue:
     A sequence that does not fit may be overtaken `max_overtakes` times; then it blocks all later
     ones. A search skips at most `max_overtakes` sequences.
 
-    One without an adapter slot is overtaken without limit by sequences without adapters, and is not
-    counted as skipped, because they do not keep slots in use.
+    One without an adapter slot is overtaken without limit by sequences without adapters, which keep
+    no slots in use, and is not counted as skipped.
     """
 
     def __init__(self, *, max_overtakes: int, priority_seconds: float) -> None:
@@ -53,7 +53,6 @@ class WaitingQueue:
         self._num_by_tenant[sequence.request.tenant] += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Without overtaking."""
         self._pop(self.position(sequence))
 
     def first(
@@ -61,7 +60,6 @@ class WaitingQueue:
         fits: Callable[[Sequence], bool],
         lacks_slot: Callable[[Sequence], bool] = lambda sequence: False,
     ) -> Sequence | None:
-        """Return the first sequence that fits and is not blocked."""
         num_skipped, slots_blocked = 0, False
         for waiting in self._queue:
             sequence = waiting.sequence
@@ -86,14 +84,13 @@ class WaitingQueue:
         self._pop(index)
 
     def position(self, sequence: Sequence) -> int:
-        """How many sequences are before a queued one."""
         index = bisect_right(self._queue, (self._time_of(sequence), -1), key=_RANK)
         while self._queue[index].sequence is not sequence:
             index += 1
         return index
 
     def num_ahead(self, sequence: Sequence) -> int:
-        """How many would be before a sequence not queued yet."""
+        """How many would be before a sequence that is not queued yet."""
         return bisect_right(self._queue, self._time_of(sequence), key=lambda each: each.rank[0])
 
     def num_of(self, tenant: str) -> int:

@@ -16,7 +16,7 @@ PRESSURE_RATIO = 0.85
 
 
 class BlockState(Protocol):
-    """A request's block size and the statistics that it is chosen from."""
+    """What a request's block size is chosen from."""
 
     ema_acceptance_rate: float  # float32, as on the device
     accepted_weight: float
@@ -28,21 +28,17 @@ class BlockState(Protocol):
     def num_left(self) -> int: ...
 
     @property
-    def under_pressure(self) -> bool:
-        """Whether the page pool was nearly full at the last check."""
-        ...
+    def under_pressure(self) -> bool: ...
 
 
 class BlockPolicy(Protocol):
-    """Chooses each request's block size from the results of its verifications."""
+    """Chooses each request's block size."""
 
     def begin(self, request: BlockState) -> None:
         """Prepare a request's first proposal, also after a preemption."""
         ...
 
-    def update(self, request: BlockState, accepted: int, proposed: int) -> None:
-        """Learn from one verification."""
-        ...
+    def update(self, request: BlockState, accepted: int, proposed: int) -> None: ...
 
     def allot(self, requests: Sequence[BlockState]) -> None:
         """Revise the block sizes of requests that propose together."""
@@ -67,7 +63,7 @@ class FixedBlockPolicy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdaptiveBlockPolicy:
-    """The seed's rule: one of three sizes by a moving average of the share accepted."""
+    """The seed's rule: one of three sizes by a moving average."""
 
     first_block: int = 4
     min_block: int = 1

@@ -18,10 +18,7 @@ from legato_engine.speculative.costs import CostTable
 
 
 class PolicyBlockSizes:
-    """A `scheduler.block_sizes.BlockSizes` over a block policy.
-
-    Pressure is read when a launch is planned; accepted tokens are learnt from at its commit.
-    """
+    """A `scheduler.block_sizes.BlockSizes` over a block policy."""
 
     def __init__(self, policy: BlockPolicy) -> None:
         self._policy = policy
@@ -50,7 +47,7 @@ class PolicyBlockSizes:
 
 
 def block_sizes(setting: str, costs: CostTable | None) -> PolicyBlockSizes | None:
-    """Block sizes for a `--speculation` setting; `costs` are those that `budget` needs.
+    """Block sizes for a `--speculation` setting; `budget` needs `costs`.
 
     Raises:
         InvalidField: the setting is unknown.

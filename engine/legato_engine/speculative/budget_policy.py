@@ -1,4 +1,4 @@
-"""A block size policy that weighs draft tokens by their worth to the whole batch."""
+"""A block size policy by the worth of draft tokens to the batch."""
 
 from __future__ import annotations
 
@@ -51,13 +51,11 @@ class TokenBudgetPolicy:
     _steps: dict[int, float] = dataclasses.field(default_factory=dict, init=False, compare=False)
 
     def begin(self, request: BlockState) -> None:
-        """Start from the overall rate, unless the request has one."""
         if request.tried_weight == 0.0:
             request.tried_weight = self.prior_weight
             request.accepted_weight = self.overall.rate * self.prior_weight
 
     def update(self, request: BlockState, accepted: int, proposed: int) -> None:
-        """Learn from the accepted tokens and the first wrong one."""
         if proposed == 0:
             return
         tried = accepted + (accepted < proposed)

@@ -14,8 +14,8 @@ from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 class LookupProposer:
     """Proposes what follows the latest earlier position that ends in the same n-gram.
 
-    Longer matches go first: up to `longest` tokens, at least `shortest`. A draft that reaches the
-    newest token repeats from the matched position.
+    Longer matches go first. A draft that reaches the newest token repeats from the matched
+    position.
     """
 
     def __init__(self, *, shortest: int = 1, longest: int = 4) -> None:

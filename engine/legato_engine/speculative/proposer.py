@@ -19,10 +19,10 @@ UNKNOWN = -1
 class RowHistory:
     """The rows' tokens on the device, one step ahead of the host; ids are int64.
 
-    `tokens_RC` holds the prompt's and the committed ids by position, up to `position_R`, the
-    newest; all else is `UNKNOWN`, the shared prefix included. `hidden_RD` is the residual stream
-    that the newest token was sampled from. `page_table_RM` names the KV pages of all positions
-    before `position_R`.
+    `row_R` are all rows of the state or a subset. `tokens_RC` holds the prompt's and the committed
+    ids by position, up to `position_R`, the newest; all else is `UNKNOWN`, the shared prefix
+    included. `hidden_RD` is the residual stream that the newest token was sampled from.
+    `page_table_RM` names the KV pages of all positions before `position_R`.
     """
 
     row_R: torch.Tensor
@@ -35,7 +35,7 @@ class RowHistory:
 class Proposer(Protocol):
     """Proposes draft tokens on the device, before the host has read the newest token.
 
-    A wrong draft token costs time and never changes a result.
+    A wrong one costs time and never changes a result.
     """
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:

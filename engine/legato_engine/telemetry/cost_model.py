@@ -13,7 +13,7 @@ from __future__ import annotations
 def row_share(forward: float, forward_single: float, streams: int) -> float:
     """The part of a forward that is due to its rows, 0..1.
 
-    `forward` and `forward_single`, that of one stream, have the same unit.
+    Both forwards have the same unit.
     """
     if streams == 1:
         return 1.0
@@ -25,5 +25,4 @@ def zombie_tax(length: float, share: float) -> float:
 
 
 def predicted_speedup(blocking: float, pipelined: float, tax: float) -> float:
-    """Pipelined over blocking throughput."""
     return blocking / pipelined * (1.0 - tax)

@@ -1,4 +1,4 @@
-"""Statistics of the running engine's decode steps, and its gain from pipelining.
+"""Statistics of the running engine's decode steps.
 
 Only a decode after a decode is measured: the engine does not sleep between the two.
 """
@@ -23,8 +23,7 @@ class StepParts(NamedTuple):
     """The parts of one step, in nanoseconds.
 
     `sampling` includes the copy back. `bookkeeping` is the host's plan, launch, enqueueing of the
-    sampling, and commit; `wait` its wait for the copy. `idle` is the device's, before and after the
-    forward.
+    sampling, and commit; `wait` its wait for the copy. `idle` is the device's.
 
     `blocking` estimates the step in a blocking loop: forward, sampling, and the period without the
     time in which the copy blocked the host. Only the enqueueing of the sampling would overlap.
@@ -87,7 +86,7 @@ class StepStats:
         self._num_steps += 1
 
     def latest(self, now: float, *, fresh: bool) -> PipelineStats | None:
-        """The latest snapshot, renewed if it is `_INTERVAL` old or `fresh`; `now` is in seconds."""
+        """Renewed if it is `_INTERVAL` old or `fresh`; `now` is in seconds."""
         if self._num_steps != self._latest_steps and (fresh or now >= self._due):
             self._latest = self.snapshot()
             self._latest_steps = self._num_steps
@@ -95,10 +94,9 @@ class StepStats:
         return self._latest
 
     def snapshot(self) -> PipelineStats | None:
-        """Medians over the window, None if it is empty.
+        """Medians over the window.
 
-        The predicted gain is a lower bound, because its tax counts each zombie as a full row. For a
-        blocking engine it is about zero.
+        The predicted gain is a lower bound, because its tax counts each zombie as a full row.
         """
         if not self._ring:
             return None

@@ -1,7 +1,4 @@
-"""A timeline of the last launches, for Perfetto and chrome://tracing.
-
-Arrows follow a launch from the host to the device and back.
-"""
+"""A timeline of the last launches, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -34,14 +31,14 @@ TraceEvent = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """A committed launch: the host's record and the device's times."""
+    """A committed launch."""
 
     record: StepRecord
     times: LaunchTimes
 
 
 class StepListener(Protocol):
-    """A receiver of all steps, in the order of their commits."""
+    """Receives all steps in the order of their commits."""
 
     def add(self, step: Step) -> None:
         """Runs on the scheduler's thread and must be quick."""
