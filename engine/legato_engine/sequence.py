@@ -1,4 +1,4 @@
-"""A request's life on the device, in parts with one writer each."""
+"""Requests on the device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from legato_engine.core import PromptToken, Request
 from legato_engine.tasks import Task
 
 TokenKey = tuple[int, tuple[float, float]]
-"""A token id with its payload. Together with the preceding positions it determines the KV."""
+"""A token id with its payload; with the preceding ones it determines the KV."""
 
 Keys = tuple[TokenKey, ...]
 
 NO_PAYLOAD = (0.0, 0.0)
 BOS_KEY: TokenKey = (-1, NO_PAYLOAD)
-"""Stands for BOS without an image after it; only the model knows its token id."""
+"""BOS without an image; only the model knows its token id."""
 
 
 class SequenceStatus(enum.StrEnum):
@@ -30,7 +30,7 @@ class SequenceStatus(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostInputs:
-    """Host data of a sequence, kept until it is finalized because preemption recomputes it."""
+    """Host data, kept until the sequence is finalized because preemption recomputes it."""
 
     image: Any = None
     adapter: Any = None
@@ -41,24 +41,22 @@ NO_INPUTS = HostInputs()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SequenceAdapter:
-    """The adapter of a sequence. The KV cache writes `slot`."""
+    """The KV cache writes `slot`."""
 
-    key: str = ""  # names its content; empty without an adapter
+    key: str = ""  # names its content; "" without one
     rank: int = 0
-    slot: int = 0  # on the device; 0 without an adapter or resources
+    slot: int = 0  # 0 without an adapter or resources
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SequencePages:
-    """The KV pages of a sequence. Written by the KV cache.
+    """Written by the KV cache.
 
-    Positions by page, where `end` is `len(ids) * page_size`:
+    With `end` = `len(ids) * page_size`, positions are:
 
     - `[0, cached_length)`: found by the latest admission, not computed again
     - `[0, capacity)`: in pages that the sequence keeps
     - `[capacity, end)`: in pages for draft tokens
-
-    Position p is in page `ids[p // page_size]`.
     """
 
     ids: tuple[int, ...] = ()
@@ -71,33 +69,33 @@ class SequencePages:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Progress:
-    """How far the launches of a sequence have come. Written by the scheduler.
+    """Written by the scheduler.
 
-    `num_launched` counts tokens that are certain to be sampled: one per launch, plus draft tokens
-    accepted by commits. Launches in flight may accept `inflight_drafts` more.
+    `num_launched` counts tokens certain to be sampled: one per launch, plus accepted draft tokens.
+    Launches in flight may accept `inflight_drafts` more.
     """
 
     num_launched: int = 0
-    last_position: int = -1  # of the newest of these; -1 before the prefill is launched
+    last_position: int = -1  # of the newest; -1 before the prefill is launched
     inflight_drafts: int = 0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class DraftStats:
-    """Acceptance of the draft tokens of a sequence. Written by the speculation policy."""
+    """Acceptance of draft tokens. Written by the speculation policy."""
 
     ema_acceptance_rate: float
-    accepted_weight: float = 0.0  # accepted tokens, older ones counting less
+    accepted_weight: float = 0.0  # tokens, older ones counting less
     tried_weight: float = 0.0
     current_block_size: int = 0  # for the next launch, without KV pressure
     block_size_history: list[int] = dataclasses.field(default_factory=list)  # drafted, by commit
-    num_left: int = 0  # tokens still to launch
+    num_left: int = 0  # to launch
     under_pressure: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Timing:
-    """`time.monotonic()` seconds of a sequence. Written by the scheduler, except for `arrival`."""
+    """`time.monotonic()` seconds. Written by the scheduler, except for `arrival`."""
 
     arrival: float = 0.0  # when the request was accepted
     prefill_start: float = 0.0
@@ -106,7 +104,7 @@ class Timing:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's life on the device.
+    """A request in parts with one writer each.
 
     The zombie rule: `finalized` is set once, when the last token is committed or the request ends
     early. `inflight_refs` counts the launches that name the sequence. Its pages, row and adapter
@@ -124,7 +122,7 @@ class Sequence:
     prefix_key: str | None  # names the image's content; "" without one, None to share nothing
     prefix_length: int  # positions of BOS and image, before the prompt
     prompt: tuple[PromptToken, ...]
-    num_crops: int = 0  # of the image; 0 or 1 cannot be encoded in several launches
+    num_crops: int = 0  # 0 or 1 cannot be encoded in several launches
     inputs: HostInputs = NO_INPUTS
     adapter: SequenceAdapter = dataclasses.field(default_factory=SequenceAdapter)
     timing: Timing = dataclasses.field(default_factory=Timing)
@@ -132,10 +130,10 @@ class Sequence:
     finalized: bool = False
     preempted: bool = False
     inflight_refs: int = 0  # 0, 1 or 2
-    row: int = -1  # index into the per-row state of the device; -1 without resources
+    row: int = -1  # of the device's state; -1 without resources
     pages: SequencePages = dataclasses.field(default_factory=SequencePages)
     progress: Progress = dataclasses.field(default_factory=Progress)
-    draft_stats: DraftStats | None = None  # None until the policy first plans draft tokens
+    draft_stats: DraftStats | None = None
     tokens: list[TokenKey] = dataclasses.field(init=False)  # prompt and committed tokens
 
     def __post_init__(self) -> None:
@@ -143,41 +141,38 @@ class Sequence:
 
     @property
     def prompt_length(self) -> int:
-        """Input positions before the first generated token."""
         return self.prefix_length + len(self.prompt)
 
     @property
     def max_length(self) -> int:
-        """Positions that need KV if every allowed token is generated; the last one is no input."""
+        """Positions that need KV at most; the last token is no input."""
         return self.prompt_length + self.task.max_tokens - 1
 
     @property
     def length(self) -> int:
-        """Positions whose token is known: prompt and committed tokens."""
         return self.prefix_length + len(self.tokens)
 
     @property
     def num_committed(self) -> int:
-        """Tokens sampled and read back; at most 2 fewer than `progress.num_launched`."""
+        """At most 2 fewer than `progress.num_launched`."""
         return len(self.tokens) - len(self.prompt)
 
     @property
     def image_prefix_length(self) -> int:
-        """Positions with bidirectional attention, shared only together; 0 without an image."""
+        """Positions with bidirectional attention, shared only together."""
         return self.prefix_length if self.prefix_length > 1 else 0
 
     @property
     def may_draft(self) -> bool:
-        """Whether tokens can be drafted: no constraint from the host, no payloads."""
+        """No constraint from the host, no payloads."""
         return not (self.task.constrained or self.task.has_payload)
 
     @property
     def is_zombie(self) -> bool:
-        """Whether a launch in flight still names this finalized sequence."""
         return self.finalized and self.inflight_refs > 0
 
     def keys(self, start: int, stop: int) -> Keys:
-        """Return the keys of positions `[start, stop)`, all after the image prefix.
+        """All positions are after the image prefix.
 
         A sampled token's payload is ignored if the task has none: it is left from another launch.
         """

@@ -1,4 +1,4 @@
-"""The interface between the scheduler and a model's skills."""
+"""The scheduler's interface to a model's skills."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from legato_engine.core import (
 
 
 class SampledToken(NamedTuple):
-    """What the device sampled for one row."""
+    """The device's choice for one row."""
 
-    token_id: int  # -1 if the row's logits were not finite; only its own sequence fails
-    payload: tuple[float, float]  # the value of the token, opaque to all but the model
-    logprob: float | None = None  # as in `core.TokenInfo`; None if no row of the batch requested it
+    token_id: int  # -1 if the row's logits were not finite
+    payload: tuple[float, float]  # opaque to all but the model
+    logprob: float | None = None  # None if no row of the batch requested it
 
 
 class Task(Protocol):
-    """A state machine that turns the committed tokens of one request into events.
+    """A state machine that turns a request's committed tokens into events.
 
     If `constrained`, the constraint depends on committed tokens, so sampling waits for the previous
     commit. Otherwise it never changes, and sampling may run a step ahead.
@@ -39,10 +39,10 @@ class Task(Protocol):
     sampling: SamplingParams  # resolved: no field is None except top_k
     max_tokens: int  # including the terminal token
     constrained: bool
-    has_payload: bool  # the device must compute payloads for this row
+    has_payload: bool
 
     def constraint(self) -> int:
-        """Return the index into the model's constraint table for the next token."""
+        """Index into the model's constraint table."""
         ...
 
     def consume(self, token: SampledToken) -> Sequence[Event]:
@@ -50,36 +50,31 @@ class Task(Protocol):
         ...
 
     @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the task has ended, None before."""
-        ...
+    def finish_reason(self) -> FinishReason | None: ...
 
     def result(self, finish_reason: FinishReason) -> TaskResult:
-        """Return the result so far, pending text included."""
+        """The result so far, pending text included."""
         ...
 
     @property
-    def reasoning_tokens(self) -> int:
-        """Tokens spent before the answer."""
-        ...
+    def reasoning_tokens(self) -> int: ...
 
 
 class Constraint(NamedTuple):
-    """The tokens that a row may sample: `allowed`, or all if it is None, minus `suppressed`."""
+    """The tokens that a row may sample: `allowed` (None: all) minus `suppressed`."""
 
     allowed: tuple[int, ...] | None = None
     suppressed: tuple[int, ...] = ()
 
 
 def with_token(events: Sequence[Event], token: TokenInfo) -> list[Event]:
-    """Attach a sampled token to the first event if that is text, else put it before the events."""
+    """Attach the token to the first event if that is text, else put it before the events."""
     if events and isinstance(first := events[0], TextDelta | ReasoningDelta):
         return [msgspec.structs.replace(first, tokens=(token,)), *events[1:]]
     return [TokensDelta(tokens=(token,)), *events]
 
 
 def tokens_of(events: Iterable[Event]) -> Iterator[TokenInfo]:
-    """Yield the tokens of the events."""
     for event in events:
         if isinstance(event, TextDelta | ReasoningDelta | TokensDelta):
             yield from event.tokens

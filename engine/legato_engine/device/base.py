@@ -1,7 +1,6 @@
-"""The device interface: streams, events, pinned buffers and captured work.
+"""The device interface.
 
-A stream runs its work in order and concurrently with the caller; two streams run concurrently with
-each other. CPU and GPU both provide this.
+A stream runs its work in order, concurrently with the caller and with other streams.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ class Event(Protocol):
     """A point in a stream's order."""
 
     def wait(self) -> None:
-        """Block until the stream has passed this point; raises the failure of earlier work."""
+        """Block until the stream has passed; raise the failure of earlier work."""
         ...
 
-    def query(self) -> bool:
-        """Whether the stream has passed this point."""
-        ...
+    def query(self) -> bool: ...
 
     def time_ns(self) -> int:
-        """The time at which the stream passed, on the clock of `time.perf_counter_ns`.
+        """When the stream passed, on the clock of `time.perf_counter_ns`.
 
         Valid after `wait` returned or `query` was true.
         """
@@ -35,7 +32,7 @@ class Stream(Protocol):
     """An ordered queue of work."""
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Enqueue `work`, which runs later, so the caller must not mutate what it reads."""
+        """Enqueue `work`, which runs later: the caller must not mutate what it reads."""
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -46,14 +43,11 @@ class Stream(Protocol):
         ...
 
     def record(self, reuse: Event | None = None) -> Event:
-        """Record an event after all work submitted so far.
-
-        `reuse` is an event of this device without other users, which may become the new one.
-        """
+        """Record an event after earlier work, in `reuse` if it has no other user."""
         ...
 
     def wait_event(self, event: Event) -> None:
-        """Run later work after `event`; the caller does not block."""
+        """Run later work after `event`, without blocking the caller."""
         ...
 
 
@@ -65,28 +59,24 @@ class Device(Protocol):
 
     @property
     def compute(self) -> Stream:
-        """The stream of forwards and sampling."""
+        """Forwards and sampling."""
         ...
 
     @property
     def copy(self) -> Stream:
-        """The stream of copies that the compute stream must not wait for."""
+        """Copies that the compute stream must not wait for."""
         ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a zeroed host tensor that is copied asynchronously."""
+        """Zeroed, for asynchronous copies."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record `work` for replay at fixed addresses (a CUDA graph); return `work` itself on a
-        CPU.
-        """
+        """Record `work` for replay at fixed addresses (a CUDA graph); a CPU returns it."""
         ...
 
     def free_memory(self) -> int | None:
-        """Bytes that can still be allocated; None if the device shares the host's memory."""
+        """Bytes that can be allocated; None if the device shares the host's memory."""
         ...
 
-    def close(self) -> None:
-        """Finish pending work and stop the streams."""
-        ...
+    def close(self) -> None: ...

@@ -1,7 +1,6 @@
 """The CPU as a device: two streams, each a worker thread, synchronised by events.
 
-Work runs concurrently with the caller and across streams, so schedules overlap, and races show, as
-on a GPU.
+Schedules overlap, and races show, as on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from legato_engine.device.base import Event
 
 
 class CpuEvent:
-    """A point in a stream, set by the stream's thread."""
+    """Set by the stream's thread."""
 
     __slots__ = ("_error", "_passed", "_time_ns")
 
@@ -28,17 +27,14 @@ class CpuEvent:
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Block until the stream passed; raise the failure of earlier work."""
         self._passed.wait()
         if self._error is not None:
             raise RuntimeError("device work failed") from self._error
 
     def query(self) -> bool:
-        """Whether the stream has passed."""
         return self._passed.is_set()
 
     def time_ns(self) -> int:
-        """`time.perf_counter_ns` when the stream passed."""
         return self._time_ns
 
     def _set(self, error: BaseException | None) -> None:
@@ -48,7 +44,7 @@ class CpuEvent:
 
 
 class CpuStream:
-    """One thread and its queue. After a failure later work is skipped and every event raises."""
+    """One thread and its queue. After a failure, work is skipped and every event raises."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
@@ -57,25 +53,21 @@ class CpuStream:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Enqueue `work` for the stream's thread."""
         self._queue.put(work)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a copy."""
         self._queue.put(functools.partial(_copy, destination, source))
 
     def record(self, reuse: Event | None = None) -> CpuEvent:
-        """Record an event after everything submitted so far; `reuse` is ignored."""
         event = CpuEvent()
         self._queue.put(event)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Run later work after `event`."""
         self._queue.put(event.wait)
 
     def close(self) -> None:
-        """Finish what is queued and stop the thread."""
+        """Finish queued work and stop the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -90,7 +82,7 @@ class CpuStream:
     def _call(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits on the stream
+        except BaseException as error:  # noqa: BLE001 - raised by the stream's events
             self._error = error
 
 
@@ -99,7 +91,7 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class CpuDevice:
-    """A host with `num_threads` cores for the compute stream and one thread for copies."""
+    """A host with `num_threads` cores for computing and one thread for copies."""
 
     def __init__(self, num_threads: int) -> None:
         self.torch_device = torch.device("cpu")
@@ -110,18 +102,14 @@ class CpuDevice:
         self.compute.submit(lambda: torch.set_num_threads(num_threads))
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a zeroed host tensor; no pinning is needed."""
         return torch.zeros(shape, dtype=dtype)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return `work` itself."""
         return work
 
     def free_memory(self) -> None:
-        """None: the memory is the host's."""
         return
 
     def close(self) -> None:
-        """Finish pending work and stop both threads."""
         self.compute.close()
         self.copy.close()

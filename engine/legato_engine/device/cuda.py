@@ -1,4 +1,4 @@
-"""A CUDA GPU: a compute stream, a copy stream, events, pinned memory and captured graphs."""
+"""A CUDA GPU."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _ANY_DIRECTION = runtime.cudaMemcpyKind.cudaMemcpyDefault
 class CudaClock:
     """Maps event times to the host clock, from an anchor event with a known host time.
 
-    Elapsed times are float32 milliseconds, so the anchor is moved forward: intervals stay below
-    about a second and are exact to some 60 ns.
+    Elapsed times are float32 milliseconds; moving the anchor keeps them below about a second and
+    exact to some 60 ns.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -31,21 +31,19 @@ class CudaClock:
         self._anchor_ns = time.perf_counter_ns()
 
     def to_host_ns(self, event: torch.cuda.Event) -> int:
-        """Host time of a passed event."""
         elapsed_ms: float = self._anchor.elapsed_time(event)
         return self._anchor_ns + round(elapsed_ms * 1e6)
 
     def wants(self, host_ns: int) -> bool:
-        """Whether an event that passed at this time should become the anchor."""
         return host_ns - self._anchor_ns > _ANCHOR_NS
 
     def re_anchor(self, event: torch.cuda.Event, host_ns: int) -> None:
-        """Make this passed event the anchor; the clock owns it from now on."""
+        """The clock owns the passed event from now on."""
         self._anchor, self._anchor_ns = event, host_ns
 
 
 class CudaEvent:
-    """A timing event on a CUDA stream."""
+    """A timing event."""
 
     __slots__ = ("_clock", "_host_ns", "event")
 
@@ -55,7 +53,6 @@ class CudaEvent:
         self.event = _timing_event()
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Record after all work submitted to the stream so far."""
         self._host_ns = None
         self.event.record(stream)
 
@@ -64,12 +61,10 @@ class CudaEvent:
         self.event.synchronize()
 
     def query(self) -> bool:
-        """Whether the stream has passed."""
         passed: bool = self.event.query()  # type: ignore[no-untyped-call]  # torch leaves it bare
         return passed
 
     def time_ns(self) -> int:
-        """The time at which the stream passed, on the host's `time.perf_counter_ns`."""
         if self._host_ns is None:
             self._host_ns = self._clock.to_host_ns(self.event)
             if self._clock.wants(self._host_ns):
@@ -79,7 +74,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream that the calling thread enqueues work to."""
+    """A stream that the calling thread enqueues work to."""
 
     def __init__(self, stream: torch.cuda.Stream, clock: CudaClock) -> None:
         self.stream = stream
@@ -90,7 +85,7 @@ class CudaStream:
     def submit(self, work: Callable[[], None]) -> None:
         """Run `work` now on the host; its kernels go to this stream.
 
-        Cheapest if this is the thread's current stream, as `CudaDevice` makes its compute stream.
+        Cheapest if this is the thread's current stream, as the compute stream is.
         """
         with torch.inference_mode():
             if torch._C._cuda_getCurrentRawStream(self._index) == self._handle:
@@ -100,7 +95,7 @@ class CudaStream:
                 work()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue a copy through CUDA directly, which starts several times faster than torch's."""
+        """Enqueue a copy through CUDA, which starts several times faster than torch's."""
         (result,) = runtime.cudaMemcpyAsync(
             destination.data_ptr(), source.data_ptr(), source.nbytes, _ANY_DIRECTION, self._handle
         )
@@ -108,13 +103,11 @@ class CudaStream:
             raise InternalError(f"a copy cannot be started: {result.name}")
 
     def record(self, reuse: Event | None = None) -> CudaEvent:
-        """Record an event after everything submitted so far, reusing `reuse` if given."""
         event = reuse if isinstance(reuse, CudaEvent) else CudaEvent(self._clock)
         event.record(self.stream)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Run later work after `event`; the host does not block."""
         assert isinstance(event, CudaEvent), "an event of another device"
         self.stream.wait_event(event.event)
 
@@ -134,21 +127,20 @@ class CudaDevice:
         self.copy = CudaStream(_stream(self.torch_device), clock)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a zeroed page-locked host tensor."""
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Capture `work` as a CUDA graph; it must use fixed addresses and never synchronise.
 
-        `work` runs once before the capture, so that lazy initialisation stays out of the graph. It
-        runs after all other streams, because it may share their scratch memory.
+        `work` runs once before, so that lazy initialisation stays out of the graph, and after all
+        other streams, because it may share their scratch memory.
         """
         torch.cuda.synchronize(self.torch_device)
         self.compute.submit(work)
         torch.cuda.synchronize(self.torch_device)
         graph = torch.cuda.CUDAGraph()
-        # All graphs share one memory pool: they run one after another, and results that outlive a
-        # graph are copied to the caller's tensors.
+        # Graphs share one memory pool: they run one after another, and results that outlive one are
+        # copied to the caller's tensors.
         stream = self.compute.stream
         capturing = torch.cuda.graph(graph, pool=self._pool, stream=stream)
         with _no_collections(), torch.inference_mode(), capturing:
@@ -156,19 +148,18 @@ class CudaDevice:
         return graph.replay
 
     def free_memory(self) -> int:
-        """Bytes free on the GPU, including those that torch caches."""
+        """Include what torch caches."""
         free: int = torch.cuda.mem_get_info(self.torch_device)[0]
         reserved = torch.cuda.memory_reserved(self.torch_device)
         return free + reserved - torch.cuda.memory_allocated(self.torch_device)
 
     def close(self) -> None:
-        """Wait for pending work."""
         torch.cuda.synchronize(self.torch_device)
 
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Pause garbage collection, because freeing another engine's graphs would break a capture."""
+    """Pause garbage collection: freeing another engine's graphs would break a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

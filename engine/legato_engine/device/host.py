@@ -9,7 +9,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory(proc: Path = _PROC, group: Path = _GROUP) -> int:
-    """Bytes that can be allocated without swapping, within the limit of the process's cgroup."""
+    """Bytes that can be allocated without swapping, within the process's cgroup."""
     free = _table(proc / "meminfo")["MemAvailable:"] * 1024
     limit = group / "memory.max"
     if not limit.is_file() or not (text := limit.read_text().strip()).isdigit():

@@ -12,9 +12,7 @@ from legato_engine.errors import InvalidField
 
 
 def open_device(name: str = "auto", threads: int = 0) -> Device:
-    """Open a device: `auto` is the first CUDA GPU if there is one, else the CPU.
-
-    `threads` is the CPU's cores, 0 for all.
+    """Open a device; `auto` is the first CUDA GPU, else the CPU with `threads` cores (0: all).
 
     Raises:
         InvalidField: the name is not auto, cpu, cuda or cuda:N, or the GPU is absent.

@@ -1,4 +1,4 @@
-"""Adapter slots on the device: which adapter each holds, and how many sequences use it."""
+"""Adapter slots on the device."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections import OrderedDict
 from legato_engine.kv_cache.slot_pool import SlotPool
 
 NO_ADAPTER = 0
-"""The slot of sequences without an adapter; it is never allocated."""
+"""Never allocated."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class AdapterEntry:
-    """An adapter in its slot; one that is not ready is removed with its last reference."""
+    """An adapter in its slot, removed with its last reference unless it is ready."""
 
     key: str
     slot: int
     ref_count: int = 0  # sequences
-    ready: bool = False  # the launch that writes its weights is enqueued, others may acquire it
+    ready: bool = False  # its write is enqueued
 
 
 class AdapterSlots:
     """Slots `[1, num_slots]` by adapter; an unused adapter stays until its slot is needed.
 
-    A slot changes its adapter only while no sequence uses it, so no launch in flight reads it.
+    A slot's adapter changes only while no sequence uses it, so no launch in flight reads it.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -36,11 +36,9 @@ class AdapterSlots:
 
     @property
     def num_used(self) -> int:
-        """Slots that sequences use."""
         return len(self._entries) - len(self._idle)
 
     def can_acquire(self, key: str) -> bool:
-        """Whether `acquire` would succeed now; False while the adapter is not ready."""
         entry = self._entries.get(key)
         if entry is not None:
             return entry.ready
@@ -56,11 +54,9 @@ class AdapterSlots:
         return entry
 
     def launched(self, key: str) -> None:
-        """Note that the launch that writes the adapter is enqueued: later launches may read it."""
         self._entries[key].ready = True
 
     def release(self, key: str) -> None:
-        """Remove a reference; a ready adapter stays in its slot."""
         entry = self._entries[key]
         assert entry.ref_count > 0, f"adapter {key} is released without a reference"
         entry.ref_count -= 1

@@ -1,4 +1,4 @@
-"""Counters of the KV cache since its start."""
+"""Counters of the KV cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from legato_engine.sequence import Sequence
 
 @dataclasses.dataclass(slots=True)
 class KVCacheCounters:
-    """Positions found and computed, draft pages taken and rejected, preemptions."""
+    """Counters since the start."""
 
     found_positions: int = 0  # by first admissions
     computed_positions: int = 0  # for first admissions
@@ -20,7 +20,6 @@ class KVCacheCounters:
     preemptions: int = 0
 
     def count_admission(self, sequence: Sequence, num_found: int) -> None:
-        """Count a sequence whose first `num_found` positions were in the cache."""
         sequence.pages.cached_length = num_found
         if sequence.pages.num_preemptions:
             self.recomputed_positions += sequence.length - num_found
@@ -30,12 +29,10 @@ class KVCacheCounters:
         self.computed_positions += sequence.length - num_found
 
     def count_preemption(self, sequence: Sequence) -> None:
-        """Count a sequence that gave its pages back and will be admitted again."""
         self.preemptions += 1
         sequence.pages.num_preemptions += 1
 
     def stats(self, *, free: int, idle: int, shared: int, draft: int) -> KVCacheStats:
-        """Return the counters together with the current numbers of pages by state."""
         prompt = self.found_positions + self.computed_positions
         return KVCacheStats(
             free=free,

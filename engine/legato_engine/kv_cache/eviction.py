@@ -1,4 +1,4 @@
-"""Eviction order for KV pages, shared by cached prefixes and running requests."""
+"""Eviction order for KV pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EvictionCandidate:
 
 
 def eviction_rank(candidate: EvictionCandidate) -> Rank:
-    """Order by priority, draft acceptance, last use, then id; the lowest is evicted first."""
+    """The lowest is evicted first."""
     return (
         candidate.priority,
         candidate.ema_acceptance_rate,
@@ -29,5 +29,5 @@ def eviction_rank(candidate: EvictionCandidate) -> Rank:
 
 
 def eviction_order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
-    """Sort candidates by `eviction_rank`; a request whose pages are all borrowed is none."""
+    """Sort by rank; a request whose pages are all borrowed is no candidate."""
     return sorted(candidates, key=eviction_rank)

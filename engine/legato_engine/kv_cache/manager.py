@@ -1,4 +1,4 @@
-"""The KV cache manager: pages, rows and adapter slots of sequences."""
+"""The KV cache manager."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from legato_engine.sequence import Sequence
 
 
 class KVCacheManager:
-    """Allocates pages as sequences grow, shares equal content, and takes pages back.
+    """Gives sequences pages, rows and adapter slots, shares equal content, and takes pages back.
 
-    A page is free, owned by the tree, or owned by one sequence; `check` asserts it. Pages move to
-    the tree when their content is known and enqueued: full pages of a prompt when its prefill is
-    launched, those of the answer as they fill, and a partial last page at release.
+    A page is free, owned by the tree, or owned by one sequence; `check` asserts it. The tree gets
+    pages when their content is known and enqueued: full pages of a prompt when its prefill is
+    launched, those of the answer as they fill, a partial last page at release.
     """
 
     def __init__(
@@ -51,41 +51,35 @@ class KVCacheManager:
 
     @property
     def num_rows(self) -> int:
-        """All rows: the largest batch."""
+        """The largest batch."""
         return self._rows.num_slots
 
     @property
     def rows_free(self) -> int:
-        """Rows available to new sequences."""
         return self._rows.num_free
 
     @property
     def rows_used(self) -> int:
-        """Rows of live sequences and zombies."""
         return self._rows.num_used
 
     @property
     def adapters_used(self) -> int:
-        """Adapter slots of live sequences and zombies."""
         return self._adapters.num_used
 
     @property
     def pages_total(self) -> int:
-        """All pages but the scratch page."""
         return self._pool.num_usable
 
     @property
     def pages_used(self) -> int:
-        """Pages of live sequences and zombies, shared pages counted once."""
+        """Includes zombies; counts shared pages once."""
         return self._pool.num_usable - self._budget.num_available
 
     @property
     def prefix_pages(self) -> int:
-        """Cached pages that no sequence uses; they are evicted when needed."""
         return self._tree.idle_pages
 
     def stats(self) -> KVCacheStats:
-        """Return the current numbers of pages and the counters since the start."""
         return self._counters.stats(
             free=self._pool.num_free,
             idle=self._tree.idle_pages,
@@ -96,7 +90,7 @@ class KVCacheManager:
     # ------------------------------------------------------------ admission
 
     def fits_ever(self, sequence: Sequence) -> bool:
-        """Whether the sequence fits an empty pool and the model's context."""
+        """Whether it fits an empty pool and the model's context."""
         if sequence.max_length > self.max_length:
             return False
         copies = (
@@ -105,10 +99,10 @@ class KVCacheManager:
         return self._budget.pages_for(sequence.max_length) + copies <= self._pool.num_usable
 
     def can_admit(self, sequence: Sequence) -> bool:
-        """Whether `admit` would succeed now and leave a page to each sequence that still grows.
+        """Whether `admit` would succeed and leave a page to each sequence that still grows.
 
-        A sequence waits while another one is about to compute its image prefix. After a refusal it
-        is not matched again until more pages are available, because matching is slow.
+        A sequence waits while another is about to compute its image prefix. After a refusal it is
+        not matched again until more pages are available, because matching is slow.
         """
         if not self._rows.can_allocate() or self.lacks_adapter_slot(sequence):
             return False
@@ -127,18 +121,14 @@ class KVCacheManager:
         return fits
 
     def lacks_adapter_slot(self, sequence: Sequence) -> bool:
-        """Whether its adapter has no slot and gets none until another sequence is released."""
+        """Whether its adapter gets no slot until another sequence is released."""
         return bool(sequence.adapter.key) and not self._adapters.can_acquire(sequence.adapter.key)
 
     def finds_image_prefix(self, sequence: Sequence) -> bool:
-        """Whether the prefill of an admission now would not compute an image."""
         return not sequence.image_prefix_length or self._prefix_cache.has_image_prefix(sequence)
 
     def admit(self, sequence: Sequence) -> PrefillWork:
-        """Give the sequence a row, pages and its adapter's slot, having checked `can_admit`.
-
-        The pages hold the known tokens and the next one.
-        """
+        """Give it a row, its adapter's slot, and pages for the known tokens and the next."""
         assert sequence.row < 0, f"sequence {sequence.seq_id} is admitted twice"
         work = self._admit_pages(sequence)
         sequence.row = self._rows.allocate()
@@ -149,9 +139,9 @@ class KVCacheManager:
         return work if adapter.ready else dataclasses.replace(work, write_adapter=True)
 
     def _admit_pages(self, sequence: Sequence) -> PrefillWork:
-        """Set `pages.ids` to full pages of the tree, then private pages.
+        """Set `pages.ids` to full pages of the tree, then private ones.
 
-        The first private page begins with a copy of the tree's partial page, if there is one.
+        The first private page may begin with a copy of the tree's partial page.
         """
         ownership = PageOwnership()
         match = self._affordable_match(sequence)
@@ -183,14 +173,11 @@ class KVCacheManager:
         return self._prefix_cache.without_copy(match)
 
     def planned(self, sequence: Sequence) -> None:
-        """Note that the prefill is planned.
-
-        Sequences planned later, for the same launch too, may use its image prefix.
-        """
+        """Let sequences planned later, even for the same launch, use its image prefix."""
         self._prefix_cache.planned(self._owned[sequence])
 
     def launched(self, sequence: Sequence) -> None:
-        """Note that the prefill is enqueued: later launches may read its pages and its adapter."""
+        """Note that the prefill is enqueued: later launches may read its pages and adapter."""
         self._prefix_cache.launched(sequence, self._owned[sequence])
         if sequence.adapter.key:
             self._adapters.launched(sequence.adapter.key)
@@ -198,7 +185,7 @@ class KVCacheManager:
     # ------------------------------------------------------------ growth
 
     def grow(self, sequence: Sequence) -> bool:
-        """Extend the capacity by one page; return False when none is available."""
+        """Extend the capacity by one page; False when none is available."""
         ownership = self._owned[sequence]
         if ownership.draft:
             page = ownership.draft.pop(0)
@@ -215,7 +202,7 @@ class KVCacheManager:
     def reserve_draft(self, sequence: Sequence, length: int) -> bool:
         """Allocate draft pages for positions `[capacity, length)`, all or none.
 
-        Draft tokens evict cached pages, but leave a page to each sequence that still grows.
+        They evict cached pages, but leave a page to each sequence that still grows.
         """
         max_length = sequence.max_length
         assert length <= max_length, f"{length} positions of at most {max_length}"
@@ -233,12 +220,11 @@ class KVCacheManager:
     def commit_to(self, sequence: Sequence, length: int, *, reserved: int = 0) -> None:
         """Keep the draft pages of committed positions and free those of rejected ones.
 
-        - `[0, length)`: committed; the sequence keeps these pages
+        - `[0, length)`: committed
         - `[length, reserved)`: may be committed by launches in flight; the pages stay drafts
-        - `[reserved, end)`: rejected; the pages are free
+        - `[reserved, end)`: rejected; reserved again before they are planned
 
-        Launches in flight may still write to freed pages: launches that reuse them come later. The
-        caller reserves again before it plans positions beyond `reserved`.
+        Launches in flight may still write to freed pages: launches that reuse them come later.
         """
         draft, pages = self._owned[sequence].draft, sequence.pages
         num_committed = len(pages.ids) - len(draft)
@@ -256,24 +242,17 @@ class KVCacheManager:
     # ------------------------------------------------------------ release
 
     def frees_pages(self, sequence: Sequence) -> bool:
-        """Whether releasing the sequence would make a page available."""
         ownership = self._owned[sequence]
         if ownership.private:
             return True
         return ownership.node is not None and ownership.node.ref_count == 1
 
     def invalidate(self, sequence: Sequence, length: int = 0) -> None:
-        """Remove its positions `[length, end)` from lookup, because their values may be wrong.
-
-        The pages are freed with their last reference.
-        """
+        """Remove its positions `[length, end)` from lookup; their values may be wrong."""
         self._prefix_cache.invalidate(self._owned[sequence], length)
 
     def release(self, sequence: Sequence) -> None:
-        """Take back the row, all pages and the reference on the adapter's slot.
-
-        Known content stays cached until it is evicted.
-        """
+        """Take back all resources; known content stays cached."""
         assert sequence.row >= 0, f"sequence {sequence.seq_id} holds nothing to release"
         self.commit_to(sequence, 0)
         ownership = self._owned.pop(sequence)
@@ -288,16 +267,13 @@ class KVCacheManager:
         sequence.row = -1
 
     def preempt(self, sequence: Sequence) -> None:
-        """Release a sequence that will be admitted again."""
         self.release(sequence)
         self._counters.count_preemption(sequence)
 
     def check(self) -> None:
-        """Assert that every page has one owner and that page tables agree with the owners."""
         check_ownership(self._pool, self._tree, self._owned, self._page_size)
 
     def _num_growing(self, besides: Sequence | None = None) -> int:
-        """Return how many live sequences may need one more page."""
         return sum(
             each.pages.capacity < each.max_length
             for each in self._owned

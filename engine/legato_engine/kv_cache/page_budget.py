@@ -1,4 +1,4 @@
-"""How many pages a sequence needs, and how many are available."""
+"""Page arithmetic."""
 
 from __future__ import annotations
 
@@ -17,24 +17,21 @@ class PageBudget:
 
     @property
     def num_available(self) -> int:
-        """Free and idle pages."""
         return self._pool.num_free + self._tree.idle_pages
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Allocate `count` of the available pages, evicting idle ones as needed."""
         self._tree.evict_until_free(count)
         return self._pool.allocate(count)
 
     def pages_for(self, length: int) -> int:
-        """Return the number of pages that hold `length` positions."""
         return -(-length // self._page_size)
 
     def first_pages(self, sequence: Sequence) -> int:
-        """Return the pages of an admission: for the known tokens and the next one."""
+        """Pages for the known tokens and the next one."""
         return self.pages_for(min(sequence.length + 1, sequence.max_length))
 
     def missing_pages(self, sequence: Sequence, match: Match | None) -> int:
-        """Return the pages to allocate: private ones, and an image prefix's that is not cached."""
+        """Private pages to allocate, and an image prefix's that is not cached."""
         first = self.first_pages(sequence)
         if match is not None:
             return first - match.node.length // self._page_size
@@ -44,7 +41,7 @@ class PageBudget:
         return first - image // self._page_size + self.pages_for(image)
 
     def fits(self, sequence: Sequence, match: Match | None, available: int) -> bool:
-        """Whether `available` pages suffice, less the idle ones that `match` would acquire."""
+        """Whether `available` pages suffice, less the idle ones that `match` acquires."""
         if match is not None:
             needed = {*match.node.path, match.source or match.node}
             available -= sum(len(node.pages) for node in needed if node.ref_count == 0)

@@ -1,4 +1,4 @@
-"""The pages that a sequence owns, and the rule that every page has exactly one owner."""
+"""Ownership of pages: every page has exactly one owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PageOwnership:
     - `[node.length, capacity)`: the sequence (`private`)
     - `[capacity, end)`: the sequence (`draft`)
 
-    The sequence has references on `node` and on `source`.
+    The sequence references `node` and `source`.
     """
 
     node: Node | None = None  # deepest with the sequence's content; None if it shares nothing
@@ -32,7 +32,6 @@ class PageOwnership:
 def check_ownership(
     pool: PagePool, tree: RadixTree, owned: Mapping[Sequence, PageOwnership], page_size: int
 ) -> None:
-    """Assert that every page has one owner and that page tables agree with the owners."""
     nodes = set(tree.nodes())
     owners = [*pool.free_pages, *(page for node in nodes for page in node.pages)]
     idle = sum(len(node.pages) for node in nodes if node.ref_count == 0)

@@ -1,4 +1,4 @@
-"""What an admission leaves to the prefill, before its first input token."""
+"""What an admission leaves to the prefill."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import dataclasses
 class PrefillWork:
     """The prefix to compute, the page to copy and the adapter to write.
 
-    Crops `[0, first_crop)` were encoded by earlier launches. An encode continues with
-    `[first_crop, stop_crop)`; a prefill has `stop_crop` 0 and encodes the rest.
+    Crops `[0, first_crop)` were encoded earlier. An encode continues with `[first_crop,
+    stop_crop)`; a prefill has `stop_crop` 0 and encodes the rest.
     """
 
     compute_pages: tuple[int, ...] = ()  # of a prefix (BOS and image) that is not cached
@@ -21,4 +21,4 @@ class PrefillWork:
 
 
 NO_PREFILL_WORK = PrefillWork()
-"""For decodes, and for prefills whose cache hit ends on a page boundary."""
+"""Of decodes, and of prefills whose cache hit ends on a page boundary."""

@@ -1,4 +1,4 @@
-"""The prefix cache: what a sequence shares with the radix tree."""
+"""What sequences share with the radix tree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PrefixCache:
     # ------------------------------------------------------------ lookup
 
     def match(self, sequence: Sequence) -> Match | None:
-        """Find the cached part of a sequence, without the last position, which is sampled from."""
+        """Find its cached part, without the last position, which is sampled from."""
         if sequence.prefix_key is None:
             return None
         root = self._tree.root(_namespace(sequence))
@@ -30,16 +30,16 @@ class PrefixCache:
         return self._tree.match(root, sequence, sequence.length - 1)
 
     def has_image_prefix(self, sequence: Sequence) -> bool:
-        """Whether the image prefix is cached, or will be computed by a sequence admitted before."""
+        """Whether it is cached, or will be computed by a sequence admitted before."""
         return sequence.prefix_key is not None and self._tree.root(_namespace(sequence)) is not None
 
     def without_copy(self, match: Match) -> Match:
-        """Return the match without an optional copy, whose source needs a page beside the copy."""
+        """Drop an optional copy, whose source needs a page beside the copy."""
         tail = match.node.length % self._page_size > 0
         return Match(match.node, match.node.length, match.node if tail else None)
 
     def full_pages(self, node: Node | None) -> tuple[int, ...]:
-        """Return the pages of a node's path, without an image prefix's partial last page."""
+        """A path's pages, without an image prefix's partial last page."""
         if node is None:
             return ()
         *below, root = node.path
@@ -49,14 +49,12 @@ class PrefixCache:
     # ------------------------------------------------------------ admission
 
     def add_root(self, sequence: Sequence) -> Match:
-        """Add a root for the sequence's image prefix, which the sequence will compute."""
         length = sequence.image_prefix_length
         num_pages = -(-length // self._page_size)
         root = self._tree.add_root(_namespace(sequence), length, num_pages)
         return Match(root, length, root if length % self._page_size else None)
 
     def acquire(self, ownership: PageOwnership, match: Match) -> None:
-        """Take references on the matched node and on the source of the copy."""
         ownership.node, ownership.source = match.node, match.source
         for node in (match.node, match.source):
             if node is not None:
@@ -65,13 +63,11 @@ class PrefixCache:
     # ------------------------------------------------------------ publishing
 
     def planned(self, ownership: PageOwnership) -> None:
-        """Note that the prefill is planned: sequences planned later may use its image prefix."""
         if ownership.node is not None:
             for node in ownership.node.path:
                 node.ready = True
 
     def launched(self, sequence: Sequence, ownership: PageOwnership) -> None:
-        """Note that the prefill is enqueued, its copy included, and publish its pages."""
         if ownership.source is not None:
             self._tree.release(ownership.source, sequence.request.priority)
             ownership.copied, ownership.source = ownership.source, None
@@ -108,8 +104,7 @@ class PrefixCache:
     def deduplicate(self, sequence: Sequence, ownership: PageOwnership) -> bool:
         """Free tree pages that only this sequence references and has computed itself.
 
-        Return whether there were any. Without them, `KVCacheManager.fits_ever` counts all pages of
-        a sequence that runs alone.
+        Without them, `KVCacheManager.fits_ever` counts all pages of a sequence that runs alone.
         """
         path = [] if ownership.node is None else list(ownership.node.path)[:-1]
         duplicates = [
@@ -125,9 +120,9 @@ class PrefixCache:
     # ------------------------------------------------------------ release
 
     def invalidate(self, ownership: PageOwnership, length: int) -> None:
-        """Remove the sequence's positions `[length, end)` from lookup, now and later.
+        """Remove positions `[length, end)` from lookup, now and later.
 
-        With `length` 0 this includes the copied page, where the invalid values may come from.
+        With `length` 0 also the copied page, where the invalid values may come from.
         """
         ownership.invalid, node = True, ownership.node
         if length == 0 and ownership.copied is not None:
@@ -137,14 +132,13 @@ class PrefixCache:
             self._tree.detach(invalid[-1])
 
     def release(self, sequence: Sequence, ownership: PageOwnership) -> None:
-        """Publish all known content and give the references back."""
         self.publish(sequence, ownership, partial=True)
         for node in (ownership.source, ownership.node):
             if node is not None:
                 self._tree.release(node, sequence.request.priority)
 
     def _replace_page(self, ownership: PageOwnership, node: Node, page: int) -> None:
-        """Give the tree the sequence's own page in exchange for one with the same content."""
+        """Swap the tree's page for the sequence's, with the same content."""
         ownership.private.remove(page)
         self._pool.free(node.pages)
         node.pages = (page,)

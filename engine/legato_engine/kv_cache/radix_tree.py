@@ -1,4 +1,4 @@
-"""A radix tree of KV pages, found by the tokens that they hold."""
+"""A radix tree of KV pages by the tokens that they hold."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from legato_engine.kv_cache.page_pool import PagePool
 from legato_engine.sequence import Keys, Sequence
 
 MIN_COPIED = 2
-"""Fewest positions worth copying a page for, beyond those of an image prefix."""
+"""Fewest positions worth a copy, beyond an image prefix's."""
 
 MAX_SCANNED_CHILDREN = 16
-"""How many children, newest first, are compared with a prompt to find the best page to copy."""
+"""Children, newest first, that are compared to find the best page to copy."""
 
 
 class Namespace(NamedTuple):
-    """A separate key space of the tree; `image` is the image's key, "" without one."""
+    """A separate key space of the tree; `image` is "" without one."""
 
     adapter: str
     image: str
@@ -29,11 +29,11 @@ class Node:
     """KV of the positions `[parent.length, length)`, in pages that the tree owns.
 
     A root has the pages of an image prefix, or none without an image. Every other node has one
-    page, which may be partial in a leaf. Only launches enqueued before a page was added write it.
+    page, partial only in a leaf. Only launches enqueued before a page was added write it.
 
     `ref_count` is never less than a child's. `ready` is False until the prefill that computes an
-    image prefix is planned. `attached` is False once the node is removed from lookup; its pages are
-    then freed with the last reference.
+    image prefix is planned. `attached` is False once the node is removed from lookup; the last
+    reference then frees its pages.
     """
 
     __slots__ = (
@@ -75,7 +75,6 @@ class Node:
 
     @property
     def path(self) -> Iterator[Node]:
-        """This node and its ancestors, deepest first."""
         node: Node | None = self
         while node is not None:
             yield node
@@ -83,10 +82,7 @@ class Node:
 
 
 class Match(NamedTuple):
-    """The cached part of a sequence: `node`'s path, and part of `source`'s page, to be copied.
-
-    The positions `[0, length)` are found, the copied ones included.
-    """
+    """The cached part of a sequence: `node`'s path, and part of `source`'s page, to be copied."""
 
     node: Node
     length: int
@@ -102,7 +98,7 @@ class _IdleLeaf(NamedTuple):
 class RadixTree:
     """Nodes by namespace and content; unreferenced ones stay until their pages are needed.
 
-    An edge is one page of tokens. A common prefix that ends inside a page is copied.
+    An edge is one page of tokens; a common prefix that ends inside a page is copied.
     """
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
@@ -119,11 +115,9 @@ class RadixTree:
     # ------------------------------------------------------------ lookup
 
     def root(self, namespace: Namespace) -> Node | None:
-        """Return the namespace's root, ready or not."""
         return self._roots.get(namespace)
 
     def match(self, root: Node, sequence: Sequence, stop: int) -> Match:
-        """Find the longest cached part of the sequence's positions `[0, stop)`."""
         node = root
         while (end := self._page_end(node.length)) <= stop:
             child = node.children.get(sequence.keys(node.length, end))
@@ -133,7 +127,7 @@ class RadixTree:
         return self._with_copy(node, sequence, min(stop, end))
 
     def _with_copy(self, node: Node, sequence: Sequence, stop: int) -> Match:
-        """Add the page that shares the most positions of `[node.length, stop)`."""
+        """Add the page that shares the most positions."""
         ends_in_page = node.length % self._page_size > 0  # an image prefix or a leaf
         source, most = (node, 0) if ends_in_page else (None, MIN_COPIED - 1)
         if node.length < stop and node.children:
@@ -150,7 +144,7 @@ class RadixTree:
     # ------------------------------------------------------------ growth
 
     def add_root(self, namespace: Namespace, length: int, num_pages: int) -> Node:
-        """Add a root for an image prefix that the caller will compute; 0 positions without one."""
+        """Add a root that the caller will compute; without an image it has 0 positions."""
         assert namespace not in self._roots, f"{namespace} already has a root"
         pages = self._pool.allocate(num_pages)
         root = Node(next(self._ids), namespace, None, (), pages, length)
@@ -160,7 +154,7 @@ class RadixTree:
         return root
 
     def extend(self, node: Node, keys: Keys, page: int) -> Node:
-        """Return the child with these tokens; a new one takes ownership of `page`."""
+        """The child with these tokens; a new one takes ownership of `page`."""
         assert node.attached, f"node {node.node_id} is detached"
         partial = node.parent is not None and node.length % self._page_size
         assert not partial, f"node {node.node_id} ends inside a page, at {node.length}"
@@ -179,7 +173,7 @@ class RadixTree:
     # ------------------------------------------------------------ references
 
     def acquire(self, node: Node, above: Node | None = None) -> None:
-        """Add a reference to a node and its ancestors, up to `above`, which already has one."""
+        """Reference a node and its ancestors, up to `above`, which is already referenced."""
         for each in node.path:
             if each is above:
                 return
@@ -190,10 +184,10 @@ class RadixTree:
             each.ref_count += 1
 
     def release(self, node: Node, priority: int) -> None:
-        """Remove a reference from a node and its ancestors.
+        """Unreference a node and its ancestors.
 
-        An unreferenced node stays, with the priority of its last user, unless it is detached or was
-        never computed.
+        An unreferenced node stays, with its last user's priority, unless detached or never
+        computed.
         """
         self._time += 1
         for each in node.path:
@@ -210,7 +204,7 @@ class RadixTree:
                     self._offer(each)
 
     def detach(self, node: Node) -> None:
-        """Remove a node and its descendants from lookup; free each with its last reference."""
+        """Remove a node and its descendants from lookup; the last reference frees each."""
         if not node.attached:
             return
         self._unlink(node)
@@ -225,7 +219,6 @@ class RadixTree:
     # ------------------------------------------------------------ eviction
 
     def evict_until_free(self, count: int) -> None:
-        """Evict idle leaves by `eviction_rank` until `count` pages are free."""
         while not self._pool.can_allocate(count):
             assert self._idle_leaves, f"{count} pages requested, nothing left to evict"
             leaf = heapq.heappop(self._idle_leaves)
@@ -233,7 +226,7 @@ class RadixTree:
                 self._remove(leaf.node)
 
     def _offer(self, node: Node) -> None:
-        """Make an idle leaf evictable; remove an idle root without pages at once."""
+        """Make an idle leaf evictable; remove an idle root without pages."""
         if not _is_idle_leaf(node):
             return
         if not node.pages:
@@ -244,7 +237,6 @@ class RadixTree:
             self._idle_leaves = sorted(filter(_is_current, self._idle_leaves))
 
     def _unlink(self, node: Node) -> None:
-        """Remove a node from its parent, which may become an idle leaf."""
         parent = node.parent
         if parent is None:
             del self._roots[node.namespace]
@@ -253,7 +245,6 @@ class RadixTree:
         self._offer(parent)
 
     def _remove(self, node: Node) -> None:
-        """Detach an unreferenced node and free its pages."""
         if node.attached:
             self._unlink(node)
             node.attached = False
@@ -264,7 +255,6 @@ class RadixTree:
     # ------------------------------------------------------------ state
 
     def nodes(self) -> Iterator[Node]:
-        """All attached nodes, parents first."""
         nodes = list(self._roots.values())
         for node in nodes:
             yield node
@@ -289,5 +279,5 @@ def _is_current(leaf: _IdleLeaf) -> bool:
 
 
 def _rank(node: Node) -> Rank:
-    """Rank a cached node; it drafts nothing, so its acceptance rate is 0."""
+    """Cached nodes draft nothing: their acceptance rate is 0."""
     return eviction_rank(EvictionCandidate(node.node_id, node.priority, 0.0, node.last_used))

@@ -26,18 +26,17 @@ class Flag(enum.IntFlag):
     """Independent conditions of a request."""
 
     NONE = 0
-    KV_PRESSURE = 1  # the pool is nearly full: propose little
-    GRAFTED = 2  # it borrowed pages of another request
+    KV_PRESSURE = 1  # the pool is nearly full
+    GRAFTED = 2  # it borrowed pages
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestDescriptor:
     """A request: its constant inputs, and its progress.
 
-    `tokens` are the prompt and the committed tokens. The first `num_cached` of them have valid KV;
-    the newest is computed with the next verification. `page_ids[p // page_size]` holds position p.
-    `draft` (proposed tokens) and `sampled` (the target's token for each scheduled position) are
-    valid between stages only.
+    `tokens` are the prompt and the committed tokens. The first `num_cached` have valid KV.
+    `page_ids[p // page_size]` holds position p. `draft` and `sampled` (the target's token for each
+    scheduled position) are valid between stages only.
     """
 
     request_id: int
@@ -58,7 +57,7 @@ class RequestDescriptor:
     accepted_prefix_len: int = 0
 
     ema_acceptance_rate: float = INITIAL_RATE  # float32, as on the device
-    accepted_weight: float = 0.0  # tokens accepted and tried, older ones weighted less
+    accepted_weight: float = 0.0  # tokens, older ones weighted less
     tried_weight: float = 0.0
     current_block_size: int = 0
     block_size_history: list[int] = dataclasses.field(default_factory=list)
@@ -71,24 +70,19 @@ class RequestDescriptor:
 
     @property
     def num_generated(self) -> int:
-        """Committed tokens after the prompt."""
         return len(self.tokens) - len(self.prompt)
 
     @property
     def num_left(self) -> int:
-        """Tokens it may still generate."""
         return self.max_tokens - self.num_generated
 
     @property
     def is_running(self) -> bool:
-        """Whether it is in the batch."""
         return self.state not in (State.WAITING, State.DONE)
 
     @property
     def under_pressure(self) -> bool:
-        """Whether the pool was nearly full at the last check."""
         return Flag.KV_PRESSURE in self.flags
 
     def set_flag(self, flag: Flag, *, on: bool) -> None:
-        """Set or clear one flag."""
         self.flags = self.flags | flag if on else self.flags & ~flag

@@ -1,4 +1,4 @@
-"""The state that the stages share: the kernel's arguments and its counters."""
+"""The state that the stages share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from legato_engine.speculative.block_policy import BlockPolicy
 class Machine:
     """One launch.
 
-    `num_scheduled` and `num_prefilled` count positions of this iteration's forward, `longest_block`
-    is its longest draft.
+    `num_scheduled`, `num_prefilled` (positions) and `longest_block` are of this iteration's
+    forward.
     """
 
     requests: list[RequestDescriptor]
@@ -34,13 +34,10 @@ class Machine:
 
     @property
     def done(self) -> bool:
-        """Whether every request is done."""
         return all(request.state is State.DONE for request in self.requests)
 
     def running(self) -> list[RequestDescriptor]:
-        """The requests in the batch, by id."""
         return [request for request in self.requests if request.is_running]
 
     def find(self, request_id: int) -> RequestDescriptor | None:
-        """The request with this id."""
         return next((each for each in self.requests if each.request_id == request_id), None)

@@ -1,4 +1,4 @@
-"""The simulated target and its proposers, as pure functions of their inputs."""
+"""The simulated target and its proposers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from legato_engine.megakernel.descriptor import RequestDescriptor
 VOCABULARY = 50_000
 STOP_TOKEN = 0
 CONTEXT = 4
-"""Preceding tokens that a next token depends on, so that a wrong page is noticed."""
+"""Tokens that the next one depends on, so that a wrong page is noticed."""
 
 
 _MASK = 2**64 - 1
 
 
 def _draw(*numbers: int) -> int:
-    """32 pseudo-random bits from numbers (SplitMix64, folded)."""
+    """32 pseudo-random bits (SplitMix64, folded)."""
     mixed = 0
     for number in numbers:
         mixed = (mixed ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -28,16 +28,13 @@ def _draw(*numbers: int) -> int:
 
 
 def next_token(seed: int, position: int, context: Sequence[int]) -> int:
-    """The target's token for `position` after `context`, keyed by seed and position."""
     return 1 + _draw(seed, position, *context[-CONTEXT:]) % (VOCABULARY - 1)
 
 
 class Proposer(Protocol):
     """Proposes draft tokens."""
 
-    def propose(self, request: RequestDescriptor, count: int) -> tuple[int, ...]:
-        """At most `count` tokens after the committed ones."""
-        ...
+    def propose(self, request: RequestDescriptor, count: int) -> tuple[int, ...]: ...
 
 
 AcceptanceProfile = Callable[[RequestDescriptor, int], float]
@@ -45,16 +42,16 @@ AcceptanceProfile = Callable[[RequestDescriptor, int], float]
 
 
 class SyntheticProposer:
-    """A proposer that knows the target's tokens and is right with the profile's probability.
+    """Knows the target's tokens and is right with the profile's probability.
 
-    The outcome is drawn from request and position, so it does not depend on block sizes.
+    Drawn from request and position, so it does not depend on block sizes.
     """
 
     def __init__(self, profile: AcceptanceProfile) -> None:
         self._profile = profile
 
     def propose(self, request: RequestDescriptor, count: int) -> tuple[int, ...]:
-        """Exactly `count` tokens; more follow the first wrong one."""
+        """More tokens follow the first wrong one."""
         tokens = list(request.tokens[-CONTEXT:])
         proposed: list[int] = []
         first = len(request.tokens)
@@ -74,7 +71,6 @@ class LookupProposer:
         self._order = order
 
     def propose(self, request: RequestDescriptor, count: int) -> tuple[int, ...]:
-        """The tokens after that occurrence, if there is one."""
         tokens, order = request.tokens, self._order
         tail = tokens[-order:]
         for start in range(len(tokens) - order - 1, -1, -1):

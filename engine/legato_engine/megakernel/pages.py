@@ -1,9 +1,8 @@
 """KV pages: owners, contents and waste.
 
-A page is committed or draft. Committed pages hold accepted positions. Draft pages are taken for
-draft tokens and freed at once if those are rejected. A page with several holders is shared: its
-owner goes on writing after the part that the others read, and a borrower copies it before its first
-write.
+A page is committed (accepted positions) or draft, and freed at once if its draft tokens are
+rejected. A shared page has several holders: its owner goes on writing after the part that the
+others read, and a borrower copies it before its first write.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ class PageState(enum.IntEnum):
 class ResidencyReport:
     """The pool at one moment, and its counters since the start.
 
-    `fragmentation_ratio` is the share of all draft pages that were freed unaccepted. `hit_rate` is
-    the share of prompt positions whose KV was found instead of computed.
+    `fragmentation_ratio` is the share of draft pages freed unaccepted, `hit_rate` that of prompt
+    positions whose KV was found.
     """
 
     num_pages: int
     free: int
     draft: int
     committed: int
-    shared: int  # committed pages with more than one holder
+    shared: int  # with more than one holder
     fragmentation_ratio: float
     hit_rate: float
 
 
 class PageTable:
-    """The page pool; `entries[page][slot]` is the token whose KV is there, None when unwritten."""
+    """The page pool; `entries[page][slot]` is the token whose KV is there."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -57,24 +56,19 @@ class PageTable:
 
     @property
     def num_free(self) -> int:
-        """Free pages."""
         return len(self._free)
 
     @property
     def is_under_pressure(self) -> bool:
-        """Whether more than `PRESSURE_RATIO` of the pool is in use."""
         return self.num_pages - self.num_free > PRESSURE_RATIO * self.num_pages
 
     def pages_for(self, num_positions: int) -> int:
-        """Pages that so many positions need."""
         return -(-num_positions // self.page_size)
 
     def holders(self, page: int) -> frozenset[int]:
-        """The requests that hold a page."""
         return frozenset(self._holders[page])
 
     def report(self) -> ResidencyReport:
-        """The pool's current state."""
         prompt = self.num_found + self.num_computed
         return ResidencyReport(
             num_pages=self.num_pages,
@@ -89,7 +83,6 @@ class PageTable:
     # ------------------------------------------------------------ holding
 
     def allocate(self, request_id: int, state: PageState) -> int:
-        """Take a free page, which must exist."""
         page = self._free.pop()
         assert not self._holders[page], f"page {page} is free and held"
         self._holders[page].add(request_id)
@@ -99,13 +92,11 @@ class PageTable:
         return page
 
     def borrow(self, request_id: int, page: int) -> None:
-        """Add a holder to a committed page."""
         assert self._state[page] is PageState.COMMITTED, f"page {page} is not committed"
         assert request_id not in self._holders[page], f"page {page} is borrowed twice"
         self._holders[page].add(request_id)
 
     def release(self, request_id: int, page: int) -> None:
-        """Remove a holder; the last one frees the page."""
         self._holders[page].remove(request_id)
         if self._holders[page]:
             if self._owner[page] == request_id:
@@ -118,7 +109,6 @@ class PageTable:
         self._free.append(page)
 
     def commit(self, page: int) -> None:
-        """Mark a page's positions as accepted."""
         self._state[page] = PageState.COMMITTED
 
     def claim(self, request_id: int, page: int) -> bool:
@@ -128,7 +118,6 @@ class PageTable:
         return self._owner[page] == request_id
 
     def copy(self, request_id: int, page: int) -> int:
-        """Replace a borrowed page by an own copy."""
         own = self.allocate(request_id, PageState.COMMITTED)
         self.entries[own] = list(self.entries[page])
         self.release(request_id, page)
@@ -137,13 +126,11 @@ class PageTable:
     # ------------------------------------------------------------ content
 
     def write(self, request_id: int, page_ids: list[int], position: int, token: int) -> None:
-        """Write the KV of `token` to a page that the request owns."""
         page = page_ids[position // self.page_size]
         assert self._owner[page] == request_id, f"request {request_id} writes page {page}"
         self.entries[page][position % self.page_size] = token
 
     def read(self, page_ids: list[int], position: int) -> int:
-        """The token whose KV is at `position`, which must have been written."""
         token = self.entries[page_ids[position // self.page_size]][position % self.page_size]
         assert token is not None, f"position {position} is read before it is written"
         return token

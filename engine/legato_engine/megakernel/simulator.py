@@ -11,12 +11,12 @@ from legato_engine.megakernel.stages import STAGES, stage_kv, stage_scheduler
 from legato_engine.speculative.costs import H200_MOONDREAM2, CostTable
 
 MAX_IDLE = 8
-"""Iterations without a token, beyond one per request, after which the machine is stuck."""
+"""Iterations without a token, beyond one per request, before the machine is stuck."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Iteration:
-    """The record of one iteration; times are virtual seconds."""
+    """One iteration; times are virtual seconds."""
 
     start: float
     end: float
@@ -27,7 +27,7 @@ class Iteration:
 
 
 class Stuck(RuntimeError):
-    """The loop makes no progress, which is a defect of the specification."""
+    """No progress, which is a defect of the specification."""
 
 
 class Simulator:
@@ -49,7 +49,6 @@ class Simulator:
             self.step()
 
     def step(self) -> None:
-        """One iteration: both batch stages, the four stages of every request, then the clock."""
         machine = self.machine
         machine.num_scheduled = machine.longest_block = machine.num_prefilled = 0
         lengths = {each.request_id: len(each.tokens) for each in machine.requests}
@@ -94,7 +93,7 @@ class Simulator:
     def _watch(self) -> None:
         """Advance to the next arrival if the batch is empty; raise after too many idle iterations.
 
-        Only tokens count as progress, because prefills and preemptions could repeat for ever.
+        Only tokens are progress, because prefills and preemptions could repeat for ever.
         """
         machine = self.machine
         if self.iterations[-1].committed:

@@ -19,7 +19,6 @@ from legato_engine.megakernel.models import CONTEXT, next_token
 
 
 def stage_scheduler(machine: Machine) -> None:
-    """Admit waiting requests to the batch, by priority, then by arrival."""
     waiting = [
         request
         for request in machine.requests
@@ -33,7 +32,6 @@ def stage_scheduler(machine: Machine) -> None:
 
 
 def stage_kv(machine: Machine) -> None:
-    """Update every request's pressure flag, and let the policy allot block sizes."""
     pressed = machine.pages.is_under_pressure
     for request in machine.requests:
         request.set_flag(Flag.KV_PRESSURE, on=pressed)
@@ -45,8 +43,7 @@ def stage_kv(machine: Machine) -> None:
 def stage_prefill(machine: Machine, request: RequestDescriptor) -> None:
     """Provide KV of all tokens but the newest, from the graft source where it has them.
 
-    After a preemption that includes generated tokens. The request waits for a source that is about
-    to compute the shared prefix.
+    The request waits for a source that is about to compute the shared prefix.
     """
     if request.state is not State.PREFILL_READY or storage.source_is_coming(machine, request):
         return
@@ -67,10 +64,10 @@ def stage_prefill(machine: Machine, request: RequestDescriptor) -> None:
 
 
 def stage_decode(machine: Machine, request: RequestDescriptor) -> None:
-    """Propose a block of at most the tokens left, and take pages for it.
+    """Propose a block and take pages for it.
 
-    Without pages for the whole block it is halved. Without a page for a single token the request
-    has been preempted.
+    Without pages for the whole block it is halved; without one for a single token the request has
+    been preempted.
     """
     if request.state is not State.DECODE_READY:
         return
@@ -87,10 +84,6 @@ def stage_decode(machine: Machine, request: RequestDescriptor) -> None:
 
 
 def stage_spec_verify(machine: Machine, request: RequestDescriptor) -> None:
-    """Run one forward over the newest token and the draft, and accept the target's prefix.
-
-    The policy is updated here, before the commit.
-    """
     if request.state is not State.VERIFY_READY:
         return
     scheduled = (request.tokens[-1], *request.draft)
@@ -113,7 +106,6 @@ def stage_spec_verify(machine: Machine, request: RequestDescriptor) -> None:
 
 
 def stage_commit(machine: Machine, request: RequestDescriptor) -> None:
-    """Commit the accepted tokens and the target's next; free pages of rejected tokens."""
     if request.state is not State.COMMIT_READY:
         return
     tokens = machine.acceptance.committed(
@@ -130,4 +122,3 @@ def stage_commit(machine: Machine, request: RequestDescriptor) -> None:
 
 
 STAGES = (stage_prefill, stage_decode, stage_spec_verify, stage_commit)
-"""The stages of every running request."""

@@ -1,4 +1,4 @@
-"""Pages of requests: reservation, grafts, preemption, retirement."""
+"""Pages of requests."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def reserve(
 ) -> bool:
     """Own pages for so many positions, writable from the first uncached one on.
 
-    When the pool is exhausted other requests lose theirs, done ones first. Return False if the
-    request itself is the next victim: it has then been preempted.
+    When the pool is exhausted other requests lose theirs, done ones first. False if the request
+    itself was the next victim and is preempted.
     """
     state = PageState.COMMITTED if committed else PageState.DRAFT
     while not _extend(machine, request, num_positions, state):
@@ -43,7 +43,7 @@ def reserve(
 
 
 def reserve_free(machine: Machine, request: RequestDescriptor, num_positions: int) -> bool:
-    """Like `reserve`, from free pages only: draft tokens evict no request."""
+    """Like `reserve`, from free pages only."""
     return _extend(machine, request, num_positions, PageState.DRAFT)
 
 
@@ -63,7 +63,7 @@ def _extend(
 
 
 def settle(machine: Machine, request: RequestDescriptor) -> None:
-    """After a commit, keep pages with committed positions and free the rest of the draft's."""
+    """Free the pages without committed positions."""
     kept = machine.pages.pages_for(request.num_cached)
     for page in request.page_ids[:kept]:
         machine.pages.commit(page)
@@ -76,10 +76,7 @@ def settle(machine: Machine, request: RequestDescriptor) -> None:
 
 
 def _next_victim(machine: Machine, request: RequestDescriptor) -> RequestDescriptor:
-    """The first in `eviction_order`, of done requests that free a page, else of running ones.
-
-    The running ones include `request` itself.
-    """
+    """The first in `eviction_order`, of done requests that free a page, else of running ones."""
     holding = [each for each in machine.requests if each.page_ids or each is request]
     useful = [each for each in holding if each is request or _frees_a_page(machine, each)]
     retired = [each for each in useful if each.state is State.DONE]
@@ -95,7 +92,6 @@ def _frees_a_page(machine: Machine, request: RequestDescriptor) -> bool:
 
 
 def preempt(machine: Machine, request: RequestDescriptor) -> None:
-    """Take a request's pages and its place in the batch; its KV will be computed again."""
     _drop(machine, request)
     request.draft = request.sampled = ()
     request.state = State.WAITING
@@ -123,7 +119,7 @@ def _drop(machine: Machine, request: RequestDescriptor) -> None:
 
 
 def source_is_coming(machine: Machine, request: RequestDescriptor) -> bool:
-    """Whether the graft source is about to compute the prefix that this request would borrow.
+    """Whether the graft source is about to compute the shared prefix.
 
     Only earlier requests are waited for, so there is no cycle.
     """
@@ -137,7 +133,7 @@ def source_is_coming(machine: Machine, request: RequestDescriptor) -> bool:
 
 
 def shared_length(source: RequestDescriptor, request: RequestDescriptor) -> int:
-    """Leading positions whose KV both need, without the position still to be computed."""
+    """Leading positions whose KV both need."""
     count = 0
     for ours, theirs in zip(request.tokens[:-1], source.prompt, strict=False):
         if ours != theirs:
@@ -147,7 +143,6 @@ def shared_length(source: RequestDescriptor, request: RequestDescriptor) -> int:
 
 
 def graft(machine: Machine, request: RequestDescriptor) -> None:
-    """Borrow the source's pages as far as the prompts agree and its KV is valid."""
     source = machine.find(request.graft_source_id)
     if source is None or source is request:
         return

@@ -1,7 +1,7 @@
-"""The buffers of one in-flight launch: pinned at both ends, device memory between.
+"""The buffers of one launch in flight: pinned at both ends, device memory between.
 
-They are allocated once, at fixed addresses. A launch owns its slot from staging until the commit
-that reads `outputs.host`; no other code may access the slot in between.
+They have fixed addresses. A launch owns its slot from staging until the commit that reads
+`outputs.host`.
 
 Shape legend: R tokens of a full batch, V vocabulary.
 """
@@ -14,12 +14,10 @@ from legato_engine.device.base import Device
 from legato_engine.runtime.staging import StagingBuffer
 
 MAX_PASSES = 10
-"""Steps that a launch's tokens may be cut into, each with its own staging. A longer prompt is
-faster in one piece, by the matrix library.
-"""
+"""Steps of a launch, each staged on its own; the matrix library is faster for longer prompts."""
 
 SHARED_PASSES = 4
-"""Steps of a shared launch, because its decodes wait for all of them."""
+"""Steps of a shared launch; its decodes wait for all of them."""
 
 
 STEP_FIELDS = (
@@ -27,29 +25,29 @@ STEP_FIELDS = (
     "source",  # the row whose newest token is fed; -1: the staged `token` and `payload`
     "position",
     "fresh",  # the row's first position that this step writes; above `position`: padding
-    "sample_row",  # of the token sampled from it; the scratch row: none is
+    "sample_row",  # of the token sampled from it, or the scratch row
     "sample_position",
 )
-"""Fields of each token of a step. With speculation there is also its `draft_index`, 0 for a row's
-newest token: then the host stages rows and draft indices, and the device the other fields.
+"""Fields of each token of a step. With speculation the host stages `row` and `draft_index`, 0 for a
+row's newest token, and the device the other fields.
 """
 
 
 class DecodeSlot:
     """Buffers for one launch of up to `max_rows` tokens, or of up to `max_prompts` prompts.
 
-    All prompts together have up to `max_prompt` tokens. Of `max_images` images computed in a
-    launch, all but the first are additional prompts.
+    Prompts have up to `max_prompt` tokens together. All but the first of `max_images` computed
+    images are additional prompts.
 
     - `staged`: `STEP_FIELDS` of each token.
     - `grown`: entries of the page table (row * pages of a row + index) and their new pages.
     - `prompt`: adjacent tokens of all prompts and, by prompt index, its row's constants; `copied`
       is a shared page and the copy of it (0 and 0: none).
-    - `outputs`: token, payload and log-probability of each token.
+    - `outputs`: by token.
 
-    With speculation a prompt also has its `history` (ids by position) and its `limit` (the last
-    position that may be fed), and an output its row's counts of returned (`count`) and of fed draft
-    tokens (`proposed`), valid at the row's first token.
+    With speculation a prompt also has its `history` (ids by position) and `limit` (the last
+    position to feed), and an output its row's counts of returned (`count`) and of fed draft tokens
+    (`proposed`), valid at the row's first token.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class DecodeSlot:
         counts = dict.fromkeys(("count", "proposed"), rows)
         self.speculates = speculates
         self.max_prompts, self.max_images = max_prompts, max_images
-        self.num_drafts = 0  # the most draft tokens that a row of the staged decode feeds
+        self.num_drafts = 0  # most draft tokens of a staged row
         self.staged = StagingBuffer(
             device, {**fields, "token": rows, "payload": pairs}, copies=MAX_PASSES
         )

@@ -1,6 +1,6 @@
-"""The torch operations of one decode step: the forward, and the sampling after it.
+"""The torch operations of one decode step.
 
-Both read and write only fixed buffers, so each can be captured as a graph.
+They read and write only fixed buffers, so they can be captured.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from legato_engine.runtime.sampler import greedy, sample
 class DecodeStep:
     """A step of one batch size over one slot's buffers.
 
-    `rank` 0 reads no adapters. With speculation the forward first proposes `block` draft tokens a
-    row.
+    `rank` 0 reads no adapters. With speculation it proposes `block` draft tokens a row.
     """
 
     def __init__(
@@ -31,7 +30,6 @@ class DecodeStep:
         self._block = block
 
     def forward(self) -> None:
-        """Feed each row's newest token and its draft tokens; fill hidden states and logits."""
         resources, slot, batch = self._resources, self._slot, self._batch
         model, state = resources.model, resources.state
         if state.drafts is not None:
@@ -52,7 +50,7 @@ class DecodeStep:
         slot.logits_RV[:batch].copy_(model.logits(hidden_BD))
 
     def sample(self, sampled: bool, payload: bool) -> None:
-        """Choose constrained tokens and their payloads, and keep both for the next forward.
+        """Choose tokens and payloads, and keep both for the next forward.
 
         A row whose logits are not finite returns token -1 and feeds token 0. Of several tokens of
         one row, `DraftState.settle` finds the newest; draft tokens have no payload.

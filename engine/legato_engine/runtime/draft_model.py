@@ -1,4 +1,4 @@
-"""A draft that is a smaller model of its own, with a KV cache of its own; it reads text alone.
+"""A draft that is a smaller model with a KV cache of its own.
 
 Shape legend: R rows, K draft tokens, C positions, W tokens that a row catches up at once, M pages
 of a row, D the draft's width, B tokens of any rows.
@@ -22,11 +22,10 @@ _PAGE_SIZE = 16
 class DraftModel:
     """A `Proposer` that takes the likeliest tokens of any `Model`.
 
-    It sees neither images nor values: its positions count from a row's first known token. It keeps
-    the tokens that are in its cache and compares them with each row's history, which finds new
-    sequences and rejected draft tokens alike. From the first difference it feeds up to `CATCH_UP`
-    known tokens per proposal, and proposes nothing until it has the newest. Shapes are fixed and
-    the host reads nothing, so it can be captured.
+    It sees text alone: its positions count from a row's first known token. Comparing its cached
+    tokens with each row's history finds new sequences and rejected draft tokens alike. From the
+    first difference it feeds up to `CATCH_UP` known tokens per proposal, and proposes nothing until
+    it has the newest. It can be captured.
     """
 
     def __init__(self, model: Model, device: Device, *, num_rows: int, vocab_size: int) -> None:
@@ -52,7 +51,6 @@ class DraftModel:
         self._position_C = torch.arange(model.max_context, device=on)
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """Fill `draft_RK`; see `Proposer.propose`."""
         row_R, (known_RC, newest_R) = history.row_R, self._from_first(history)
         context = self._position_C.shape[0]
         new_RC = (known_RC != self._cached_RC[row_R]) | (self._position_C >= newest_R[:, None])
@@ -81,7 +79,6 @@ class DraftModel:
                 hidden_RD = self._feed(row_R, token_R, position_R, fits_R)
 
     def _from_first(self, history: RowHistory) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shift each row's tokens to its first known one; return them and the newest's position."""
         tokens_RC = history.tokens_RC
         first_R = (tokens_RC != UNKNOWN).to(torch.uint8).argmax(1)
         position_RC = first_R[:, None] + self._position_C
@@ -95,7 +92,7 @@ class DraftModel:
         position_B: torch.Tensor,
         is_fed_B: torch.Tensor,
     ) -> torch.Tensor:
-        """[B, D] residual streams; tokens that are not fed become padding."""
+        """[B, D] residual streams; others become padding."""
         row_B = row_B.masked_fill(~is_fed_B, self._scratch)
         position_B = position_B.masked_fill(~is_fed_B, 0)
         token_B = token_B.clamp(min=0)

@@ -1,8 +1,8 @@
 """Device-side speculative decoding: row positions, draft tokens and acceptance.
 
-A row of a launch feeds its newest token, with draft index 0, and up to K draft tokens, with draft
-indices 1 to K. The host stages rows and draft indices. Only the device knows their positions,
-because the previous launch may not be read back yet. A token without a draft becomes padding.
+A row feeds its newest token, with draft index 0, and up to K draft tokens, with indices 1 to K.
+Only the device knows their positions, because the previous launch may not be read back yet. A token
+without a draft becomes padding.
 
 Shape legend: R rows of the state, B tokens of a launch, K draft tokens, C positions, D width.
 """
@@ -15,14 +15,13 @@ from legato_engine.kernels.accelerated import draft_kernels
 from legato_engine.runtime.decode_slot import DecodeSlot
 from legato_engine.speculative.proposer import UNKNOWN, Proposer, RowHistory
 
-_NOT_FED = -2  # in place of a sampled token; -1 is a sampled token that was not finite
+_NOT_FED = -2  # -1 is a sampled token that was not finite
 
 
 class DraftState:
-    """Tensors by row of the state, and the work on them around a forward.
+    """Tensors by row, and the work on them around a forward.
 
-    `place` runs before a decode's forward and `settle` after every sampling, in stream order
-    without the host. Both use fixed addresses and can be captured.
+    `place` runs before a decode's forward, `settle` after every sampling. Both can be captured.
     """
 
     def __init__(
@@ -55,30 +54,27 @@ class DraftState:
         self._kernels = draft_kernels(max_block, vocab_size, device)
 
     def admit(self, slot: DecodeSlot) -> None:
-        """Take sequences' known tokens and limits from their staged prefill."""
         staged = slot.prompt.device
         self.tokens_RC.index_copy_(0, staged["row"], staged["history"])
         self.limit_R.index_copy_(0, staged["row"], staged["limit"])
 
     def rehearse(self, position: int) -> None:
-        """Put all rows at a position with draft tokens, to measure up to two steps."""
+        """Put all rows at a position with draft tokens, to measure two steps."""
         self.position_R.fill_(position)
         self.limit_R.fill_(position + 2 * self.max_block + 2)
         self.draft_RK.zero_()
 
     def clear(self) -> None:
-        """Forget all sequences."""
         self.position_R.zero_()
         self.limit_R.fill_(-1)
         self.draft_RK.fill_(UNKNOWN)
         self.tokens_RC.fill_(UNKNOWN)
 
     def block(self, slot: DecodeSlot) -> int:
-        """Round the staged number of draft tokens up to one of `blocks`."""
         return next(block for block in self.blocks if block >= slot.num_drafts)
 
     def place(self, slot: DecodeSlot, batch: int, page_table_RM: torch.Tensor, block: int) -> None:
-        """Propose `block` tokens a row; give each staged token its id and position, or padding."""
+        """Propose `block` tokens a row; give each staged token its id and position."""
         self._propose(slot, batch, page_table_RM, block)
         if self._kernels is not None:
             self._kernels.place(self, slot.staged.device, batch)
@@ -104,7 +100,7 @@ class DraftState:
     def _propose(
         self, slot: DecodeSlot, batch: int, page_table_RM: torch.Tensor, block: int
     ) -> None:
-        """Fill the first columns of `draft_RK`; on the CPU, of staged rows only."""
+        """Fill `draft_RK`; on the CPU, of staged rows only."""
         state = (self._row_R, self.tokens_RC, self.position_R, self.hidden_RD, page_table_RM)
         if not block:
             return
@@ -122,8 +118,7 @@ class DraftState:
     def settle(self, slot: DecodeSlot, batch: int, token_R: torch.Tensor) -> None:
         """Accept draft tokens that were also sampled; put each row's newest token into `token_R`.
 
-        A row's sampled tokens are valid up to the one after its last accepted draft token; later
-        ones were sampled after a rejected token. Writes the counts to the slot's outputs.
+        A row's sampled tokens are valid up to the one after its last accepted draft token.
         """
         staged, outputs = slot.staged.device, slot.outputs.device
         if self._kernels is not None:

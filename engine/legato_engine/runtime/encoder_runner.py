@@ -1,4 +1,4 @@
-"""The images that a launch computes: encoded one after another, then run through the decoder.
+"""The images that a launch computes.
 
 Shape legend: C images, P positions of one image prefix, D text width, M pages of one prefix.
 """
@@ -23,11 +23,9 @@ _log = structlog.get_logger()
 class EncoderRunner:
     """Fills the pages of images that an `ImageEncoder` takes.
 
-    A launch has at most `max_images`. Each has an image buffer of the encoder and, in the launch's
-    slot, the prompt of the same index; the images are a launch's first prompts.
-
-    Several images pass the decoder together if that gives each the bits that it has alone, which
-    `warm_up` measures. Otherwise, or if one has an adapter, they pass one after another.
+    Image and prompt have the same index in a slot. Several images pass the decoder together if that
+    gives each the bits that it has alone, which `warm_up` measures. Otherwise, or if one has an
+    adapter, they pass one after another.
     """
 
     def __init__(self, encoder: ImageEncoder, resources: Resources) -> None:
@@ -41,7 +39,6 @@ class EncoderRunner:
         self._stacks = False
 
     def warm_up(self) -> None:
-        """Run every number of crops, image buffer and rank; measure if images may be stacked."""
         self._graphs.run(self._cut_work)
         for count, gathered in product(range(1, self._encoder.max_crops + 1), (False, True)):
             self._graphs.run(self._crops_work, count, gathered)
@@ -56,7 +53,6 @@ class EncoderRunner:
             _log.info("image_stacking_measured", share_pass=self._stacks)
 
     def encode(self, slot: int, index: int, row: ScheduledSequence, stop: int) -> None:
-        """Encode the remaining crops of one image, up to crop `stop`."""
         encoder, image, first = self._encoder, row.sequence.inputs.image, row.work.first_crop
         if first == 0:
             buffer = self._buffer(slot, index)
@@ -70,13 +66,12 @@ class EncoderRunner:
             self._compute.submit(lambda: encoder.scatter(first, stop))
 
     def embed(self, slot: int, rows: Sequence[ScheduledSequence]) -> None:
-        """Compute the embeddings of the rows' images."""
         for index, row in enumerate(rows):
             self.encode(slot, index, row, row.sequence.num_crops)
             self._graphs.run(self._finish_work, slot, index)
 
     def cache(self, slot: int, rows: Sequence[ScheduledSequence]) -> None:
-        """Write keys and values of the images, after prompts are uploaded and adapters written."""
+        """Write keys and values, after prompts are uploaded and adapters written."""
         ranks = [self._resources.rank(row.sequence.adapter.rank) for row in rows]
         single = [(index, 1) for index in range(len(rows))]
         for first, count in _stacks(len(rows)) if self._stacks and not any(ranks) else single:
@@ -92,8 +87,7 @@ class EncoderRunner:
         """Whether stacked images of noise have the keys and values that each has alone.
 
         False if there are too few pages to compare. One measurement for each stack suffices,
-        because a captured graph runs the same kernels whatever the values are, and a kernel's order
-        of summation depends on shapes alone.
+        because a kernel's order of summation depends on shapes alone.
         """
         if count == 1:
             return True
@@ -157,7 +151,7 @@ class EncoderRunner:
 
 
 def _stacks(count: int) -> list[tuple[int, int]]:
-    """Split `count` images into stacks of powers of two: (first, size).
+    """Split into stacks of powers of two: (first, size).
 
     Three images in one pass take longer than two and one, because their rows suit the matrix
     library's tiles worse.
@@ -170,7 +164,7 @@ def _stacks(count: int) -> list[tuple[int, int]]:
 
 
 def _same_pages(kv: KVCache, one_CM: torch.Tensor, other_CM: torch.Tensor) -> bool:
-    """Whether pages hold the same bits; compared by layer to bound the memory used."""
+    """Compare by layer to bound the memory used."""
     return all(
         torch.equal(pages_NHSE[one_CM], pages_NHSE[other_CM])
         for cache_LNHSE in (kv.k_LNHSE, kv.v_LNHSE)

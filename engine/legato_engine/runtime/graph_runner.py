@@ -1,4 +1,4 @@
-"""Work of fixed shape, captured on first use and replayed afterwards."""
+"""Work of fixed shape."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ Work = Callable[[], None]
 class GraphRunner:
     """Captures work once per shape and enqueues it on the compute stream.
 
-    All captured work must use fixed addresses and read no device value on the host. Without
-    `captures`, or on a device that cannot capture, the work itself runs each time.
+    Captured work must use fixed addresses and read no device value on the host.
     """
 
     def __init__(self, device: Device, *, captures: bool = True) -> None:
@@ -22,7 +21,7 @@ class GraphRunner:
         self._captured: dict[tuple[object, ...], Work] = {}
 
     def run(self, make: Callable[..., Work], *shape: int | bool) -> None:
-        """Enqueue `make(*shape)`; `make` is called once for each shape."""
+        """Enqueue `make(*shape)`, made once for each shape."""
         key = (make, *shape)
         if key not in self._captured:
             self._captured[key] = self._capture(make(*shape))

@@ -1,11 +1,11 @@
 """The backend of a model's CUDA kernels: every shape is a captured graph, prefills included.
 
-A short prompt runs as rows of a decode step that share one page table. So it costs what a step
-costs and has the same bits. Prompts of several sequences share such steps, and decodes join the
-last one, so that none of them pays alone for reading the weights.
+A short prompt runs as rows of a decode step that share one page table, so it costs what a step
+costs and has the same bits. Prompts share such steps, and decodes join the last one, so that none
+pays alone for reading the weights.
 
-A step with adapters is one graph for all ranks, because the kernels read each row's rank. The image
-prefixes, which adapters change too, are one graph for each of the bank's ranks.
+A step with adapters is one graph for all ranks, because the kernels read each row's rank. Image
+prefixes are one graph for each rank.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD
 
 _MIN_QUEUE_LENGTH = 16
-"""Waiting sequences for a launch to compute several images: three images in one launch take 5 %
-less time, but the first result comes later by the time of two images.
+"""Waiting sequences for a launch to compute several images: three in one launch take 5 % less time,
+but the first result comes later by the time of two.
 """
 
 _FEW_GROUPS = (1, 2)
-"""Numbers of token groups that steps are laid out for, besides one group per token."""
+"""Token groups that steps are laid out for, besides one per token."""
 
 
 class KernelBackend:
-    """A `Backend` over `StepKernels` and, if the model has one, an `ImageEncoder`."""
+    """A `Backend` over `StepKernels` and an optional `ImageEncoder`."""
 
     def __init__(self, kernels: StepKernels, resources: Resources) -> None:
         model, slots = resources.model, resources.slots
@@ -73,7 +73,6 @@ class KernelBackend:
         self._sampler = Sampler(model.vocab_size)
 
     def warm_up(self) -> None:
-        """Run each slot, bucket, layout and kind of sampling, then all that images need."""
         drafts = self._state.drafts
         blocks = () if drafts is None else drafts.blocks
         adapters = (False,) if self._resources.bank is None else (False, True)
@@ -94,25 +93,20 @@ class KernelBackend:
             self._encoder_runner.warm_up()
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
-        """See `Backend.decode`."""
         drafts = self._state.drafts
         if drafts is not None:
             self._graphs.run(self._place_work, slot, bucket, drafts.block(self._slots[slot]))
         self._forward(slot, bucket, num_rows, adapted=rank > 0)
 
     def grow(self, slot: int) -> None:
-        """See `Backend.grow`."""
         self._graphs.run(self._grow_work, slot)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
-        """Choose a token per row; the kernel reads from the row's state whether it is greedy."""
+        """The kernel reads from the row's state whether it is greedy."""
         self._graphs.run(self._sample_work, slot, bucket, payload)
 
     def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
-        """Compute log-probabilities with torch, over all rows of the slot whatever the bucket.
-
-        How torch sums a row's exponentials depends on the number of rows.
-        """
+        """Over all rows of the slot: torch's order of summation depends on their number."""
         self._graphs.run(self._logprobs_work, slot, payload)
 
     def prefill(
@@ -122,7 +116,6 @@ class KernelBackend:
         decodes: Sequence[ScheduledSequence],
         rank: int,
     ) -> None:
-        """Enqueue images, then prompts and decodes in shared steps, the same ones at every rank."""
         buffers, compute = self._slots[slot], self._resources.compute
         encoded = [row for row in prompts if row.encodes]
         if self._encoder_runner is not None:  # first: the host prepares the rest meanwhile
@@ -153,14 +146,13 @@ class KernelBackend:
         self._run_passes(slot, passes, (*decodes, *prompts))
 
     def encode(self, slot: int, row: ScheduledSequence) -> None:
-        """See `Backend.encode`."""
         assert self._encoder_runner is not None, "an encode without an image encoder"
         self._encoder_runner.encode(slot, 0, row, row.work.stop_crop)
 
     def _after_prefix(self, row: ScheduledSequence, step: PrefillStep) -> ScheduledPrompt:
         """Return what a prompt's steps compute, after a missing prefix that no encoder fills.
 
-        A missing prefix that is BOS alone is computed by the steps too.
+        BOS alone is computed by the steps too.
         """
         tokens, start = scheduled_tokens(row), row.position
         if row.work.compute_pages and row.sequence.inputs.image is None:
@@ -175,7 +167,6 @@ class KernelBackend:
         passes: Sequence[Sequence[ScheduledToken]],
         sampled: Sequence[ScheduledSequence],
     ) -> None:
-        """Enqueue one forward per pass, each with its own staging; sample from the last one."""
         buffers, scratch = self._slots[slot], self._state.scratch_row
         adapted = any(row.sequence.adapter.key for row in sampled)
         for copy, tokens in enumerate(passes):
@@ -190,7 +181,6 @@ class KernelBackend:
     def _forward(
         self, slot: int, bucket: int, num_groups: int, *, adapted: bool, sampled: bool = True
     ) -> None:
-        """Enqueue a step in the layout for its groups; logits are computed only if `sampled`."""
         fits = (few for few in _FEW_GROUPS if num_groups <= few < bucket <= few * GROUP)
         self._graphs.run(self._forward_work, slot, bucket, next(fits, bucket), adapted, sampled)
 

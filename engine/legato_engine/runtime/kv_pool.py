@@ -1,4 +1,4 @@
-"""Size and allocation of the KV pool, and the decode batch sizes."""
+"""Size and allocation of the KV pool; decode batch sizes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from legato_engine.errors import InvalidField
 from legato_engine.models.model import Model
 from legato_engine.models.paged_cache import KVCache
 
-_SHARED_PREFIXES = 8  # full contexts for cached prefixes, by default
+_SHARED_PREFIXES = 8  # full contexts for cached prefixes
 _MAX_PREFIXES = 1024  # however much memory there is
 _QUESTION_TOKENS = 24
 _MIN_DECODE_ROWS = 32  # on a GPU, where prompts run as rows of a step
 
 
 def default_num_pages(max_context: int, page_size: int, max_running: int) -> int:
-    """Count pages for `max_running` full contexts, some cached prefixes and the scratch page."""
     return (max_running + _SHARED_PREFIXES) * -(-max_context // page_size) + 1
 
 
 def num_pages_for(
     model: Model, device: Device, page_size: int, max_running: int, fraction: float
 ) -> int:
-    """Count the pool's pages: `fraction` of free device memory, or the default on a CPU.
+    """The pool's pages: `fraction` of free device memory, or the default on a CPU.
 
     Raises:
-        InvalidField: there is no room for one full context.
+        InvalidField: one full context does not fit.
     """
     default = default_num_pages(model.max_context, page_size, max_running)
     free = device.free_memory()
@@ -46,17 +45,16 @@ def num_pages_for(
 
 
 def kv_dtype(model: Model) -> torch.dtype:
-    """Return the pool's dtype: e4m3 if the model has scales for it."""
+    """e4m3 if the model has scales for it."""
     return model.dtype if model.kv_scale_L2 is None else torch.float8_e4m3fn
 
 
 def token_bytes(model: Model) -> int:
-    """Count the bytes of one position's keys and values in all layers."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_dtype(model).itemsize
 
 
 def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KVCache:
-    """Allocate zeroed pages of all layers; page 0 is scratch."""
+    """Zeroed pages of all layers; page 0 is scratch."""
     shape = (model.num_layers, num_pages, model.num_kv_heads, page_size, model.head_dim)
     keys, values = (
         torch.zeros(shape, dtype=kv_dtype(model), device=device.torch_device) for _ in range(2)
@@ -65,7 +63,7 @@ def allocate(model: Model, device: Device, num_pages: int, page_size: int) -> KV
 
 
 def decode_buckets(device: Device, max_tokens: int) -> tuple[int, ...]:
-    """Return batch sizes that double up to `max_tokens`, on a GPU at least up to 32.
+    """Batch sizes that double up to `max_tokens`.
 
     A CPU starts at 8, the row block of `ops.linear`. A GPU also has 24, the usual length of a
     question about a cached image, which then takes 10 % less time than in a step of 32.

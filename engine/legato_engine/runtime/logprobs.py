@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens, for rows whose requests want them.
+"""Log-probabilities of sampled tokens.
 
 Shape legend: B rows, V vocabulary.
 """
@@ -12,10 +12,9 @@ from legato_engine.runtime.resources import Resources
 
 
 class LogprobStep:
-    """The log-probabilities of one batch size over one slot's buffers; can be captured.
+    """Log-probabilities of one batch size over one slot's buffers; can be captured.
 
-    Runs after sampling, on the logits and payloads that either backend leaves, and only in launches
-    with a row that wants them.
+    Runs after sampling, only in launches with a row that wants them.
     """
 
     def __init__(self, resources: Resources, slot: DecodeSlot, batch: int) -> None:
@@ -25,7 +24,6 @@ class LogprobStep:
         self._batch = batch
 
     def __call__(self, payload: bool) -> None:
-        """Fill the slot's log-probabilities, with `payload` those of the values included."""
         slot, batch = self._slot, self._batch
         constraint_B = slot.constraint.device["constraint"][:batch]
         token_B = slot.tokens_R[:batch].clamp(min=0)  # -1 where the logits were not finite
@@ -38,9 +36,6 @@ class LogprobStep:
 
 
 def token_logprobs(logits_BV: torch.Tensor, token_B: torch.Tensor) -> torch.Tensor:
-    """[B] float32 log-softmax of constrained logits at one token per row; rows do not interact.
-
-    Disallowed tokens have logit -inf, so the only allowed token has log-probability 0.
-    """
+    """[B] float32 log-softmax of constrained logits at one token per row; rows do not interact."""
     chosen_B = logits_BV.gather(-1, token_B[:, None])[:, 0]
     return chosen_B - logits_BV.logsumexp(-1)

@@ -1,7 +1,6 @@
-"""Runs launches on a device: stage, forward, sample, copy back.
+"""Runs launches: stage, forward, sample, copy back.
 
-The decode path allocates no memory, and only `collect` waits. Work on a stream reads only what its
-slot owns.
+The decode path allocates no memory, and only `collect` waits.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from legato_engine.tasks import SampledToken
 
 NUM_SLOTS = 2
 SHARED_PROMPTS = 4
-"""Prompts of a launch: a question has some 20 tokens, and a launch takes 128."""
+"""A question has some 20 tokens, and a launch takes 128."""
 
 
 @dataclasses.dataclass(slots=True)
 class LaunchEvents:
-    """The events of a slot's launch; the slot's next launch records them again."""
+    """A slot's events; its next launch records them again."""
 
     forward_start: Event
     forward_end: Event
@@ -53,10 +52,7 @@ class LaunchEvents:
 
 
 class ModelRunner:
-    """A `scheduler.runner.Runner` over a `Model`, a `Device` and one KV pool.
-
-    `buckets` are the decode batch sizes in tokens, ascending; a launch is padded to the next one.
-    """
+    """A `scheduler.runner.Runner`; `buckets` are the decode batch sizes in tokens, ascending."""
 
     def __init__(
         self,
@@ -74,12 +70,9 @@ class ModelRunner:
         max_images: int = 1,
         refiner: MaskRefiner | None = None,
     ) -> None:
-        """Allocate all buffers.
-
-        Without `adapters` no row has an adapter, and without a `refiner` no launch refines. A
-        `proposer` proposes up to `max_block` draft tokens for a row. Up to `max_prompts` share a
-        launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1 with a `proposer`), and such a
-        launch computes up to `max_images` images.
+        """Up to `max_prompts` share a launch (0: `SHARED_PROMPTS` with kernels, else 1; always 1
+        with a `proposer`), which computes up to `max_images` images. `proposer` drafts up to
+        `max_block` tokens.
         """
         self._device = device
         self._drafts = _draft_state(model, device, proposer, max_running, max_block)
@@ -121,16 +114,13 @@ class ModelRunner:
 
     @property
     def encodes_images(self) -> bool:
-        """Whether it takes uncropped images; otherwise the frontend crops every image."""
         return self._backend.encodes_images
 
     @property
     def limits(self) -> BatchLimits:
-        """What fits a prefill launch that sequences share."""
         return self._backend.limits
 
     def warm_up(self) -> None:
-        """Capture every shape, or run it once, so that no launch is the first of its shape."""
         compute = self._device.compute
         for slot in self._slots:
             self._staging.padding(slot)
@@ -143,11 +133,10 @@ class ModelRunner:
         compute.record().wait()
 
     def costs(self) -> StepCosts:
-        """Prepare to time steps that verify draft tokens; nothing may be in flight."""
+        """Nothing may be in flight."""
         return StepCosts(self._resources, self._backend)
 
     def forward(self, launch: Launch) -> None:
-        """Stage the rows and enqueue the forward pass."""
         rows, compute, events = launch.plan.rows, self._device.compute, self._events[launch.slot]
         slot = self._slots[launch.slot]
         if launch.plan.kind is LaunchKind.DECODE:
@@ -193,7 +182,6 @@ class ModelRunner:
         events.copy_end = copy.record(events.copy_end)
 
     def collect(self, launch: Launch) -> list[RowTokens]:
-        """Wait for the copy back and read every sampled row's tokens."""
         events, rows = self._events[launch.slot], launch.plan.sampled_rows
         events.copy_end.wait()
         if launch.plan.refinement is not None and self._refine is not None:
@@ -213,7 +201,6 @@ class ModelRunner:
         return _by_row(rows, tuple(tokens), outputs["count"].tolist(), outputs["proposed"].tolist())
 
     def times(self, launch: Launch) -> LaunchTimes:
-        """Return the device times of a collected launch."""
         events = self._events[launch.slot]
         return LaunchTimes(
             forward_start=events.forward_start.time_ns(),
@@ -239,7 +226,7 @@ def _by_row(
     counts: Sequence[int],
     proposed: Sequence[int],
 ) -> list[RowTokens]:
-    """Split the tokens by row, accepted ones only; a row's counts are at its first token."""
+    """Split the accepted tokens; a row's counts are at its first token."""
     outputs, first = [], 0
     for row in rows:
         outputs.append(RowTokens(tokens[first : first + counts[first]], proposed[first]))

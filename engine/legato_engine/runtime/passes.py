@@ -1,7 +1,6 @@
 """The tokens of a launch, cut into passes over the weights.
 
-A pass over tens of tokens takes hardly longer than over one, and results are batch-invariant. So
-prompts of several sequences and decodes share passes.
+A pass over tens of tokens takes hardly longer than over one, and results are batch-invariant.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from legato_engine.scheduler.launch import ScheduledSequence
 from legato_engine.sequence import NO_PAYLOAD, TokenKey
 
 PROMPT = -1
-"""The source of a staged token; other sources are the row whose newest token is fed."""
+"""The `source` of a staged token; else it is the row whose newest token is fed."""
 
 
 class ScheduledToken(NamedTuple):
-    """One token of a pass; `row` is of the page table, `token` is read if `source` is `PROMPT`."""
+    """One token of a pass; `token` is read if `source` is `PROMPT`."""
 
     row: int
     position: int
@@ -28,7 +27,7 @@ class ScheduledToken(NamedTuple):
 
 
 class ScheduledPrompt(NamedTuple):
-    """Adjacent tokens of one row, the first at position `start`."""
+    """Adjacent tokens of one row, from position `start`."""
 
     row: int
     start: int
@@ -36,7 +35,6 @@ class ScheduledPrompt(NamedTuple):
 
 
 def bucket_for(buckets: Many[int], num_tokens: int) -> int:
-    """Return the first of these ascending batch sizes that holds so many tokens."""
     return next(bucket for bucket in buckets if bucket >= num_tokens)
 
 
@@ -46,8 +44,8 @@ def cut_passes(
     """Cut tokens into the fewest passes of up to `max_tokens`.
 
     The last pass begins with the tokens that are sampled from, which must fit one pass: the
-    decodes, then each prompt's last token. Earlier tokens of a prompt run in the same pass or in an
-    earlier one, because a pass writes all of its keys and values before it reads any.
+    decodes, then each prompt's last token. Its other tokens may run in the same pass, because a
+    pass writes all keys and values before it reads any.
     """
     sampled = [ScheduledToken(r.sequence.row, r.position, r.sequence.row) for r in decodes]
     sampled += [_token(prompt, len(prompt.tokens) - 1) for prompt in prompts]
@@ -60,7 +58,6 @@ def cut_passes(
 
 
 def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad: int) -> None:
-    """Stage a decode step of `bucket` tokens, padded with row `pad`."""
     staged, padding = slot.staged.host, bucket - len(rows)
     row_B = [row.sequence.row for row in rows]
     position_B = [row.position for row in rows]
@@ -77,7 +74,7 @@ def stage_step(slot: DecodeSlot, rows: Many[ScheduledSequence], bucket: int, pad
 def stage_pass(
     slot: DecodeSlot, copy: int, tokens: Many[ScheduledToken], bucket: int, pad: int
 ) -> None:
-    """Stage a pass of `bucket` tokens in one of the slot's host sides, padded with row `pad`."""
+    """Stage a pass in host side `copy`, padded with row `pad`."""
     staged, count = slot.staged.hosts[copy], len(tokens)
     first: dict[int, int] = {}
     for token in tokens:
@@ -95,7 +92,7 @@ def stage_pass(
 
 
 def num_groups(tokens: Many[ScheduledToken], max_tokens: int) -> int:
-    """Count a pass's groups: runs of up to `max_tokens` tokens of one row."""
+    """Count runs of up to `max_tokens` tokens of one row."""
     runs = itertools.groupby(token.row for token in tokens)
     return sum(-(-len(list(run)) // max_tokens) for _, run in runs)
 

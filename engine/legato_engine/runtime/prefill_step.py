@@ -1,4 +1,4 @@
-"""A prefill: its staging, and its torch operations (the prefix if missing, then the prompt)."""
+"""Staging and torch operations of a prefill."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from legato_engine.speculative.proposer import UNKNOWN
 
 
 def scheduled_tokens(row: ScheduledSequence) -> list[TokenKey]:
-    """The tokens after the prefix that a prefill computes, those of a resumed answer included."""
+    """The tokens after the prefix, those of a resumed answer included."""
     first = row.position - row.sequence.prefix_length
     return row.sequence.tokens[first : first + row.num_tokens]
 
 
 def stage_prompts(slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: int) -> None:
-    """Fill the slot's prompt buffer: tokens, adjacent; and for each row pages and sampling."""
     staged, first = slot.prompt.host, 0
     staged["row"].fill(scratch_row)
-    staged["pages"].fill(0)  # page 0 is the scratch row's
-    staged["adapter_slot"].fill(0)  # adapter slot 0 is no adapter
+    staged["pages"].fill(0)  # the scratch page
+    staged["adapter_slot"].fill(0)  # no adapter
     staged["copied"].fill(0)
     for index, row in enumerate(rows):
         sequence, tokens = row.sequence, scheduled_tokens(row)
@@ -52,7 +51,6 @@ def stage_prompts(slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: 
 def stage_samples(
     slot: DecodeSlot, rows: Many[ScheduledSequence], scratch_row: int, *, copy: int = 0
 ) -> None:
-    """Stage where each row's sampled token goes, in the slot's first rows; the rest is padding."""
     staged, count = slot.staged.hosts[copy], len(rows)
     staged["sample_row"].fill(scratch_row)
     staged["sample_row"][:count] = [row.sequence.row for row in rows]
@@ -64,7 +62,7 @@ def stage_samples(
 
 
 def _stage_history(slot: DecodeSlot, index: int, sequence: Sequence) -> None:
-    """Stage all known tokens, cached ones included, and the last position to feed."""
+    """Stage all known tokens and the last position to feed."""
     history = slot.prompt.host["history"][index]
     history.fill(UNKNOWN)
     history[sequence.prefix_length : sequence.length] = [token for token, _ in sequence.tokens]
@@ -74,10 +72,10 @@ def _stage_history(slot: DecodeSlot, index: int, sequence: Sequence) -> None:
 class PrefillStep:
     """The torch operations of one sequence's prefill over one slot's buffers.
 
-    `index` is the sequence's index among the prompts of its launch, `first_token` that of its first
-    token in the staged ones; its last position's outputs become row `output` of the slot. The
-    prefix and the private tokens are always two passes, so that a cached prefix and a fresh one
-    have the same bits. The sequence is read only here, on the scheduler's thread.
+    The sequence is prompt `index` of its launch, its tokens start at staged token `first_token`,
+    and its last position's outputs become row `output` of the slot. Prefix and private tokens are
+    always two passes, so that a cached prefix and a fresh one have the same bits. The sequence is
+    read only here, on the scheduler's thread.
     """
 
     def __init__(
@@ -109,7 +107,6 @@ class PrefillStep:
         self._adapters = resources.adapters(slot_1, resources.rank(row.sequence.adapter.rank))
 
     def __call__(self) -> None:
-        """Run all parts, on the compute stream."""
         self.write_adapter()
         if self._prefix.compute_pages:
             self.run_prefix()
@@ -117,14 +114,13 @@ class PrefillStep:
         self.run_prompt()
 
     def write_adapter(self) -> None:
-        """Copy the sequence's adapter into its adapter slot if it is not there."""
         if self._adapter is not None:
             bank = self._resources.bank
             assert bank is not None, f"adapter {self._adapter.key} without an adapter bank"
             bank.write(self._adapter_slot, self._adapter.weights)
 
     def run_prefix(self) -> None:
-        """Fill the prefix's pages: BOS, and the image if there is one."""
+        """BOS, and the image if there is one."""
         x_PD = self._model.prefix_embeddings(self._pixels)
         pages = self._slot.prompt.device["prefix_pages"][self._index]
         pages = pages[: len(self._prefix.compute_pages)]
@@ -132,19 +128,18 @@ class PrefillStep:
         self._model.cache_span(x_PD, span, self._kv)
 
     def copy_tail(self) -> None:
-        """Copy a page that the sequence shares only in part, because it writes to the rest."""
+        """Copy a page that is shared only in part, because the sequence writes to the rest."""
         if self._prefix.copy_tail is not None:
             copied_12 = self._slot.prompt.device["copied"][self._index : self._index + 1]
             ops.copy_pages(self._kv.k_LNHSE, self._kv.v_LNHSE, copied_12)
 
     def run_long_prompt(self) -> None:
-        """Run the prompt, and before it BOS if the prefix is missing and has no image."""
+        """Run the prompt, after BOS if the prefix is missing and has no image."""
         if self._prefix.compute_pages and self._pixels is None:
             self.run_prefix()
         self.run_prompt()
 
     def run_prompt(self) -> None:
-        """Fill the prompt's positions, and the slot's outputs from the last one."""
         slot, model, staged = self._slot, self._model, self._slot.prompt.device
         x_TD = model.embed(staged["token"][self._tokens], staged["payload"][self._tokens])
         pages = staged["pages"][self._index, : self._num_pages]

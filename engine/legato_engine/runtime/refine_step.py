@@ -1,4 +1,4 @@
-"""Refinements on the device: their inputs staged in a slot, their results read from it."""
+"""Refinements on the device."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ class RefineStep:
         self._answers = [device.pinned(tuple(answer.shape), answer.dtype) for _ in range(num_slots)]
 
     def warm_up(self) -> None:
-        """Capture the refinement, or run it once."""
         self._graphs.run(self._refine_work)
 
     def forward(self, slot: int, given: Any) -> None:
-        """Stage the inputs, and enqueue their upload, the refinement and the copy back."""
         compute, hosts = self._compute, self._given[slot]
         for host, tensor in zip(hosts, self._refiner.tensors(given), strict=True):
             host.copy_(tensor)
@@ -42,7 +40,6 @@ class RefineStep:
         compute.copy(self._answers[slot], self._refiner.answer)
 
     def answer(self, slot: int) -> Any:
-        """Copy the result of a finished launch into a numpy array."""
         return torch.clone(self._answers[slot]).numpy()
 
     def _refine_work(self) -> Work:

@@ -1,8 +1,7 @@
 """Device state of every running sequence between launches.
 
 Sampling writes a row's token, and the next forward reads it without the host. A prefill writes a
-sequence's constants: adapter slot, sampling and first pages. A later page is written by the first
-launch that uses it.
+sequence's constants and first pages; a later page is written by the first launch that uses it.
 
 Shape legend: R rows (the last is scratch, for padding), M pages, K prompts of a launch.
 """
@@ -16,7 +15,7 @@ from legato_engine.runtime.draft_state import DraftState
 
 
 class RowState:
-    """Tensors indexed by `Sequence.row`; `drafts` has those of speculation."""
+    """Tensors indexed by `Sequence.row`."""
 
     def __init__(
         self, num_rows: int, max_pages: int, device: torch.device, drafts: DraftState | None = None
@@ -34,10 +33,7 @@ class RowState:
         self.top_p_R = torch.ones(rows, device=device)
 
     def admit(self, slot: DecodeSlot) -> None:
-        """Take sequences' constants from their staged prefill, on the compute stream.
-
-        Unused prompt indices have the scratch row. Can be captured.
-        """
+        """Unused prompt indices have the scratch row. Can be captured."""
         staged = slot.prompt.device
         row_K = staged["row"]
         self.page_table_RM.index_copy_(0, row_K, staged["pages"])
@@ -50,6 +46,5 @@ class RowState:
             self.drafts.admit(slot)
 
     def grow(self, slot: DecodeSlot) -> None:
-        """Add the slot's staged pages to the table, on the compute stream. Can be captured."""
         staged = slot.grown.device
         self.page_table_RM.view(-1).index_copy_(0, staged["entry"], staged["page"])

@@ -1,6 +1,6 @@
 """Token choice on the device: constraint, temperature, top-k, top-p, noise keyed by position.
 
-All functions are pure and treat rows independently, so a row's token does not depend on the batch.
+A row's token does not depend on the batch.
 
 Shape legend: B rows, V vocabulary, C constraints.
 """
@@ -43,8 +43,7 @@ def sample(
     """[B] int64. Rows with temperature <= 1e-6 are greedy; `top_k` 0 is off.
 
     By falling probability, tokens after a mass of more than `top_p` are dropped, never the first.
-    The choice is the Gumbel-max of the rest, with noise keyed by (seed, position, token), so a row
-    samples the same token in every batch and at every time.
+    The choice is the Gumbel-max of the rest.
     """
     scaled_BV = logits_BV / temperature_B.clamp(min=GREEDY_TEMPERATURE)[:, None]
     log_probs_BV = scaled_BV.log_softmax(-1)

@@ -15,9 +15,7 @@ _ALIGNMENT = 16
 class StagingBuffer:
     """Fields packed into one pinned buffer and one device buffer.
 
-    `host[name]` is a numpy view, `device[name]` a tensor view; `upload` and `download` copy all
-    fields at once. `hosts` are `copies` host sides, to fill one while another uploads; `host` is
-    the first.
+    `hosts` are `copies` host sides, to fill one while another uploads; `host` is the first.
     """
 
     def __init__(
@@ -45,9 +43,8 @@ class StagingBuffer:
         self.host = self.hosts[0]
 
     def upload(self, stream: Stream, copy: int = 0) -> None:
-        """Enqueue the copy of a host side, which must not change until it is done."""
+        """The host side must not change until the copy is done."""
         stream.copy(self._device, self._hosts[copy])
 
     def download(self, stream: Stream) -> None:
-        """Enqueue the copy back to the first host side."""
         stream.copy(self._hosts[0], self._device)

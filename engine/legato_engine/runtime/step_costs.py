@@ -1,4 +1,4 @@
-"""Measured costs of decode steps that verify draft tokens."""
+"""Measured costs of steps that verify draft tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from legato_engine.runtime.resources import Resources
 from legato_engine.speculative.costs import CostTable
 
 _TIMES = 5
-_CONTEXT = 850  # positions that a row reads, if it may: an image and a short answer
+_CONTEXT = 850  # positions: an image and a short answer
 _SLOT = 0
 
 
 class StepCosts:
-    """Times a backend's steps over the first slot's buffers; nothing may be in flight or running.
+    """Times a backend's steps over the first slot's buffers; nothing may be in flight.
 
-    Rows read the context of an answer about an image. All of it is the scratch page, so no
-    sequence's pages are written to.
+    The context that rows read is the scratch page, so no sequence's pages are written to.
     """
 
     def __init__(self, resources: Resources, backend: Backend) -> None:
@@ -33,7 +32,6 @@ class StepCosts:
         self._context = min(_CONTEXT, resources.model.max_context // 2)
 
     def table(self) -> CostTable:
-        """Measure the table that policies weigh draft lengths by."""
         steps: list[tuple[int, float]] = []
         for bucket, seconds in self.steps():
             if steps and bucket > steps[-1][0] + 1:
@@ -42,21 +40,18 @@ class StepCosts:
         return CostTable(steps=tuple(steps), prefill=0.0, propose=self.propose())
 
     def steps(self) -> tuple[tuple[int, float], ...]:
-        """Measure the seconds of a step for each bucket, made monotonic in its tokens.
-
-        The tokens are spread evenly over as many rows as there are, or over one row each.
-        """
+        """Seconds of a step by bucket, made monotonic."""
         buckets = self._backend.buckets
         seconds = accumulate((self._seconds(bucket) for bucket in buckets), max)
         return tuple(zip(buckets, seconds, strict=True))
 
     def propose(self) -> float:
-        """Measure the seconds of proposing one more draft token, in the longest block."""
+        """Seconds of one more draft token in the longest block."""
         block, least = self._drafts.max_block, self._backend.buckets[0]
         return max(0.0, self._seconds(least, block) - self._seconds(least)) / block
 
     def _seconds(self, bucket: int, block: int = 0) -> float:
-        """Take the median of full steps, each after a proposal of `block` draft tokens."""
+        """The median of full steps after a proposal of `block` tokens."""
         tokens = self._tokens(bucket)
         staged = self._slot.staged.host
         staged["row"].fill(self._drafts.scratch_row)
@@ -70,14 +65,13 @@ class StepCosts:
         return statistics.median(times)
 
     def _tokens(self, bucket: int) -> Sequence[tuple[int, int]]:
-        """Row and draft index of each token, those of a row adjacent."""
         rows = min(bucket, self._num_rows)
         counts = (bucket // rows + (row < bucket % rows) for row in range(rows))
         most = self._drafts.max_block + 1
         return [(row, index) for row, n in enumerate(counts) for index in range(min(n, most))]
 
     def _second_of_two(self, bucket: int, num_rows: int) -> float:
-        """Time a step that the host enqueues while another one runs, as in service."""
+        """Time a step that is enqueued while another runs, as in service."""
         compute = self._device.compute
         compute.submit(lambda: self._drafts.rehearse(self._context))
         self._step(bucket, num_rows)

@@ -1,4 +1,4 @@
-"""The inputs of a decode step, written to a slot's host side before their upload."""
+"""The inputs of a decode step."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ class StepStaging:
         self._page_size = resources.kv.page_size
 
     def bucket(self, num_tokens: int) -> int:
-        """Return the smallest batch size that has room for so many tokens."""
         return bucket_for(self._buckets, num_tokens)
 
     def padding(self, slot: DecodeSlot) -> None:
-        """Assign every entry to the scratch row."""
         for field in ("row", "source", "sample_row"):
             slot.staged.host[field].fill(self._scratch_row)
         slot.prompt.host["row"].fill(self._scratch_row)
         slot.grown.host["entry"].fill(self._scratch_row * self._max_pages)
 
     def rows(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> int:
-        """Stage each row's tokens and padding; return the bucket."""
+        """Return the bucket."""
         if self._drafts is not None:
             return self._drafted_rows(slot, rows)
         staged, bucket = slot.staged.host, self.bucket(len(rows))
@@ -45,7 +43,6 @@ class StepStaging:
         return bucket
 
     def grown(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> bool:
-        """Stage the pages that these decodes are the first to use; return whether there are any."""
         size = self._page_size
         if self._drafts is None:
             rows = [row for row in rows if row.position % size == 0]
@@ -63,7 +60,7 @@ class StepStaging:
     def constraints(
         self, slot: DecodeSlot, rows: Sequence[ScheduledSequence], constraints: Sequence[int]
     ) -> int:
-        """Stage a row's constraint for each of its tokens; return the number of tokens."""
+        """Stage a constraint for each token; return their number."""
         if self._drafts is not None:
             constraints = [
                 constraint
@@ -74,7 +71,7 @@ class StepStaging:
         return len(constraints)
 
     def _drafted_rows(self, slot: DecodeSlot, rows: Sequence[ScheduledSequence]) -> int:
-        """Stage rows and draft indices; the device knows the positions."""
+        """The device knows the positions."""
         staged = slot.staged.host
         row_B = [row.sequence.row for row in rows for _ in range(num_sampled(row))]
         draft_index_B = [index for row in rows for index in range(num_sampled(row))]
@@ -90,5 +87,5 @@ class StepStaging:
 
 
 def num_sampled(row: ScheduledSequence) -> int:
-    """Count a row's tokens that are sampled from; of a prefill only its last token is."""
+    """Of a prefill, only the last token is sampled from."""
     return 1 + row.num_drafts

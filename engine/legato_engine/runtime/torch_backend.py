@@ -1,4 +1,4 @@
-"""The backend of torch operations: for the CPU, and for GPUs without kernels for the model."""
+"""The backend of torch operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from legato_engine.scheduler.launch import BatchLimits, ScheduledSequence
 
 
 class TorchBackend:
-    """A `Backend` that captures decode steps where the device can, and runs prefills eagerly."""
+    """For the CPU, and for GPUs without kernels for the model; prefills run eagerly."""
 
     def __init__(self, resources: Resources) -> None:
         self.buckets = resources.buckets
@@ -30,7 +30,6 @@ class TorchBackend:
         self._graphs = resources.graphs
 
     def warm_up(self) -> None:
-        """Run each slot, bucket, rank, draft length and kind of sampling."""
         drafts = self._resources.state.drafts
         blocks = (0,) if drafts is None else drafts.blocks
         for slot in range(len(self._slots)):
@@ -45,21 +44,17 @@ class TorchBackend:
                     self.logprobs(slot, bucket, payload=payload)
 
     def decode(self, slot: int, bucket: int, rank: int, num_rows: int) -> None:
-        """See `Backend.decode`."""
         drafts = self._resources.state.drafts
         block = drafts.block(self._slots[slot]) if drafts is not None else 0
         self._graphs.run(self._forward_work, slot, bucket, rank, block)
 
     def grow(self, slot: int) -> None:
-        """See `Backend.grow`."""
         self._graphs.run(self._grow_work, slot)
 
     def sample(self, slot: int, bucket: int, *, sampled: bool, payload: bool) -> None:
-        """See `Backend.sample`."""
         self._graphs.run(self._sample_work, slot, bucket, sampled, payload)
 
     def logprobs(self, slot: int, bucket: int, *, payload: bool) -> None:
-        """See `Backend.logprobs`."""
         self._graphs.run(self._logprobs_work, slot, bucket, payload)
 
     def prefill(
@@ -69,7 +64,6 @@ class TorchBackend:
         decodes: Sequence[ScheduledSequence],
         rank: int,
     ) -> None:
-        """Enqueue one decode step, then one prompt after another."""
         buffers, compute, state = self._slots[slot], self._resources.compute, self._resources.state
         stage_prompts(buffers, prompts, state.scratch_row)
         stage_samples(buffers, (*decodes, *prompts), state.scratch_row)
@@ -92,7 +86,7 @@ class TorchBackend:
             first += row.num_tokens
 
     def encode(self, slot: int, row: ScheduledSequence) -> None:
-        """Never planned, because images are cropped on the host for this backend."""
+        """Never planned: images are cropped on the host."""
         raise AssertionError("an encode was launched on a backend without an image encoder")
 
     def _forward_work(self, slot: int, bucket: int, rank: int, block: int) -> Work:

@@ -1,4 +1,4 @@
-"""Construction of a model's runner, its proposer and its step costs from a configuration."""
+"""Construction of a model's runner."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def warm_runner(
 ) -> tuple[ModelRunner, CostTable | None]:
     """Build and warm a runner; measure its step costs if the speculation policy needs them.
 
-    With speculation, draft tokens come from `proposer`, else from the draft that the configuration
-    names, else from `draft`, the file that came with the model.
+    Draft tokens come from `proposer`, else the configured draft, else `draft`, the model's file.
 
     Raises:
         InvalidField: the speculation setting is unknown, or the draft cannot be used.

@@ -1,1 +1,1 @@
-"""Scheduling: planners, the two-slot pipeline and the step that drives them."""
+"""Scheduling: planners, the two-slot pipeline and the step."""

@@ -1,4 +1,4 @@
-"""Admission control for the waiting queue."""
+"""Admission control."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Admission:
         max_waiting: int,
         max_waiting_per_tenant: int,
     ) -> None:
-        """With `max_waiting_per_tenant` 0, tenants have no limit of their own."""
+        """`max_waiting_per_tenant` 0: no limit."""
         self._manager = manager
         self._clock = clock
         self._queue = queue
@@ -38,7 +38,7 @@ class Admission:
         self._wait = WaitEstimate()
 
     def check(self, sequence: Sequence) -> None:
-        """Raise what `Scheduler.submit` raises if the sequence must not be queued."""
+        """Raise what `Scheduler.submit` documents."""
         if not self._manager.fits_ever(sequence):
             raise PromptTooLong(
                 "prompt and max_tokens do not fit the context",
@@ -51,10 +51,6 @@ class Admission:
 
     def check_queue(self, tenant: str, preparing: Collection[str]) -> None:
         """Check that the queue takes another request of `tenant`.
-
-        Args:
-            tenant: the request's tenant.
-            preparing: the tenants of requests that will be queued before it.
 
         Raises:
             QueueFull: `max_waiting` requests wait or are being prepared.
@@ -70,11 +66,10 @@ class Admission:
             self._check_quota(tenant, self._queue.num_of(tenant) + list(preparing).count(tenant))
 
     def completed(self, sequence: Sequence) -> None:
-        """Learn the service time of a finished sequence."""
         self._wait.completed(self._clock.now() - sequence.timing.prefill_start)
 
     def estimated_wait(self) -> float:
-        """Return the seconds that a new request would wait, 0 while unknown."""
+        """In seconds; 0 while unknown."""
         return self._predict_wait(len(self._queue)) or 0.0
 
     def _check_quota(self, tenant: str, waiting: int) -> None:

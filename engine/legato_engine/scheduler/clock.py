@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Source of time; tests advance theirs by hand."""
+    """Source of time."""
 
     def now(self) -> float:
         """Seconds on the clock of `Request.deadline`."""
         ...
 
     def perf_ns(self) -> int:
-        """Nanoseconds on the clock of device events, for durations."""
+        """Nanoseconds on the clock of device events."""
         ...
 
 

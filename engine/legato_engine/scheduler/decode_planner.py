@@ -18,12 +18,9 @@ class DecodePlanner:
     """Batches all running sequences; each has a row, so they always fit.
 
     A sequence may be planned before its last token is committed, because the forward pass reads
-    that token on the device. Skip sequences that have no page for its position when none can be
-    allocated.
+    that token on the device. Sequences without a page for their position are skipped.
 
-    With `block_sizes` the forward pass also verifies draft tokens, as far as there are pages for
-    them. While draft tokens are in flight, any number may be accepted, so a sequence without pages
-    for all of them is skipped.
+    While draft tokens are in flight, any number may be accepted, so a sequence needs pages for all.
     """
 
     def __init__(
@@ -34,7 +31,6 @@ class DecodePlanner:
         self._block_sizes = block_sizes
 
     def plan(self) -> Plan | None:
-        """Plan the next decode, None if no sequence can take a token."""
         batch = self._ready()
         if len(batch) < len(self._running) and (short := self._short()):
             self._running.grow(short)
@@ -49,7 +45,7 @@ class DecodePlanner:
 
     @property
     def streaming(self) -> bool:
-        """Whether a decoding sequence streams its tokens, including ones without a next page."""
+        """Includes sequences without a next page."""
         return any(
             sequence.request.deltas
             and sequence.progress.last_position >= 0
@@ -59,7 +55,7 @@ class DecodePlanner:
         )
 
     def _ready(self) -> list[Sequence]:
-        """Return the prefilled sequences with a page, tokens to launch and a free reference."""
+        """Prefilled, with a page, tokens to launch and a free reference."""
         return [
             sequence
             for sequence in self._running
@@ -70,7 +66,6 @@ class DecodePlanner:
         ]
 
     def _short(self) -> list[Sequence]:
-        """Return the sequences without a page for their next token."""
         return [
             sequence
             for sequence in self._running
@@ -108,7 +103,7 @@ class DecodePlanner:
         return (min(next(sizes), _max_drafts(each)) if each.may_draft else 0 for each in batch)
 
     def _with_pages(self, row: ScheduledSequence) -> ScheduledSequence | None:
-        """Reserve pages, without draft tokens if there are too few; None without any pages."""
+        """Draft no tokens if there are too few pages."""
         for each in (row, row._replace(num_drafts=0)):
             if self._manager.reserve_draft(each.sequence, each.end):
                 return each
@@ -123,5 +118,4 @@ def _schedule(batch: Many[Sequence]) -> tuple[ScheduledSequence, ...]:
 
 
 def _max_drafts(sequence: Sequence) -> int:
-    """Return how many tokens the task may sample after the next one."""
     return sequence.task.max_tokens - sequence.progress.num_launched - 1

@@ -1,4 +1,4 @@
-"""A launch: an immutable plan for one step of the device, and its state in the pipeline."""
+"""Launches."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from legato_engine.sequence import Sequence
 
 
 class LaunchKind(enum.StrEnum):
-    """What a launch runs. The pipeline treats all kinds alike."""
+    """What a launch runs."""
 
-    ENCODE = "encode"  # crops of one image, whose features wait on the device for its PREFILL
+    ENCODE = "encode"  # crops of one image, before its PREFILL
     PREFILL = "prefill"
     DECODE = "decode"
-    REFINE = "refine"  # improves the result of a finished request; names no sequence
+    REFINE = "refine"  # of a finished request; names no sequence
 
 
 class Phase(enum.StrEnum):
     """The phases of a launch, in order."""
 
-    FORWARD = "forward"  # the forward pass is enqueued, sampling is not
-    SAMPLED = "sampled"  # sampling and the copy to the host are enqueued
+    FORWARD = "forward"  # the forward pass is enqueued
+    SAMPLED = "sampled"  # sampling and the copy are enqueued
     COMMITTED = "committed"  # the tokens are read, the slot is free
 
 
@@ -48,17 +48,16 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The end (exclusive) of the positions that it may write; each of them needs a page."""
+        """The end (exclusive) of the positions that it may write; each needs a page."""
         end = self.position + self.slack + self.num_tokens + self.num_drafts
         return min(end, self.sequence.max_length)
 
     @property
     def encodes(self) -> bool:
-        """Whether it computes an image, or the rest of one, that the encoder supports."""
         return bool(self.work.compute_pages) and self.sequence.num_crops > 0
 
     def new_pages(self, page_size: int) -> range:
-        """Return the indices into `pages.ids` that no earlier launch can have used."""
+        """Indices into `pages.ids` that no earlier launch can have used."""
         start = self.position + self.slack
         return range(-(-start // page_size), -(-self.end // page_size))
 
@@ -67,8 +66,7 @@ class ScheduledSequence(NamedTuple):
 class Refinement:
     """The input of a REFINE launch, opaque here, and its result.
 
-    The runner sets `answer` when it collects the launch. Then `done` is called with the refinement,
-    on the scheduler's thread.
+    The runner sets `answer`; then `done` is called on the scheduler's thread.
     """
 
     given: Any
@@ -78,10 +76,10 @@ class Refinement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """The batch of one launch, decided before anything runs.
+    """The batch of one launch.
 
     In a prefill, `num_mixed_decodes` decodes come first, then sequences whose image is computed,
-    then the others. A REFINE plan has a `refinement` and no rows.
+    then the others. A REFINE plan has no rows.
     """
 
     kind: LaunchKind
@@ -91,17 +89,14 @@ class Plan:
 
     @property
     def decodes(self) -> tuple[ScheduledSequence, ...]:
-        """The sequences that continue after their newest token."""
         return self.rows if self.kind is LaunchKind.DECODE else self.rows[: self.num_mixed_decodes]
 
     @property
     def prefills(self) -> tuple[ScheduledSequence, ...]:
-        """The sequences that compute their known tokens."""
         return self.rows[self.num_mixed_decodes :] if self.kind is LaunchKind.PREFILL else ()
 
     @property
     def sampled_rows(self) -> tuple[ScheduledSequence, ...]:
-        """The sequences that get a token; an encode has none."""
         return () if self.kind is LaunchKind.ENCODE else self.rows
 
     @property
@@ -130,7 +125,7 @@ ALONE = BatchLimits()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Launch:
-    """A plan in flight, in one of the pipeline's slots."""
+    """A plan in flight."""
 
     launch_id: int
     slot: int

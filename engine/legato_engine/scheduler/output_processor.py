@@ -1,4 +1,4 @@
-"""Pass committed tokens to their tasks, emit events and finish sequences."""
+"""Commits tokens to tasks, emits events and finishes sequences."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from legato_engine.sequence import Sequence, SequenceStatus
 from legato_engine.tasks import SampledToken
 
 NOT_FINITE = -1
-"""The token id that reports non-finite logits."""
+"""The token id of non-finite logits."""
 
 _log = structlog.get_logger()
 
 
 class OutputProcessor:
-    """Processes the tokens of live sequences in the order of the commits."""
+    """Processes tokens in the order of the commits."""
 
     def __init__(
         self,
@@ -38,17 +38,17 @@ class OutputProcessor:
         *,
         finalize: Callable[[Sequence], None],
     ) -> None:
-        """`finalize` ends a sequence; it is called before the sink is told."""
+        """`finalize` ends a sequence, before the sink is told."""
         self._manager = manager
         self._admission = admission
         self._clock = clock
         self._sink = sink
         self._block_sizes = block_sizes
         self._finalize = finalize
-        self.num_tokens = 0  # processed so far, of all sequences
+        self.num_tokens = 0
 
     def prefilled(self, sequence: Sequence, token: SampledToken) -> None:
-        """Note the commit of a live sequence's prefill, before its token is processed."""
+        """Note a prefill's commit, before its token is processed."""
         sequence.status = SequenceStatus.RUNNING
         if token.token_id == NOT_FINITE:  # the cached prefix may have caused it
             self._manager.invalidate(sequence)
@@ -74,7 +74,6 @@ class OutputProcessor:
         self._manager.commit_to(sequence, end, reserved=reserved)
 
     def process(self, sequence: Sequence, token: SampledToken) -> None:
-        """Commit one token of a live sequence; finish the sequence if it is the last one."""
         task = sequence.task
         if token.token_id == NOT_FINITE:
             self._manager.invalidate(sequence, sequence.prompt_length)
@@ -94,7 +93,6 @@ class OutputProcessor:
             self._complete(sequence)
 
     def fail(self, sequence: Sequence, error: LegatoError) -> None:
-        """End a live sequence without a result."""
         self._finalize(sequence)
         self._sink.failed(sequence, error)
 

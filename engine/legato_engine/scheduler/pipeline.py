@@ -1,4 +1,4 @@
-"""The two slots of the device and the launches in flight in them."""
+"""The launches in flight."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NUM_SLOTS = 2
 
 
 class Pipeline:
-    """Launches in flight, first in, first out, at most `depth`; independent of their kind.
+    """Launches in flight, first in, first out, at most `depth`.
 
     A launch has a slot from `launch` to `commit`, and a reference on each of its sequences. At most
-    one launch is not sampled yet.
+    one is not sampled yet.
     """
 
     def __init__(self, depth: int) -> None:
@@ -28,11 +28,9 @@ class Pipeline:
         return len(self._inflight)
 
     def can_launch(self) -> bool:
-        """Whether a slot is free and every launch is sampled."""
         return len(self._inflight) < self.depth and self.unsampled() is None
 
     def launch(self, plan: Plan) -> Launch:
-        """Put a plan into a free slot, having checked `can_launch`."""
         assert self.can_launch(), f"{len(self)} of {self.depth} in flight, or unsampled"
         used = NUM_SLOTS - len(self._free_slots)
         assert used == len(self._inflight), f"{used} slots used by {len(self._inflight)} launches"
@@ -49,25 +47,20 @@ class Pipeline:
         return launch
 
     def oldest(self) -> Launch | None:
-        """Return the launch to commit next."""
         return self._inflight[0] if self._inflight else None
 
     def unsampled(self) -> Launch | None:
-        """Return the launch that is not sampled yet, always the newest."""
+        """Always the newest launch."""
         if self._inflight and self._inflight[-1].phase is Phase.FORWARD:
             return self._inflight[-1]
         return None
 
     def mark_sampled(self, launch: Launch) -> None:
-        """Note that sampling and the copy to the host are enqueued."""
         assert launch is self.unsampled(), f"launch {launch.launch_id} is not the unsampled one"
         launch.phase = Phase.SAMPLED
 
     def commit(self, launch: Launch) -> list[Sequence]:
-        """Free the slot and drop the references, after the tokens are read.
-
-        Return the finalized or preempted sequences that no launch names any more, to be released.
-        """
+        """Free the slot; return finalized or preempted sequences that no launch names any more."""
         assert launch is self.oldest(), f"launch {launch.launch_id} is not the oldest in flight"
         assert launch.phase is Phase.SAMPLED, f"launch {launch.launch_id} commits unsampled"
         self._inflight.popleft()

@@ -15,13 +15,12 @@ class Planner:
     At most `prefills_per_decode` encodes, prefills and refinements run between two decodes.
     Refinements go first, because they create no further work.
 
-    A shared prefill takes all decodes into its launch, or none if they do not fit. Their tokens are
-    as early as in a decode right after it. Such a mixed launch counts as a decode.
+    A shared prefill takes all decodes into its launch, or none if they do not fit, and then counts
+    as a decode.
 
     While a decoding sequence streams, an image is encoded in launches of at most `crops_per_launch`
-    crops, so that no stream waits for a whole large image. This delays the image's own first token
-    and the queue, because the device encodes one image at a time. Otherwise, and with
-    `crops_per_launch` 0, the prefill launch encodes the whole image, or several.
+    crops (0: all), so that no stream waits for a whole large image. This delays the image's own
+    first token and the queue, because the device encodes one image at a time.
     """
 
     def __init__(
@@ -38,19 +37,17 @@ class Planner:
         self._prefills_per_decode = prefills_per_decode
         self._crops_per_launch = crops_per_launch
         self._refinements: deque[Refinement] = deque()
-        self._num_since_decode = 0  # launches planned since the last decode
+        self._num_since_decode = 0
 
     @property
     def has_refinements(self) -> bool:
-        """Whether refinements wait for their launch."""
         return bool(self._refinements)
 
     def refine(self, refinement: Refinement) -> None:
-        """Queue a refinement."""
         self._refinements.append(refinement)
 
     def plan(self) -> Plan | None:
-        """Plan the next launch, None without work; a plan must be launched."""
+        """Plan the next launch; a plan must be launched."""
         decode = self._decode.plan()
         plan = decode
         if decode is None or self._num_since_decode < self._prefills_per_decode:

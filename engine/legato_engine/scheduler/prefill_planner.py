@@ -1,4 +1,4 @@
-"""The next prefill: which sequences leave the queue, and whose image is encoded."""
+"""The next prefill."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from legato_engine.scheduler.waiting_queue import WaitingQueue
 from legato_engine.sequence import Sequence
 
 _SHORT_ANSWER = 8
-"""Answers of fewer tokens may be delayed by launches with several images."""
+"""Tokens; shorter answers may be delayed by launches with several images."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Admitted:
-    """An admitted sequence and what its next launch has to do."""
+    """An admitted sequence."""
 
     sequence: Sequence
     work: PrefillWork
@@ -30,7 +30,7 @@ class _Admitted:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Batch:
-    """A shared prefill launch in the making."""
+    """A shared prefill launch."""
 
     limits: BatchLimits
     decodes: tuple[ScheduledSequence, ...]
@@ -40,7 +40,6 @@ class _Batch:
     num_tokens: int = 0  # of the prompts
 
     def has_room(self, sequence: Sequence) -> bool:
-        """Whether one more row and the tokens of its prompt fit."""
         num_rows = len(self.decodes) + len(self.images) + len(self.others)
         num_tokens = len(self.decodes) + self.num_tokens + _max_scheduled_tokens(sequence)
         return (
@@ -50,7 +49,6 @@ class _Batch:
         )
 
     def accepts(self, sequence: Sequence, *, computes_image: bool) -> bool:
-        """Whether its prompt, and its image if it computes one, may be added."""
         num_images = len(self.images) + computes_image
         num_prompts = len(self.others) + (not computes_image) + min(1, num_images)
         if num_prompts > self.limits.prompts or not self.has_room(sequence):
@@ -58,12 +56,10 @@ class _Batch:
         return not computes_image or (num_images <= self.max_images and sequence.num_crops > 0)
 
     def add(self, admitted: _Admitted, *, computes_image: bool) -> None:
-        """Add the prompt of an admitted sequence."""
         self.num_tokens += _max_scheduled_tokens(admitted.sequence)
         (self.images if computes_image else self.others).append(_schedule(admitted))
 
     def plan(self) -> Plan:
-        """Return the plan of the launch."""
         rows = (*self.decodes, *self.images, *self.others)
         return Plan(LaunchKind.PREFILL, rows, len(self.decodes))
 
@@ -77,9 +73,9 @@ class PrefillPlanner:
     Short prompts share a launch within `limits`. An image to compute begins a launch, so that no
     earlier request waits for it.
 
-    Several images share a launch only while many requests wait. Each added image delays the whole
-    launch but saves queued requests part of a pass over the weights. None is added to the decodes
-    of a long answer, because it would delay each of its tokens.
+    Several images share a launch only while many requests wait: each delays the whole launch but
+    saves queued requests part of a pass over the weights. None joins the decodes of a long answer,
+    because it would delay each of its tokens.
     """
 
     def __init__(
@@ -96,15 +92,13 @@ class PrefillPlanner:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence waits or its image is being encoded."""
         return bool(self._queue) or self._encoding is not None
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that fits an empty pool."""
         self._queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence before its prefill is planned; the caller releases its resources."""
+        """Remove a sequence before its prefill is planned; the caller releases it."""
         if self._encoding is not None and self._encoding.sequence is sequence:
             self._encoding = None
         else:
@@ -119,13 +113,12 @@ class PrefillPlanner:
     ) -> Plan | None:
         """Admit sequences and plan their prefill, or encode a part of an image.
 
-        Returns None if no sequence waits or fits. An admission takes a row and pages, so the plan
-        must be launched.
+        An admission takes a row and pages, so the plan must be launched.
 
         Args:
             max_crops: most crops per encode; 0 leaves the rest of the image to the prefill.
             decodes: join the launch, all or none, if they fit with the first prompt.
-            streaming: whether a decode streams its tokens; then at most one image is computed.
+            streaming: a decode streams; then at most one image is computed.
         """
         first = self._encoding or self._admit_next()
         if first is None:
@@ -142,7 +135,6 @@ class PrefillPlanner:
         return batch.plan()
 
     def _fill(self, batch: _Batch) -> None:
-        """Admit sequences into a shared launch until the next one does not fit."""
         while self._limits.prompts > 1 and (sequence := self._next()) is not None:
             cached = self._manager.finds_image_prefix(sequence)
             if not batch.accepts(sequence, computes_image=not cached):
@@ -154,7 +146,6 @@ class PrefillPlanner:
     def _max_images(
         self, first: _Admitted, decodes: tuple[ScheduledSequence, ...], streaming: bool
     ) -> int:
-        """Return how many images may share the launch, 0 to add none."""
         if streaming or self._limits.images == 1:
             return 0
         if _computes_image(first) and not first.sequence.num_crops:
@@ -198,12 +189,12 @@ def _computes_image(admitted: _Admitted) -> bool:
 
 
 def _max_scheduled_tokens(sequence: Sequence) -> int:
-    """Return the most input tokens of its prefill, including BOS without an image after it."""
+    """Includes BOS without an image."""
     return sequence.length - sequence.image_prefix_length
 
 
 def _schedule(admitted: _Admitted) -> ScheduledSequence:
-    """Schedule what is not cached of the prompt and, after a preemption, of the answer."""
+    """Schedule what is not cached, after a preemption also of the answer."""
     sequence = admitted.sequence
     position = max(sequence.pages.cached_length, sequence.prefix_length)
     return ScheduledSequence(sequence, position, sequence.length - position, admitted.work)

@@ -1,4 +1,4 @@
-"""The sequences that hold a row: growth and preemption."""
+"""Running sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RunningSequences:
     """Sequences with a row, zombies excluded, in order of admission.
 
     When no page is available, the sequence with the lowest `preemption_rank` gives up its pages and
-    waits again. A sequence with no lower-ranked victim stalls until another one finishes.
+    waits again. One with no lower-ranked victim stalls until another finishes.
 
     There is no livelock: ranks never change, and each admission gains a token because a sequence is
     preempted only after its prefill is launched.
@@ -31,33 +31,32 @@ class RunningSequences:
         return len(self._members)
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence whose first launch is enqueued."""
         self._members[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a finalized sequence; release it unless a launch in flight names it."""
+        """Release the sequence unless a launch in flight names it."""
         del self._members[sequence]
         if sequence.inflight_refs == 0:
             self._manager.release(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        """Release a finalized or preempted sequence that no launch in flight names any more."""
+        """Release a sequence that no launch in flight names any more."""
         if sequence.finalized:
             self._manager.release(sequence)
         else:
             self._requeue(sequence)
 
     def grow(self, short: Iterable[Sequence]) -> None:
-        """Give each of these sequences a page while pages last, highest rank first."""
+        """Give each a page while pages last, highest rank first."""
         for sequence in sorted(short, key=preemption_rank, reverse=True):
             while sequence in self._members and not sequence.preempted:
                 if self._manager.grow(sequence) or not self._preempt_for(sequence):
                     break
 
     def _preempt_for(self, sequence: Sequence) -> bool:
-        """Preempt the lowest-ranked sequence below `sequence`; return whether pages became free.
+        """Preempt the lowest-ranked sequence below `sequence`; whether pages became free.
 
-        While launches in flight name the victim, no other sequence is preempted.
+        While launches in flight name the victim, no other is preempted.
         """
         if any(each.preempted for each in self._members):
             return False
@@ -85,8 +84,5 @@ class RunningSequences:
 
 
 def preemption_rank(sequence: Sequence) -> tuple[int, float, int]:
-    """Order sequences by priority, then earlier arrival; the lowest is preempted first.
-
-    No two ranks are equal.
-    """
+    """Unique; the lowest is preempted first."""
     return (sequence.request.priority, -sequence.timing.arrival, -sequence.seq_id)

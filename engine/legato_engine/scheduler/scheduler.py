@@ -1,4 +1,4 @@
-"""The scheduler's step: launch the next batch, commit the oldest, sample the newest."""
+"""The scheduler's step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FREE = 0
 class Scheduler:
     """Runs sequences through the pipeline. Single-threaded; owns all of its state.
 
-    Every sequence ends in `_finalize`. While launches in flight name it, it remains as a zombie.
+    Every sequence ends in `_finalize`, as a zombie while launches in flight name it.
     """
 
     def __init__(
@@ -54,10 +54,7 @@ class Scheduler:
         block_sizes: BlockSizes | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """See `Planner`, `WaitingQueue` and `BatchLimits` for their options.
-
-        With `block_sizes` the runner must be able to draft, and launches are not shared.
-        """
+        """With `block_sizes` the runner must be able to draft, and launches are not shared."""
         self._runner = runner
         self._manager = manager
         self._pipeline = pipeline
@@ -86,7 +83,7 @@ class Scheduler:
             manager, self._admission, clock, sink, block_sizes, finalize=self._finalize
         )
         self._live: dict[RequestKey, Sequence] = {}  # not finalized, by request id
-        self._records: deque[StepRecord] = deque()  # of the launches in flight, in their order
+        self._records: deque[StepRecord] = deque()
         self._next_deadline = math.inf  # at most the earliest deadline of a live sequence
         self.steps_committed = 0
 
@@ -138,35 +135,30 @@ class Scheduler:
             self._sink.done(sequence, FinishReason.CANCELLED)
 
     def refine(self, refinement: Refinement) -> None:
-        """Queue a refinement; it always runs, because no request can abort it."""
+        """No request can abort it."""
         self._planner.refine(refinement)
 
     def check_queue(self, tenant: str, preparing: Collection[str] = ()) -> None:
-        """Check that the queue takes another request; see `Admission.check_queue`."""
         self._admission.check_queue(tenant, preparing)
 
     # ------------------------------------------------------------ state
 
     @property
     def idle(self) -> bool:
-        """Whether there is no live sequence, refinement or launch in flight."""
         return not (self._live or self._planner.has_refinements or len(self._pipeline))
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a row."""
         return len(self._prefill)
 
     def position(self, sequence: Sequence) -> int:
-        """Return how many sequences are before a waiting one."""
         return self._queue.position(sequence)
 
     def estimated_wait(self) -> float:
-        """Return the seconds that a new request would wait, 0 while unknown."""
         return self._admission.estimated_wait()
 
     def load(self) -> Load:
-        """Return the resources in use, without `images_cached`."""
+        """`images_cached` is not set."""
         return Load(
             running=len(self._running),
             waiting=len(self._prefill),
@@ -182,10 +174,10 @@ class Scheduler:
     # ------------------------------------------------------------ the step
 
     def step(self) -> bool:
-        """Run one step; return whether anything was launched or committed.
+        """Return whether anything was launched or committed.
 
         The next batch is launched before the oldest is committed, to keep the device busy. A launch
-        with constrained rows is sampled after that commit, because its constraints depend on it.
+        with constrained rows is sampled after that commit, which its constraints depend on.
         """
         self._expire()
         launch = self._launch()
@@ -200,7 +192,6 @@ class Scheduler:
         return oldest is not None
 
     def drain(self) -> None:
-        """Step until idle."""
         while not self.idle:
             progressed = self.step()
             assert progressed or self.idle, f"{len(self._live)} live sequences, none can run"
@@ -236,7 +227,6 @@ class Scheduler:
         return launch
 
     def _start_prefills(self, plan: Plan) -> None:
-        """Note that an encode or a prefill is enqueued."""
         sequences = [row.sequence for row in plan.rows[plan.num_mixed_decodes :]]
         if plan.kind is LaunchKind.PREFILL:
             for sequence in sequences:
@@ -263,7 +253,6 @@ class Scheduler:
         record.sample_end = self._clock.perf_ns()
 
     def _commit(self, launch: Launch) -> None:
-        """Wait for the tokens of a launch, process them and release what it held."""
         record = self._records.popleft()
         record.wait_start = self._clock.perf_ns()
         outputs = self._runner.collect(launch)
@@ -280,7 +269,6 @@ class Scheduler:
             self._observer.committed(record)
 
     def _process(self, plan: Plan, outputs: list[RowTokens], record: StepRecord) -> None:
-        """Give each live sequence its tokens; zombies are skipped."""
         num_tokens, num_decodes = self._outputs.num_tokens, len(plan.decodes)
         speculates = self._speculates and plan.kind is LaunchKind.DECODE
         for index, (row, output) in enumerate(zip(plan.sampled_rows, outputs, strict=True)):
@@ -299,7 +287,7 @@ class Scheduler:
     # ------------------------------------------------------------ the end of a sequence
 
     def _finalize(self, sequence: Sequence) -> None:
-        """End a sequence; release its resources unless a launch in flight names it."""
+        """End a sequence; release it unless a launch in flight names it."""
         assert not sequence.finalized, f"sequence {sequence.seq_id} is finalized twice"
         sequence.finalized = True
         del self._live[sequence.request.request_id]
@@ -312,5 +300,4 @@ class Scheduler:
 
 
 def deadline_of(request: Request) -> float:
-    """Return the deadline in `time.monotonic()` seconds, infinite without one."""
     return math.inf if request.deadline is None else request.deadline

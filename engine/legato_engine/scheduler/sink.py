@@ -1,4 +1,4 @@
-"""The scheduler's interface to the receivers of results."""
+"""The receiver of results."""
 
 from __future__ import annotations
 
@@ -21,31 +21,24 @@ class Sink(Protocol):
         """Its prefill, or the first part of its image, was launched."""
         ...
 
-    def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        """A commit added these events, at least one."""
-        ...
+    def delta(self, sequence: Sequence, events: Many[Event]) -> None: ...
 
-    def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
-        """Its last token was committed."""
-        ...
+    def done(self, sequence: Sequence, finish_reason: FinishReason) -> None: ...
 
-    def failed(self, sequence: Sequence, error: LegatoError) -> None:
-        """It ended without a result."""
-        ...
+    def failed(self, sequence: Sequence, error: LegatoError) -> None: ...
 
 
 class SilentSink:
-    """A `Sink` that ignores events and raises failures."""
+    """Ignores events and raises failures."""
 
     def started(self, sequence: Sequence) -> None:
-        """Ignore it."""
+        pass
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        """Ignore it."""
+        pass
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
-        """Ignore it."""
+        pass
 
     def failed(self, sequence: Sequence, error: LegatoError) -> None:
-        """Raise the error from `Scheduler.step`."""
         raise error

@@ -1,4 +1,4 @@
-"""What a launch cost the host, for benchmarks and traces."""
+"""Host times of a launch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from legato_engine.scheduler.launch import Launch
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StepRecord:
-    """When the host worked on a launch, in `Clock.perf_ns` nanoseconds, and what came of it.
-
-    The scheduler fills it in from the launch to its commit, then passes it to the observer.
-    """
+    """The host's work on a launch, in `Clock.perf_ns` nanoseconds."""
 
     launch: Launch
     plan_start: int
@@ -32,28 +29,24 @@ class StepRecord:
 
     @property
     def plan_ns(self) -> int:
-        """Time to plan the batch."""
         return self.plan_end - self.plan_start
 
     @property
     def launch_ns(self) -> int:
-        """Time to stage and enqueue the forward pass."""
         return self.launch_end - self.plan_end
 
     @property
     def sample_ns(self) -> int:
-        """Time to read constraints and enqueue sampling."""
         return self.sample_end - self.sample_start
 
     @property
     def commit_ns(self) -> int:
-        """Time to process the tokens, without the wait for them."""
         return self.commit_end - self.wait_end
 
 
 class Observer(Protocol):
-    """Receives the record of every committed launch while the runner still has its times."""
+    """Receives the record of every committed launch while the runner has its times."""
 
     def committed(self, record: StepRecord) -> None:
-        """Called on the scheduler's thread; must be fast."""
+        """On the scheduler's thread; must be fast."""
         ...

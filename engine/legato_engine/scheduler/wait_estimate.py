@@ -7,20 +7,20 @@ SMOOTHING = 0.1
 
 
 class WaitEstimate:
-    """Predicts waits from a moving average of service times and the length of the queue."""
+    """Predicts waits from a moving average of service times."""
 
     def __init__(self) -> None:
         self._service: float | None = None  # seconds; None until a request has completed
 
     def completed(self, seconds: float) -> None:
-        """Add a service time, from prefill to end."""
+        """Add the seconds from prefill to end."""
         if self._service is None:
             self._service = seconds
         else:
             self._service += SMOOTHING * (seconds - self._service)
 
     def predict(self, waiting: int, rows_free: int, num_rows: int) -> float | None:
-        """Return the seconds until one more request would start, None while unknown.
+        """Seconds until one more request would start, None while unknown.
 
         One of `num_rows` parallel requests ends every `service / num_rows` seconds. A shortage of
         pages is ignored, so the estimate may be too low.

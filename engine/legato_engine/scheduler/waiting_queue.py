@@ -1,4 +1,4 @@
-"""The waiting sequences, in the order in which they are served."""
+"""The waiting sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from legato_engine.sequence import Sequence
 class _Waiting:
     sequence: Sequence
     rank: tuple[float, int]  # ascending order of service; unique
-    num_overtaken: int = 0  # by sequences of a higher rank that were taken first
+    num_overtaken: int = 0  # by later sequences
 
 
 _RANK = attrgetter("rank")
@@ -31,8 +31,8 @@ class WaitingQueue:
     A sequence that does not fit may be overtaken `max_overtakes` times; then it blocks all later
     ones. A search skips at most `max_overtakes` sequences.
 
-    A sequence without an adapter slot is overtaken without limit by sequences without adapters, and
-    does not count as skipped, because they do not keep slots in use.
+    One without an adapter slot is overtaken without limit by sequences without adapters, which keep
+    no slots in use, and is not counted as skipped.
     """
 
     def __init__(self, *, max_overtakes: int, priority_seconds: float) -> None:
@@ -48,13 +48,11 @@ class WaitingQueue:
         return len(self._queue)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; equal priorities and arrivals keep their order."""
         waiting = _Waiting(sequence, (self._time_of(sequence), next(self._added)))
         insort(self._queue, waiting, key=_RANK)
         self._num_by_tenant[sequence.request.tenant] += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a queued sequence; it overtakes none."""
         self._pop(self.position(sequence))
 
     def first(
@@ -62,7 +60,6 @@ class WaitingQueue:
         fits: Callable[[Sequence], bool],
         lacks_slot: Callable[[Sequence], bool] = lambda sequence: False,
     ) -> Sequence | None:
-        """Return the first sequence that fits and is not blocked by an earlier one."""
         num_skipped, slots_blocked = 0, False
         for waiting in self._queue:
             sequence = waiting.sequence
@@ -80,25 +77,23 @@ class WaitingQueue:
         return None
 
     def take(self, sequence: Sequence) -> None:
-        """Remove a queued sequence that overtakes all sequences before it."""
+        """Remove a sequence that overtakes all before it."""
         index = self.position(sequence)
         for waiting in islice(self._queue, index):
             waiting.num_overtaken += 1
         self._pop(index)
 
     def position(self, sequence: Sequence) -> int:
-        """Return how many sequences are before a queued one."""
         index = bisect_right(self._queue, (self._time_of(sequence), -1), key=_RANK)
         while self._queue[index].sequence is not sequence:
             index += 1
         return index
 
     def num_ahead(self, sequence: Sequence) -> int:
-        """Return how many sequences would be before one that is not queued yet."""
+        """How many would be before a sequence that is not queued yet."""
         return bisect_right(self._queue, self._time_of(sequence), key=lambda each: each.rank[0])
 
     def num_of(self, tenant: str) -> int:
-        """Return the number of a tenant's waiting sequences."""
         return self._num_by_tenant[tenant]
 
     def _pop(self, index: int) -> None:

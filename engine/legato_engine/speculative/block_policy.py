@@ -1,4 +1,4 @@
-"""Block size policies: how many tokens a request proposes next."""
+"""Block size policies."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Protocol
 from legato_engine.speculative.float32 import f32
 
 INITIAL_RATE = f32(0.8)
-"""The acceptance rate assumed before a request's first verification."""
+"""Before a request's first verification."""
 
 PRESSURE_RATIO = 0.85
 """Share of the page pool in use above which it is under pressure."""
 
 
 class BlockState(Protocol):
-    """A request's block size and the statistics that it is chosen from."""
+    """What a request's block size is chosen from."""
 
     ema_acceptance_rate: float  # float32, as on the device
     accepted_weight: float
@@ -25,26 +25,20 @@ class BlockState(Protocol):
     block_size_history: list[int]
 
     @property
-    def num_left(self) -> int:
-        """Tokens that the request may still generate."""
-        ...
+    def num_left(self) -> int: ...
 
     @property
-    def under_pressure(self) -> bool:
-        """Whether the page pool was nearly full at the last check."""
-        ...
+    def under_pressure(self) -> bool: ...
 
 
 class BlockPolicy(Protocol):
-    """Chooses `current_block_size` of each request from the results of its verifications."""
+    """Chooses each request's block size."""
 
     def begin(self, request: BlockState) -> None:
-        """Prepare a request that will propose for the first time, or again after a preemption."""
+        """Prepare a request's first proposal, also after a preemption."""
         ...
 
-    def update(self, request: BlockState, accepted: int, proposed: int) -> None:
-        """Learn that the first `accepted` of `proposed` draft tokens were right."""
-        ...
+    def update(self, request: BlockState, accepted: int, proposed: int) -> None: ...
 
     def allot(self, requests: Sequence[BlockState]) -> None:
         """Revise the block sizes of requests that propose together."""
@@ -58,23 +52,18 @@ class FixedBlockPolicy:
     block_size: int
 
     def begin(self, request: BlockState) -> None:
-        """Set the block size."""
         request.current_block_size = self.block_size
 
     def update(self, request: BlockState, accepted: int, proposed: int) -> None:
-        """Do nothing."""
+        pass
 
     def allot(self, requests: Sequence[BlockState]) -> None:
-        """Do nothing."""
+        pass
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdaptiveBlockPolicy:
-    """The seed's rule: one of three sizes by a moving average of the share accepted.
-
-    `first_block` applies before the first verification. Under KV pressure the size is at most
-    `pressure_block`.
-    """
+    """The seed's rule: one of three sizes by a moving average."""
 
     first_block: int = 4
     min_block: int = 1
@@ -86,19 +75,16 @@ class AdaptiveBlockPolicy:
     low: float = 0.50
 
     def begin(self, request: BlockState) -> None:
-        """Set the first size; after a preemption, the size by what was learnt before."""
         block = self.size(request) if request.block_size_history else self.first_block
         request.current_block_size = self.capped(block, request)
 
     def update(self, request: BlockState, accepted: int, proposed: int) -> None:
-        """See `update_block_size`."""
         update_block_size(self, request, accepted, proposed)
 
     def allot(self, requests: Sequence[BlockState]) -> None:
-        """Do nothing: each request's size depends on that request alone."""
+        """Each request's size depends on that request alone."""
 
     def size(self, request: BlockState) -> int:
-        """The size by the request's average and pressure."""
         average = request.ema_acceptance_rate
         if average >= f32(self.high):
             block = self.max_block
@@ -109,7 +95,6 @@ class AdaptiveBlockPolicy:
         return self.capped(block, request)
 
     def capped(self, block: int, request: BlockState) -> int:
-        """`block`, or less under pressure."""
         return min(block, self.pressure_block) if request.under_pressure else block
 
 

@@ -18,23 +18,17 @@ from legato_engine.speculative.costs import CostTable
 
 
 class PolicyBlockSizes:
-    """A `scheduler.block_sizes.BlockSizes` over a block policy.
-
-    A sequence's policy state is kept with the sequence. Pressure is read when a launch is planned;
-    accepted tokens are learnt from when it is committed.
-    """
+    """A `scheduler.block_sizes.BlockSizes` over a block policy."""
 
     def __init__(self, policy: BlockPolicy) -> None:
         self._policy = policy
 
     def allot(self, sequences: Many[Sequence], *, kv_use: float) -> list[int]:
-        """See `BlockSizes`."""
         records = [self._record(sequence, kv_use > PRESSURE_RATIO) for sequence in sequences]
         self._policy.allot(records)
         return [record.current_block_size for record in records]
 
     def learn(self, sequence: Sequence, num_accepted: int, num_drafted: int) -> None:
-        """See `BlockSizes`."""
         record = sequence.draft_stats
         assert record is not None, f"sequence {sequence.seq_id} drafted without being planned to"
         record.block_size_history.append(num_drafted)
@@ -53,12 +47,10 @@ class PolicyBlockSizes:
 
 
 def block_sizes(setting: str, costs: CostTable | None) -> PolicyBlockSizes | None:
-    """Return the block sizes for a `--speculation` setting, None for `off`.
-
-    `costs` are required by `budget`, which weighs draft tokens by them.
+    """Block sizes for a `--speculation` setting; `budget` needs `costs`.
 
     Raises:
-        InvalidField: the setting is unknown, see `max_block_size`.
+        InvalidField: the setting is unknown.
     """
     block = max_block_size(setting)
     if setting == SPECULATION_OFF:

@@ -1,4 +1,4 @@
-"""A block size policy that weighs draft tokens by their worth to the whole batch."""
+"""A block size policy by the worth of draft tokens to the batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ _LONGER = 1.02  # steps within this factor count as equally long
 
 @dataclasses.dataclass(slots=True)
 class AcceptanceCounts:
-    """Tokens accepted and tried over all requests, older ones weighted less."""
+    """Tokens of all requests, older ones weighted less."""
 
     accepted_weight: float = PRIOR_RATE * _PRIOR_WEIGHT
     tried_weight: float = _PRIOR_WEIGHT
 
     @property
     def rate(self) -> float:
-        """The share of the tried tokens that was accepted."""
         return self.accepted_weight / self.tried_weight
 
 
@@ -31,14 +30,13 @@ class TokenBudgetPolicy:
     """Proposes a token as long as it is expected to bring the batch more than it costs.
 
     A verification that accepts n tokens and rejects the next has tried n + 1, whatever the block
-    size. A request's acceptance rate is estimated over the tokens it tried, with weights that decay
-    by `decay` a verification; it starts from the `overall` rate, weighted like `prior_weight`
-    tokens. The i-th token of a block is accepted with probability `rate ** i`. Tokens are given to
-    requests in the order of these probabilities, up to the number at which the batch commits most
-    tokens per second.
+    size. A request's acceptance rate is over the tokens it tried, with weights that decay by
+    `decay` a verification; it starts from the `overall` rate, weighted like `prior_weight` tokens.
+    The i-th token of a block is accepted with probability `rate ** i`. Tokens are given in the
+    order of these probabilities, up to the number at which the batch commits most tokens per
+    second.
 
-    A request without draft tokens decodes plainly, and probes with one token every `probe_every`
-    steps.
+    A request without draft tokens probes with one every `probe_every` steps.
     """
 
     costs: CostTable
@@ -53,13 +51,11 @@ class TokenBudgetPolicy:
     _steps: dict[int, float] = dataclasses.field(default_factory=dict, init=False, compare=False)
 
     def begin(self, request: BlockState) -> None:
-        """Start from the overall rate, unless the request has a rate of its own."""
         if request.tried_weight == 0.0:
             request.tried_weight = self.prior_weight
             request.accepted_weight = self.overall.rate * self.prior_weight
 
     def update(self, request: BlockState, accepted: int, proposed: int) -> None:
-        """Learn from the tokens tried: the accepted ones and the first wrong one."""
         if proposed == 0:
             return
         tried = accepted + (accepted < proposed)
@@ -71,7 +67,6 @@ class TokenBudgetPolicy:
         common.tried_weight = self.common_decay * common.tried_weight + tried
 
     def allot(self, requests: Sequence[BlockState]) -> None:
-        """Set each request's block size for the coming verification."""
         gains: list[tuple[float, int, int]] = []
         for index, request in enumerate(requests):
             rate, accepted = _rate(request), 1.0
@@ -88,8 +83,8 @@ class TokenBudgetPolicy:
     def _best_count(self, num_rows: int, gains: Sequence[tuple[float, int, int]]) -> int:
         """Count the draft tokens, likeliest first, that maximise committed tokens per second.
 
-        Among steps that are equal within `worth` the shorter one wins: the rates are no more
-        certain than that, and a shorter step delivers its tokens earlier.
+        Among steps that are equal within `worth` the shorter wins: the rates are no more certain,
+        and it delivers its tokens earlier.
         """
         committed, longest, best_count = float(num_rows), 0, 0
         best_seconds, propose = self._step(num_rows), self.costs.propose
@@ -115,7 +110,6 @@ class TokenBudgetPolicy:
         return max(0, min(most, request.num_left - 1))
 
     def _probe(self, request: BlockState) -> int:
-        """One token after `probe_every` steps without any."""
         recent = request.block_size_history[-self.probe_every :]
         return int(len(recent) == self.probe_every and not any(recent))
 

@@ -1,4 +1,4 @@
-"""Costs of a step, in seconds of a measured device."""
+"""Costs of a step, in seconds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class CostTable:
     """Seconds of one step by the number of positions in its forward.
 
     `steps` are measured (positions, seconds), interpolated linearly and extrapolated from the last
-    two. `prefill` is the cost of one prompt position. `propose` is the cost of one more token in
-    the longest block, because a proposer drafts one token at a time for all rows.
+    two. `prefill` is the cost of one prompt position, `propose` that of one more token in the
+    longest block, because a proposer drafts one token at a time for all rows.
     """
 
     steps: tuple[tuple[int, float], ...]
@@ -23,7 +23,6 @@ class CostTable:
     propose: float = 0.0
 
     def step(self, positions: int) -> float:
-        """Seconds of a forward over so many positions; 0 for none."""
         if positions == 0:
             return 0.0
         right = bisect.bisect_left(self.steps, positions, key=_COUNT)
@@ -39,6 +38,5 @@ H200_MOONDREAM2 = CostTable(
 )
 """Steps of Moondream 2's decoder at a context of 850.
 
-Up to 8 positions cost what one does (measured, benchmarks/results/h200); larger numbers are
-estimates.
+Measured up to 8 positions (benchmarks/results/h200), which cost what one does; estimated above.
 """

@@ -1,4 +1,4 @@
-"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last ones.
+"""Prompt lookup.
 
 Shape legend: R rows, C positions, K draft tokens.
 """
@@ -14,8 +14,8 @@ from legato_engine.speculative.proposer import UNKNOWN, RowHistory
 class LookupProposer:
     """Proposes what follows the latest earlier position that ends in the same n-gram.
 
-    Longer matches go first: up to `longest` tokens, at least `shortest`. A draft that reaches the
-    newest token continues from the matched position again.
+    Longer matches go first. A draft that reaches the newest token repeats from the matched
+    position.
     """
 
     def __init__(self, *, shortest: int = 1, longest: int = 4) -> None:
@@ -24,7 +24,6 @@ class LookupProposer:
         self._longest = longest
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
-        """See `Proposer`."""
         tokens_RC, newest_R1 = history.tokens_RC, history.position_R[:, None]
         index_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
         agree_RC = index_C < newest_R1

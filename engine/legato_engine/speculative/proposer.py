@@ -1,4 +1,4 @@
-"""The interface of proposers, and what they see of the rows they propose for.
+"""The interface of proposers.
 
 Shape legend: R rows of the device's state, C positions, K draft tokens, D width, M pages.
 """
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     import torch  # the policies beside this module never load torch
 
 UNKNOWN = -1
-"""Marks a position without a token id, and a draft token that was not proposed."""
+"""A position without a token id, or a draft token that was not proposed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowHistory:
     """The rows' tokens on the device, one step ahead of the host; ids are int64.
 
-    `row_R` are the rows, all of the state's or a subset. `tokens_RC` holds ids by position: the
-    prompt's and the committed ones up to `position_R`, the newest. All else is `UNKNOWN`, the
-    shared prefix included. `hidden_RD` is the residual stream that the newest token was sampled
-    from. `page_table_RM` names KV pages, which hold all positions before `position_R`.
+    `row_R` are all rows of the state or a subset. `tokens_RC` holds the prompt's and the committed
+    ids by position, up to `position_R`, the newest; all else is `UNKNOWN`, the shared prefix
+    included. `hidden_RD` is the residual stream that the newest token was sampled from.
+    `page_table_RM` names the KV pages of all positions before `position_R`.
     """
 
     row_R: torch.Tensor
@@ -35,14 +35,12 @@ class RowHistory:
 class Proposer(Protocol):
     """Proposes draft tokens on the device, before the host has read the newest token.
 
-    A wrong draft token costs time and never changes a result, because only tokens that the model
-    samples itself are accepted.
+    A wrong one costs time and never changes a result.
     """
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
         """Write up to K draft tokens a row, `UNKNOWN` from the first missing one on.
 
-        Only enqueues work on the compute stream and reads nothing on the host, so the call can be
-        captured.
+        Only enqueues work on the compute stream and reads nothing on the host: it may be captured.
         """
         ...

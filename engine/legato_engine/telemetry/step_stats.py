@@ -1,4 +1,4 @@
-"""Statistics of the running engine's decode steps, and its gain from pipelining.
+"""Statistics of the running engine's decode steps.
 
 Only a decode after a decode is measured: the engine does not sleep between the two.
 """
@@ -23,12 +23,10 @@ class StepParts(NamedTuple):
     """The parts of one step, in nanoseconds.
 
     `sampling` includes the copy back. `bookkeeping` is the host's plan, launch, enqueueing of the
-    sampling, and commit; `wait` its wait for the copy. `idle` is the device's, before and after the
-    forward.
+    sampling, and commit; `wait` its wait for the copy. `idle` is the device's.
 
     `blocking` estimates the step in a blocking loop: forward, sampling, and the period without the
-    time in which the copy blocked the host. Only the enqueueing of the sampling would overlap with
-    the forward.
+    time in which the copy blocked the host. Only the enqueueing of the sampling would overlap.
     """
 
     period: int
@@ -45,7 +43,6 @@ _Counts = tuple[int, int, int, int, int]
 
 
 def step_parts(before: Step, step: Step) -> StepParts:
-    """Return the parts of `step`; `before` is the step committed before it."""
     record, times = step.record, step.times
     period = record.commit_end - before.record.commit_end
     forward = times.forward_end - times.forward_start
@@ -65,7 +62,7 @@ def step_parts(before: Step, step: Step) -> StepParts:
 
 
 class StepStats:
-    """A `timeline.StepListener` that keeps the parts of the last `window` decode steps."""
+    """A `timeline.StepListener` over the last `window` decode steps."""
 
     def __init__(self, window: int = 256) -> None:
         self._ring: collections.deque[tuple[StepParts, _Counts]] = collections.deque(maxlen=window)
@@ -77,7 +74,7 @@ class StepStats:
         self._due = 0.0
 
     def add(self, step: Step) -> None:
-        """Count a step; a prefill counts only by its tokens."""
+        """A prefill counts only by its tokens."""
         record = step.record
         rows = record.launch.plan.rows
         self._num_tokens += record.tokens
@@ -89,10 +86,7 @@ class StepStats:
         self._num_steps += 1
 
     def latest(self, now: float, *, fresh: bool) -> PipelineStats | None:
-        """Return the latest snapshot, renewed if it is `_INTERVAL` old or `fresh` is set.
-
-        `now` is in seconds of any monotonic clock.
-        """
+        """Renewed if it is `_INTERVAL` old or `fresh`; `now` is in seconds."""
         if self._num_steps != self._latest_steps and (fresh or now >= self._due):
             self._latest = self.snapshot()
             self._latest_steps = self._num_steps
@@ -100,10 +94,9 @@ class StepStats:
         return self._latest
 
     def snapshot(self) -> PipelineStats | None:
-        """Return medians over the window, or None if it is empty.
+        """Medians over the window.
 
-        The predicted gain is a lower bound, because its tax counts each zombie as a full row. For a
-        blocking engine it is about zero.
+        The predicted gain is a lower bound, because its tax counts each zombie as a full row.
         """
         if not self._ring:
             return None

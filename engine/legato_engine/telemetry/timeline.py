@@ -1,8 +1,4 @@
-"""A timeline of the last launches, for Perfetto and chrome://tracing.
-
-Lanes show the scheduler's thread, the device, and the launch in each slot. Arrows follow a launch
-from the host to the device and back.
-"""
+"""A timeline of the last launches, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -35,22 +31,22 @@ TraceEvent = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """A committed launch: the host's record and the device's times."""
+    """A committed launch."""
 
     record: StepRecord
     times: LaunchTimes
 
 
 class StepListener(Protocol):
-    """A receiver of all steps, in the order of their commits."""
+    """Receives all steps in the order of their commits."""
 
     def add(self, step: Step) -> None:
-        """Add a step; runs on the scheduler's thread and must be quick."""
+        """Runs on the scheduler's thread and must be quick."""
         ...
 
 
 class StepFeed:
-    """A `scheduler.Observer` that reads the device times of a launch once for all listeners."""
+    """A `scheduler.Observer` that reads a launch's device times once for all listeners."""
 
     def __init__(
         self, times: Callable[[Launch], LaunchTimes], listeners: Sequence[StepListener]
@@ -59,7 +55,6 @@ class StepFeed:
         self._listeners = tuple(listeners)
 
     def committed(self, record: StepRecord) -> None:
-        """Pass a launch to the listeners."""
         step = Step(record, self._times(record.launch))
         for listener in self._listeners:
             listener.add(step)
@@ -73,19 +68,16 @@ class Timeline:
 
     @property
     def steps(self) -> list[Step]:
-        """The launches kept, oldest first."""
         return list(self._steps)
 
     def add(self, step: Step) -> None:
-        """Add a launch."""
         self._steps.append(step)
 
     def to_json(self) -> str:
-        """Return a Chrome trace."""
         return json.dumps({"traceEvents": trace_events(self.steps), "displayTimeUnit": "ms"})
 
     def dump(self) -> pathlib.Path:
-        """Write the trace to `timeline_path` atomically; return the path."""
+        """Write the trace to `timeline_path` atomically."""
         path = timeline_path(os.getpid())
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(self.to_json())
@@ -94,12 +86,11 @@ class Timeline:
 
 
 def timeline_path(pid: int) -> pathlib.Path:
-    """Return the file to which the engine process `pid` writes its timeline."""
     return pathlib.Path(tempfile.gettempdir()) / f"legato-timeline-{pid}.json"
 
 
 def trace_events(steps: list[Step]) -> list[TraceEvent]:
-    """Return events in Chrome's trace format, times in microseconds."""
+    """Chrome's trace format; times in microseconds."""
     events: list[TraceEvent] = [
         {"ph": "M", "pid": 1, "tid": lane, "name": "thread_name", "args": {"name": name}}
         for lane, name in enumerate(LANES)
