@@ -1,8 +1,8 @@
 """The decode phase of a workload, blocking and pipelined, with the cost model's prediction.
 
-Every stream is prefilled before the first decode, and all end in the same step: the phase has full
-batches only. It is timed from the commit of its first step to the last commit. At depth 2 this
-includes a step in which all rows are zombies.
+Every stream is prefilled before the first decode, and all end in the same step, so batches are
+full. The phase is timed from its first commit to its last. At depth 2 this includes a step in which
+all rows are zombies.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _NS_PER_MS = 1e6
 class StepCost:
     """Medians over `num_steps` steps of one depth, in milliseconds; see `step_stats.StepParts`.
 
-    `tick` is its `bookkeeping`, `blocking_estimate` its `blocking`, which at depth 1 should equal
-    the period.
+    At depth 1 `blocking_estimate` should equal the period.
     """
 
     forward: float
@@ -48,7 +47,7 @@ class Measurement:
     """The figures of one number of streams, by depth.
 
     `seconds` is the median duration of the decode phase. `length` is in tokens per request,
-    `context` the position of the first of them.
+    `context` the position of the first.
     """
 
     task: str
@@ -87,10 +86,7 @@ class Comparison:
 def measure(
     assembly: Assembly, *, task: str, streams: int, length: int, context: int, repeats: int
 ) -> Measurement:
-    """Measure both depths in the order 1 2 2 1, after a warm-up run of each.
-
-    Raises as `Workload`, `decode_phase` and `step_cost`.
-    """
+    """Measure both depths in the order 1 2 2 1, after a warm-up run of each."""
     workload = Workload(assembly, kind=task, count=streams, length=length, context=context)
     steps: dict[int, list[Step]] = {depth: [] for depth in DEPTHS}
     costs: dict[int, StepCost] = {}

@@ -57,23 +57,19 @@ class FixedLengthTask:
         self.finish_reason: FinishReason | None = None
 
     def constraint(self) -> int:
-        """Return the constraint that replaces the inner task's."""
         return self._constraints[self._inner.constraint()]
 
     def consume(self, token: SampledToken) -> Many[Event]:
-        """Pass the token to the inner task until that ends."""
         self._remaining -= 1
         if self._remaining == 0:
             self.finish_reason = FinishReason.STOP
         return self._inner.consume(token) if self._inner.finish_reason is None else ()
 
     def result(self, finish_reason: FinishReason) -> TaskResult:
-        """Return the inner task's result."""
         return self._inner.result(finish_reason)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Those of the inner task."""
         return self._inner.reasoning_tokens
 
 
@@ -88,8 +84,8 @@ def fixed_length(sequence: Sequence, length: int, context: int, constraints: Man
 class Workload:
     """`count` equal requests of `length` tokens; `kind` is one of `KINDS`.
 
-    The prompt is repeated up to position `context`; 0 leaves it as it is. Requests share no page,
-    so a step reads every row's context.
+    The prompt is repeated up to position `context`, if not 0. Requests share no page, so a step
+    reads every row's context.
 
     Raises:
         InvalidField: the prompt alone is longer than `context`, or no task can be made of it.
@@ -115,11 +111,9 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all requests generate together."""
         return self._count * self._length
 
     def sequences(self) -> list[Sequence]:
-        """Return new sequences in the order to submit."""
         return [self._sequence(index) for index in range(self._count)]
 
     def _sequence(self, index: int) -> Sequence:

@@ -1,4 +1,4 @@
-"""A service process's connection to the engine, and its open requests."""
+"""A service process's connection to the engine."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ _log = structlog.get_logger()
 class EngineConnection(EngineMonitor):
     """Sends requests to the running engine and routes its outputs.
 
-    Belongs to one event loop. Image bytes travel through `blobs`; the connection owns the blob of a
-    submitted request and discards it. `number` is that of this service process; the first is 0.
+    Belongs to one event loop. Owns and discards the blobs of submitted requests. `number` is that
+    of this service process.
     """
 
     def __init__(self, namespace: str, policy: LatencyPolicy, number: int = 0) -> None:
@@ -100,21 +100,16 @@ class EngineConnection(EngineMonitor):
 
     @property
     def num_open(self) -> int:
-        """Requests that were submitted and have not ended."""
         return len(self._streams)
 
     def expect(self) -> None:
-        """Announce a request, so that both processes poll for it instead of sleeping.
-
-        Only with `LatencyPolicy.busy_poll` and while no request is open. Polling ends shortly after
-        the request, because its client often sends the next one at once, or when it is not short.
-        """
+        """Announce a request, so that both processes poll for it instead of sleeping."""
         if self._policy.busy_poll and not self._streams and self.state is EngineState.READY:
             self._send(Expect())
             self._busy_poll.extend(EXPECTED_REQUEST)
 
     def submit(self, request: Request) -> RequestStream:
-        """Send a request to the engine and register its stream; its blob is always discarded.
+        """Send a request and register its stream; its blob is always discarded.
 
         Raises:
             EngineStarting: the engine is not ready yet.
@@ -175,8 +170,6 @@ class EngineConnection(EngineMonitor):
 
     async def stop_elsewhere(self, target: RequestKey | None = None) -> int:
         """Stop other service processes' requests that match `target`, or all; return how many.
-
-        They end as after `RequestStream.stop`.
 
         Raises:
             EngineStarting: the engine is not ready yet.

@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """When a hanging engine is aborted, and when a dead one is restarted; in seconds.
+    """Seconds after which a hanging engine is aborted, and a dead one restarted.
 
     An engine is aborted after `silence` without a heartbeat, or `stuck` without a step while work
     is pending. While it loads, `loading` replaces `silence`, because importing a library from a
@@ -73,11 +73,10 @@ class EngineClient(EngineConnection):
         self._step_moved = 0.0
         self._ready_at = 0.0
         self.restarts = 0
-        self.unservable = False  # the configuration cannot be served
+        self.unservable = False
 
     @property
     def endpoint(self) -> str:
-        """Where other service processes connect to the engine."""
         return self._listeners.endpoint
 
     # ------------------------------------------------------------ lifecycle

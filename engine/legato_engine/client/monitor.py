@@ -1,4 +1,4 @@
-"""The state of the engine, as a service process knows it from the engine's messages."""
+"""The state of the engine, as a service process knows it from messages."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ class PendingCommands:
         self._replies: dict[RequestKey, asyncio.Future[Reply]] = {}
 
     def __len__(self) -> int:
-        """Commands without a reply yet."""
         return len(self._replies)
 
     async def call(self, command: RepliedCommand) -> Reply:
@@ -63,7 +62,6 @@ class PendingCommands:
             reply.set_result(output)
 
     def fail(self, error: LegatoError) -> None:
-        """Fail all pending commands."""
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(error)

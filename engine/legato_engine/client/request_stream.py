@@ -43,13 +43,12 @@ class RequestStream(msgspec.Struct, eq=False):
 
     @property
     def request_id(self) -> RequestKey:
-        """The key of the request."""
         return self.request.request_id
 
     def abort(self, error: LegatoError | None = None) -> None:
         """Abort the request in the engine and drop unread outputs. Idempotent.
 
-        If the request had not ended, its reader gets `error`, or the end without one.
+        Its reader gets `error`, or the end without one.
         """
         self._pending.clear()
         if not self.ended:
@@ -57,10 +56,7 @@ class RequestStream(msgspec.Struct, eq=False):
             self.on_abort(self)
 
     def stop(self) -> None:
-        """Have the engine end the request now: `Done` says CANCELLED, with the partial result.
-
-        Idempotent, and without effect after the end.
-        """
+        """Have the engine end the request now with its partial result. Idempotent."""
         if not self.ended:
             self.on_stop(self)
 
@@ -88,7 +84,7 @@ class RequestStream(msgspec.Struct, eq=False):
         """Return a future of the request's `Done`; earlier outputs are dropped.
 
         It fails with the request's error, or with `InternalError` when the stream was aborted or
-        read to its end. Not a coroutine, because every call waits here and a future is cheaper.
+        read to its end. A future is cheaper than a coroutine, and every call waits here.
         """
         result: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         if self.ended:
@@ -99,7 +95,6 @@ class RequestStream(msgspec.Struct, eq=False):
         return result
 
     def feed(self, output: StreamOutput | Failed) -> None:
-        """Add the next output from the engine; used by the connection."""
         if self.ended:
             return
         if isinstance(output, Done):
@@ -111,7 +106,7 @@ class RequestStream(msgspec.Struct, eq=False):
             self._wake()
 
     def fail(self, error: LegatoError) -> None:
-        """End with `error`, after unread outputs; used by the connection."""
+        """End with `error`, after unread outputs."""
         if not self.ended:
             self._end(error)
 

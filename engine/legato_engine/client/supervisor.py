@@ -28,7 +28,7 @@ class Backoff:
         self._next = first
 
     def delay_after(self, uptime: float) -> float:
-        """Seconds to wait before restarting a process that was ready for `uptime` seconds."""
+        """Seconds to wait after a process was ready for `uptime` seconds."""
         if uptime >= self._stable:
             self._next = self._first
         delay = self._next
@@ -64,7 +64,7 @@ class ChildProcess:
         return self._process.returncode is None
 
     async def wait(self) -> int:
-        """Wait for the exit; return the exit code, negative for a signal."""
+        """Return the exit code, negative for a signal."""
         return await self._process.wait()
 
     async def abort(self) -> None:
@@ -75,7 +75,6 @@ class ChildProcess:
         self.kill()
 
     async def wait_at_most(self, seconds: float) -> None:
-        """Wait for the exit, for `seconds` at most."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(self.wait())), seconds)
 

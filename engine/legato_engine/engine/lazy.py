@@ -24,11 +24,9 @@ class Lazy(Generic[T]):
 
     @property
     def is_computed(self) -> bool:
-        """Whether `get` returns without computing."""
         return self._compute is None
 
     def get(self) -> T:
-        """Return the value. Raises as `compute`."""
         with self._lock:
             if self._compute is not None:
                 self._value = self._compute()

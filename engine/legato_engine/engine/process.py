@@ -59,8 +59,8 @@ _log = structlog.get_logger()
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the model and serve.
 
-    Returns 0 after `Shutdown`, `EXIT_UNSERVABLE` after logging what is wrong with the
-    configuration, and 1 after any other failure.
+    Returns 0 after `Shutdown`, `EXIT_UNSERVABLE` for a configuration that cannot be served, and 1
+    after any other failure.
     """
     arguments = _parse(argv)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class UnservableConfig(Exception):
-    """The engine cannot serve with this configuration, because of `cause`."""
+    """The configuration cannot be served."""
 
     def __init__(self, cause: LegatoError) -> None:
         super().__init__(str(cause))
@@ -115,7 +115,7 @@ def serve(
     """Load the model and run requests until `Shutdown`.
 
     Raises:
-        UnservableConfig: the configuration names a model or settings that cannot be served.
+        UnservableConfig: a model or setting cannot be served.
         Exception: the device or a step failed.
     """
     stats = StepStats()
@@ -179,8 +179,8 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until `Shutdown`.
 
-        Without work the loop sleeps. After `_MOMENT_MS` it publishes, because what it publishes
-        must be true while it sleeps; before short sleeps that would cost more than the requests.
+        What the loop publishes must be true while it sleeps, except for sleeps under `_MOMENT_MS`:
+        publishing would cost more than the requests.
         """
         core, connections = self.core, self.connections
         while True:
@@ -201,7 +201,6 @@ class EngineLoop:
             core.step()
 
     def publish(self) -> None:
-        """Renew the heartbeat."""
         self.vitals.due = False
         steps = self.stats.latest(time.monotonic(), fresh=not self.core.busy)
         self.vitals.beat = Heartbeat(
@@ -212,11 +211,7 @@ class EngineLoop:
 
 
 def _freeze(threshold: int) -> None:
-    """Keep garbage collections out of the ticks: over all that is loaded, one takes milliseconds.
-
-    What is here by now stays for good. Nothing that a request or a tick makes lies in a cycle, so
-    all of it goes with its last reference; the rare collections are for what libraries leave.
-    """
+    """Keep garbage collections, which take milliseconds over all that is loaded, rare."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(threshold)
@@ -251,7 +246,7 @@ def _timeout_ms(deadline: float) -> int | None:
 
 
 def configure_logging() -> None:
-    """JSON lines on stderr, the standard library's records included."""
+    """Log JSON lines to stderr, the standard library's records included."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),

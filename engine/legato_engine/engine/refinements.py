@@ -33,10 +33,10 @@ _SWITCH_SECONDS = 0.0005  # tracing is Python code: it may hold the GIL for so l
 
 
 class Refinements:
-    """Holds back the `Done` of an outline until the outline is refined; sends any other at once.
+    """Holds back the `Done` of an outline until the outline is refined.
 
-    If the refinement fails or the deadline passes, the result is the model's own outline. All
-    methods belong to the engine's main thread.
+    If that fails or the deadline passes, the result is the model's own outline. Belongs to the
+    engine's main thread.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Refinements:
             sys.setswitchinterval(_SWITCH_SECONDS)
 
     def refinable(self, request: Request, image: PreparedImage | None) -> PreparedImage | None:
-        """Return the image if an outline of the request is to be refined."""
         if self._refiner is None or not isinstance(request.task, SegmentTask):
             return None
         return image
@@ -97,11 +96,9 @@ class Refinements:
             self._finish(request, request.work.result())
 
     def finish_unrefined(self, request: PendingRefinement) -> None:
-        """Send the model's own outline."""
         self._finish(request, request.outline)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _on_device_done(self, request_id: RequestKey, refinement: Refinement) -> None:
@@ -129,7 +126,7 @@ class Refinements:
 
 
 def _single_outline(done: Done) -> Outline | None:
-    """Return the outline to refine: the only one, with a path, of a request not cut short."""
+    """The only outline, with a path, of a request not cut short."""
     if done.finish_reason is FinishReason.CANCELLED:
         return None
     if not isinstance(done.result, SegmentResult) or len(done.result.segments) != 1:

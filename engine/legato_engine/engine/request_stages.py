@@ -51,18 +51,15 @@ class PendingRequest(Stage):
 
     @property
     def futures(self) -> Sequence[Future[Any]]:
-        """Those of image and adapter."""
         parts = (self.image, self.adapter)
         return [part for part in parts if isinstance(part, Future)]
 
     @property
     def is_ready(self) -> bool:
-        """Whether all futures are done."""
         return all(future.done() for future in self.futures)
 
     @property
     def failure(self) -> BaseException | None:
-        """The first failure so far."""
         failures = (future.exception() for future in self.futures if future.done())
         return next((failure for failure in failures if failure is not None), None)
 
@@ -73,7 +70,6 @@ class PendingRequest(Stage):
 
     @property
     def prepared_adapter(self) -> Adapter | None:
-        """The adapter of a request that is ready."""
         return None if self.adapter is None else self.adapter.result()
 
     def cancel(self) -> None:
@@ -91,11 +87,9 @@ class PendingLease(Stage):
 
     @property
     def futures(self) -> Sequence[Future[Any]]:
-        """That of the image."""
         return (self.image,)
 
     def cancel(self) -> None:
-        """Cancel the image."""
         self.image.cancel()
 
 
@@ -103,8 +97,7 @@ class PendingLease(Stage):
 class ScheduledRequest(Stage):
     """A request whose sequence is in the scheduler, which enforces the deadline.
 
-    `tokens` are those so far, if the request wants them. `refinable` is the image to refine an
-    outline with.
+    `refinable` is the image to refine an outline with.
     """
 
     takes_queue_place: ClassVar[bool] = False  # the scheduler counts its own queue
@@ -132,9 +125,7 @@ class PendingRefinement(Stage):
 
     @property
     def futures(self) -> Sequence[Future[Any]]:
-        """That of the present work."""
         return (self.work,)
 
     def cancel(self) -> None:
-        """Cancel the present work."""
         self.work.cancel()

@@ -27,7 +27,6 @@ class ImageCache(Generic[T]):
         return len(self._entries) + len(self._pinned)
 
     def get(self, image_id: str) -> T | None:
-        """Return the value and mark it as most recently used, or return None."""
         with self._lock:
             if image_id in self._pinned:
                 return self._pinned[image_id]
@@ -38,7 +37,6 @@ class ImageCache(Generic[T]):
             return entry[0]
 
     def put(self, image_id: str, value: T, num_bytes: int) -> None:
-        """Add a value of `num_bytes`, and evict others until all fit."""
         with self._lock:
             self._remove(image_id)
             if num_bytes > self._capacity or image_id in self._pinned:

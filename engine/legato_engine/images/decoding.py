@@ -2,12 +2,12 @@
 
 The result is 8-bit RGB, as an image viewer shows the file:
 - EXIF orientation 1-8 is applied; a broken EXIF block counts as orientation 1;
-- grey is replicated, palettes are looked up, CMYK is converted, ICC profiles are ignored;
+- palettes are looked up, CMYK is converted, ICC profiles are ignored;
 - alpha is dropped, not composited;
 - 16-bit samples keep their high byte;
-- of an animated WebP or PNG the first frame is used.
+- of an animation the first frame is used.
 
-Pixels are uint8 RGB arrays, shape legend: H and W pixels, C channels. They may be read-only.
+Shape legend: H and W pixels, C channels. Arrays may be read-only.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> Ima
     """Read and check the header without decoding or allocating anything.
 
     Raises:
-        ImageTooLarge: over `max_pixels` or `max_bytes`; metadata `limit`, `actual`, `unit`.
+        ImageTooLarge: over `max_pixels` or `max_bytes`.
         ImageUndecodable: not a JPEG, PNG or WebP file, or a broken header.
     """
     if len(data) > max_bytes:
@@ -80,9 +80,7 @@ def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> Ima
 def decode_file(
     data: bytes | memoryview, header: ImageHeader, allocate: Allocate = new_pixels
 ) -> Pixels:
-    """Return the displayed pixels [H, W, C]; `header` is from `inspect`.
-
-    `allocate` provides the memory of a JPEG's pixels.
+    """Return the displayed pixels [H, W, C]; `allocate` provides the memory of a JPEG's.
 
     Raises:
         ImageUndecodable: the file is truncated or corrupt, or contradicts `header`.
@@ -110,7 +108,7 @@ def decode_file(
 def decode_encoded(
     data: bytes | memoryview, *, max_pixels: int, allocate: Allocate = new_pixels
 ) -> Pixels:
-    """Read the header of a file and decode it. Raises as `inspect` and `decode_file`."""
+    """Decode a file. Raises as `inspect` and `decode_file`."""
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
     return decode_file(data, header, allocate)
 
@@ -120,7 +118,7 @@ def displayed_size(data: bytes | memoryview, *, max_pixels: int) -> tuple[int, i
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
     try:
         image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
-    except Exception as error:  # parsers raise whatever the corrupt bytes trip
+    except Exception as error:
         raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
     width, height = image.size
     return (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
@@ -136,7 +134,6 @@ def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
 
 
 def image_id(key: str) -> str:
-    """Return the id for clients of a content key."""
     return "img_" + key[:32]
 
 
@@ -235,8 +232,8 @@ def _decode_jpeg(
 ) -> Pixels | None:
     """Decode to the same pixels as Pillow, without its copies; return None if libjpeg warns.
 
-    Pillow then decides: it shows some of these files and refuses truncated ones. The buffer has the
-    size of the checked header, so a file that changes in the meantime cannot overrun it.
+    Pillow then decides whether to show the file. The buffer has the size of the checked header, so
+    a file that changes in the meantime cannot overrun it.
     """
     pixels_HWC = allocate((header.height, header.width, 3))
     try:

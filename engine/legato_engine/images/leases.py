@@ -1,7 +1,7 @@
 """Leases of images, which pin them in the cache until they expire or are dropped.
 
-Several callers may lease one image, each with an expiry and a quota of its own. An image is removed
-with its last lease, so that the expiry sent to a caller is exact.
+Several callers may lease one image, each with its own expiry and quota. An image is removed with
+its last lease, so that the expiry sent to a caller is exact.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class ImageLeases(Generic[T]):
             raise ImageNotFound("this image is not held", resource=image_id)
 
     def expire(self) -> None:
-        """End the leases whose time is over."""
         now = self._clock()
         if now < self.next_expiry:
             return

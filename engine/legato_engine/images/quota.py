@@ -9,7 +9,6 @@ from legato_engine.errors import BytesExceeded
 
 
 def image_quota(config: EngineConfig) -> ByteQuota:
-    """Return the quota of leased images."""
     return ByteQuota("images", per_caller=config.image_quota_bytes, total=config.image_hold_bytes)
 
 
@@ -24,7 +23,6 @@ class ByteQuota:
         self.num_bytes = 0
 
     def reserved_by(self, caller: str) -> int:
-        """Return the bytes that the caller has reserved."""
         return self._reserved[caller]
 
     def reserve(self, caller: str, num_bytes: int) -> None:
@@ -39,7 +37,6 @@ class ByteQuota:
         self.num_bytes += num_bytes
 
     def release(self, caller: str, num_bytes: int) -> None:
-        """Return reserved bytes."""
         assert num_bytes <= self._reserved[caller], f"{num_bytes} bytes were never reserved"
         self._reserved[caller] -= num_bytes
         self.num_bytes -= num_bytes

@@ -1,11 +1,9 @@
 """Uncompressed images: layout checks, and conversion to 8-bit RGB.
 
-YUV is BT.601 in limited range (Y 16..235, U and V 16..240 around 128), the default of UVC cameras
-and V4L2, and what OpenCV expects. A chroma sample applies to all pixels that it covers; results are
-clipped to 0..255.
+YUV is BT.601 in limited range (Y 16..235, U and V 16..240 around 128), as of UVC cameras, V4L2 and
+OpenCV. A chroma sample applies to all pixels that it covers.
 
-Pixels are uint8 RGB arrays. Shape legend: H and W pixels, C channels; h and w chroma samples,
-V values of a sample.
+Shape legend: H and W pixels, C channels; h and w chroma samples, V values of a sample.
 """
 
 from __future__ import annotations

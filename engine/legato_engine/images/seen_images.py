@@ -12,7 +12,7 @@ _MAX = 16_384  # fingerprints kept, about 100 bytes each
 class SeenImages:
     """Remembers the latest images by size and some of their bytes; thread-safe.
 
-    An image in here may be another one with the same fingerprint; one that is not is new, or old.
+    Another image may have the same fingerprint.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,6 @@ class SeenImages:
         self._seen: collections.OrderedDict[int, None] = collections.OrderedDict()
 
     def add(self, data: memoryview) -> None:
-        """Add an image as the latest one."""
         fingerprint = _fingerprint(data)
         with self._lock:
             self._seen[fingerprint] = None

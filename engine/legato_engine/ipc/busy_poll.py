@@ -1,7 +1,7 @@
 """Busy polling: an asyncio loop that does not sleep for a while.
 
-A core that slept for milliseconds has lost most of its next task's data from its caches. Busy
-polling avoids that at the price of a core, so it is brief and only for `LatencyPolicy.busy_poll`.
+A core that slept for milliseconds has lost most of its next task's data from its caches. Polling
+costs a core, so it is brief and only for `LatencyPolicy.busy_poll`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ class BusyPoll:
         """Whether the loop is kept from sleeping."""
 
     def extend(self, seconds: float) -> None:
-        """Poll until `seconds` from now."""
         self._until = time.monotonic() + seconds
         if not self.active:
             self.active = True
             asyncio.get_running_loop().call_soon(self._poll)
 
     def end(self) -> None:
-        """Let the loop sleep again. Idempotent."""
         self._until = 0.0
 
     def _poll(self) -> None:

@@ -19,18 +19,15 @@ class FrameWriter:
         self._pieces: collections.deque[bytes] = collections.deque()
 
     def add(self, message: bytes) -> None:
-        """Enqueue a message."""
         self._pieces.append(_LENGTH.pack(len(message)))
         self._pieces.append(message)
 
     def clear(self) -> None:
-        """Drop unsent bytes."""
         self._pieces.clear()
 
     def write_to(self, connection: socket.socket) -> bool:
-        """Send until the queue is empty or the socket is full; return whether the queue is empty.
-
-        `connection` is non-blocking.
+        """Send until the queue is empty or the non-blocking socket is full; return whether it is
+        empty.
 
         Raises:
             OSError: the other end is closed.
@@ -63,7 +60,7 @@ class FrameReader:
     """Splits received bytes into messages."""
 
     def __init__(self) -> None:
-        self._buffer: bytes | bytearray = b""  # received and not yet taken
+        self._buffer: bytes | bytearray = b""
         self.ended = False  # the other end has closed
         self.more = False  # the last read filled its buffer
 

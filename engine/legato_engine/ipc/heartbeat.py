@@ -28,10 +28,9 @@ class Vitals:
 
 
 class HeartbeatThread:
-    """Sends a heartbeat every `interval` seconds until `stop`.
+    """Sends a heartbeat every `interval` seconds until `stop`, and to new connections at once.
 
-    New connections to the listening socket `listener_fd` get one at once. Calls `orphaned` when
-    `parent` is no longer this process's parent.
+    Calls `orphaned` when `parent` is no longer this process's parent.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and its connections."""
         os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
         self._subscribers.close()

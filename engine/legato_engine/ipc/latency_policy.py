@@ -1,7 +1,6 @@
 """The latency policy of a process: how much CPU time it spends to respond sooner.
 
-One setting decides garbage collection, scheduling and busy polling of the service processes and of
-the engine process. `resolve` is the only place that counts cores.
+`resolve` is the only place that counts cores.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ SHARED = LatencyPolicy(
 
 @functools.cache
 def resolve(setting: str) -> LatencyPolicy:
-    """The policy of this process; `auto` is `low-latency` with 8 or more cores, else `shared`.
+    """Return the policy of a setting; `auto` depends on the number of cores.
 
     Raises:
         InvalidField: `setting` is not one of `LATENCY_POLICIES`.
@@ -85,7 +84,7 @@ def resolve(setting: str) -> LatencyPolicy:
 
 
 def setting_in(arguments: Sequence[str]) -> str:
-    """The value of `--latency-policy` in a command line that is not parsed yet.
+    """Find `--latency-policy` in a command line that is not parsed yet.
 
     `auto` when it is missing or malformed: the parser of all options reports that.
     """
@@ -98,7 +97,7 @@ def setting_in(arguments: Sequence[str]) -> str:
 def end_batch_scheduling() -> None:
     """Return this process from SCHED_BATCH, which it inherits from its service, to SCHED_OTHER.
 
-    Call before there are other threads, in a process that a device waits for.
+    Call before there are other threads.
     """
     if os.sched_getscheduler(0) == os.SCHED_BATCH:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

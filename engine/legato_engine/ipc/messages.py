@@ -1,9 +1,8 @@
-"""Messages between a service process and the engine process, msgpack-encoded.
+"""Messages between service processes and the engine process, msgpack-encoded.
 
-Commands go to the engine, outputs come back. The outputs of a request are, in order: `Queued`?
-`Started` `Delta`*, then exactly one `Done` or `Failed`. Those before the last are sent only if the
-request wants them. The one output of `HoldImage` is `ImageHeld` or `Failed`, that of `DropImage` is
-`ImageDropped` or `Failed`. An aborted request has no further output.
+The outputs of a request, as far as it wants them, are `Queued`? `Started` `Delta`*, then exactly
+one `Done` or `Failed`. An image command has one output: `ImageHeld`, `ImageDropped` or `Failed`. An
+aborted request has no further output.
 """
 
 from __future__ import annotations
@@ -64,17 +63,14 @@ class DropImage(Value, frozen=True):
 
 
 class StopElsewhere(Value, frozen=True):
-    """`Stop` requests of the other service processes: all, or those that match `target`.
-
-    The reply is `Stopped`.
-    """
+    """`Stop` requests of the other service processes: all, or those that match `target`."""
 
     request_id: RequestKey
     target: RequestKey | None = None
 
 
 class Expect(Value, frozen=True):
-    """A `Submit` may follow: poll for it. Has no reply."""
+    """A `Submit` may follow: poll for it."""
 
 
 class Shutdown(Value, frozen=True):
@@ -109,21 +105,21 @@ class Loading(Value, frozen=True):
 
 
 class Ready(Value, frozen=True):
-    """The engine serves: weights are loaded and the model is warm."""
+    """The engine serves."""
 
     model: ModelInfo
     pid: int
 
 
 class PipelineStats(Value, frozen=True):
-    """The engine's latest decode steps: medians in milliseconds over a sliding window.
+    """Medians of the latest decode steps in milliseconds over a sliding window.
 
-    `telemetry.step_stats` fills it and defines each part. Unchanged while nothing decodes.
+    `telemetry.step_stats` defines each part. Unchanged while nothing decodes.
     """
 
     num_steps: int  # in the window
     num_tokens: int  # committed since the start, first tokens included
-    rows: float  # mean rows of a step
+    rows: float  # mean
     step_ms: float  # from commit to commit
     forward_ms: float
     sampling_ms: float  # the copy back included
@@ -133,13 +129,13 @@ class PipelineStats(Value, frozen=True):
     blocking_ms: float  # estimated step of a blocking loop
     zombie_ratio: float  # of the rows
     predicted_gain: float  # over a blocking loop; 0.1 is 10 % more throughput
-    tokens_per_row: float = 1.0  # committed by a step per row, zombies excluded
+    tokens_per_row: float = 1.0  # committed, without zombies
     proposed_per_row: float = 0.0  # draft tokens per such row
     acceptance: float = 0.0  # of the draft tokens
 
 
 class KVCacheStats(Value, frozen=True):
-    """Pages of the KV cache by state, and its counters since the engine started."""
+    """Pages of the KV cache by state, and its counters since the start."""
 
     free: int
     idle: int  # cached prefixes without a reference, evictable
@@ -152,10 +148,7 @@ class KVCacheStats(Value, frozen=True):
 
 
 class Load(Value, frozen=True):
-    """The engine's current load.
-
-    When idle, all are zero but `prefix_pages`, `images_cached`, `decode_steps` and `kv`.
-    """
+    """The engine's current load."""
 
     running: int = 0
     waiting: int = 0
@@ -171,7 +164,7 @@ class Load(Value, frozen=True):
 
 
 class Heartbeat(Value, frozen=True):
-    """Sent every `heartbeat_interval` by a thread of its own, hence also during a long step.
+    """Sent every `heartbeat_interval`, also during a long step.
 
     `step` counts committed launches; an engine with pending work whose `step` does not change is
     stuck.
@@ -209,7 +202,7 @@ class Delta(Value, frozen=True):
 
 
 class Done(Value, frozen=True):
-    """The whole result, which includes all deltas."""
+    """The whole result."""
 
     request_id: RequestKey
     result: TaskResult

@@ -54,8 +54,7 @@ class ServiceConnections:
     """Connections of all service processes, which may connect at any time.
 
     When a process disconnects, its open requests are aborted before newer commands of the others,
-    and `on_disconnect` gets the namespace of its blobs, if it sent any. Writing to the eventfd
-    `wake_fd` ends `wait`. Without `busy_poll`, `Expect` is ignored. Belongs to the main thread.
+    and `on_disconnect` gets the namespace of its blobs, if it sent any. Belongs to the main thread.
     """
 
     def __init__(
@@ -81,19 +80,17 @@ class ServiceConnections:
         self._poller.register(wake_fd, select.EPOLLIN)
 
     def __len__(self) -> int:
-        """Service processes that are connected."""
         return len(self._connections)
 
     # ------------------------------------------------------------ commands
 
     def wait(self, timeout_ms: int | None) -> bool:
-        """Block until there are commands, a full socket has room, or `wake_fd` is written.
+        """Block until there are commands, a full socket has room, or the eventfd `wake_fd` is
+        written.
 
-        Return False when the time is up first.
-
-        Polls while a request is expected, because waking up takes longer than all host work of a
-        lone request before the device begins; and briefly after the last result, because its client
-        often sends the next request at once.
+        Return False when the time is up first. Poll while a request is expected, because waking up
+        takes longer than all host work of a lone request before the device begins; and briefly
+        after the last result, because its client often sends the next request at once.
         """
         while not self._events and time.monotonic() < self._poll_until:
             self._events = self._poller.poll(0, _MAX_EVENTS)
@@ -103,7 +100,6 @@ class ServiceConnections:
         return bool(self._events)
 
     def receive(self) -> list[Command]:
-        """Return the commands that have arrived; aborts for disconnected processes come first."""
         events, self._events = self._events or self._poller.poll(0, _MAX_EVENTS), []
         if len(events) > 1:
             events.sort(key=_is_hang_up, reverse=True)
@@ -134,7 +130,6 @@ class ServiceConnections:
                 self._flush(connection)
 
     def _read(self, connection: _ServiceConnection, *, to_end: bool) -> list[Command]:
-        """Read once, or `to_end`; a closed connection adds aborts of its open requests."""
         try:
             while connection.incoming.read_from(connection.socket) and to_end:
                 pass
@@ -149,7 +144,7 @@ class ServiceConnections:
         return commands
 
     def _checked(self, command: Command, connection: _ServiceConnection) -> Sequence[Command]:
-        """The commands to run for one; a process cannot take over or end another's request."""
+        """Drop commands by which a process would take over or end another's request."""
         match command:
             case Submit(request=request):
                 if not connection.namespace and isinstance(request.image, WITH_BLOB):
@@ -171,7 +166,6 @@ class ServiceConnections:
         return (command,)
 
     def _stop_elsewhere(self, command: StopElsewhere, sender: _ServiceConnection) -> list[Command]:
-        """A `Stop` for each match of the other processes; the reply counts calls, not parts."""
         found = [
             key
             for key, owner in self._owners.items()
@@ -286,7 +280,6 @@ def inherited_listener(descriptor: int) -> socket.socket:
 
 
 def pending_connections(listener: socket.socket) -> Iterator[socket.socket]:
-    """Accept the connections that wait at a non-blocking listening socket."""
     while True:
         try:
             connection, _ = listener.accept()

@@ -41,7 +41,6 @@ class Subscribers:
                 connection.close()
 
     def wait(self, stop_fd: int, seconds: float) -> WakeReason:
-        """Block until `stop_fd` is readable, a connection is pending, or the time is up."""
         listener_fd = self._listener.fileno()
         readable, _, _ = select.select((listener_fd, stop_fd), (), (), seconds)
         if stop_fd in readable:
@@ -49,7 +48,6 @@ class Subscribers:
         return WakeReason.CONNECTION if readable else WakeReason.TIMEOUT
 
     def close(self) -> None:
-        """Close all connections."""
         for connection in self._connections:
             connection.close()
         self._listener.close()

@@ -28,7 +28,6 @@ class NullImages:
         self.leases = ImageLeases(self._cache, image_quota(config))
 
     def __len__(self) -> int:
-        """Images that a request can name by id."""
         return len(self._cache)
 
     def find_or_load(self, source: ImageSource, *, keep: bool) -> ImageInfo:
@@ -59,7 +58,6 @@ class NullImages:
         return ImageHeld(request_id=command.request_id, image=image, until=until)
 
     def _cached(self, name: str) -> ImageInfo | None:
-        """Return the cached image of this id, marked as a hit."""
         cached = self._cache.get(name)
         return cached and msgspec.structs.replace(cached, cache_hit=True)
 

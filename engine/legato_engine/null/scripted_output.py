@@ -47,8 +47,7 @@ _GRID = 8  # columns and rows of the grid of objects, which repeats after its la
 class ScriptedOutput:
     """The events of a request, one per token, and its finish reason.
 
-    `whole` is the result of all events. The first `num_thoughts` events are reasoning. The task's
-    own text has `num_words`.
+    The first `num_thoughts` events are reasoning. The task's own text has `num_words`.
     """
 
     task: TaskSpec
@@ -59,20 +58,17 @@ class ScriptedOutput:
     num_words: int
 
     def result(self, num_tokens: int) -> TaskResult:
-        """Return the result of the first `num_tokens` events."""
         if num_tokens == len(self.events):
             return self.whole
         return _result(self.task, self.events[:num_tokens])
 
     def events_at(self, index: int, request: Request) -> tuple[Event, ...]:
-        """Return the event at `index`, with its token if the request wants tokens."""
         event = self.events[index]
         if not request.return_tokens:
             return (event,)
         return tuple(with_token([event], self._token(index, request)))
 
     def tokens(self, num_tokens: int, request: Request) -> tuple[TokenInfo, ...]:
-        """Return the first `num_tokens` tokens."""
         return tuple(self._token(index, request) for index in range(num_tokens))
 
     def _token(self, index: int, request: Request) -> TokenInfo:
@@ -83,7 +79,6 @@ class ScriptedOutput:
 
 @functools.lru_cache(1024)
 def scripted_output(task: TaskSpec, sampling: SamplingParams, num_objects: int) -> ScriptedOutput:
-    """Return the output of a task; with at most `num_objects` objects if it finds objects."""
     match task:
         case QueryTask():
             thoughts = [ReasoningDelta(text=text) for text in _spaced(_THOUGHTS.split())]

@@ -24,10 +24,9 @@ from legato_engine.shm.segment_pool import (
 
 
 class BlobReader:
-    """Takes blobs whose namespaces begin with `namespace`. Any thread may call.
+    """Takes blobs whose namespaces begin with `namespace`; thread-safe.
 
-    A segment stays mapped until its service process retires it, which is noticed when another
-    segment is mapped, or until `forget`.
+    A retired segment stays mapped until another segment is mapped, or until `forget`.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -36,17 +35,13 @@ class BlobReader:
         self._segments: dict[str, _MappedSegment] = {}  # by name
 
     def __len__(self) -> int:
-        """Mapped segments."""
         return len(self._segments)
 
     def take(self, ref: BlobRef) -> memoryview:
-        """Unlink a blob's file and return a read-only view of its bytes.
-
-        A blob can be taken once; its memory is released with the last view.
+        """Return a read-only view of a blob, once; its memory is released with the last view.
 
         Raises:
-            InternalError: the name is not a plain name within the namespace, or the blob does not
-                exist, was taken already, or has fewer bytes than `ref` says.
+            InternalError: the name is outside of the namespace, or the blob is gone or too short.
         """
         if not ref.name.startswith(f"{self._namespace}-") or "/" in ref.name:
             raise InternalError(f"blob {ref.name!r} is outside of namespace {self._namespace!r}")
@@ -89,7 +84,6 @@ class _MappedSegment:
 
     @property
     def is_retired(self) -> bool:
-        """Whether its service process has given it up."""
         return self._header[RETIRED] != 0
 
     def take(self, ref: BlobRef) -> memoryview:

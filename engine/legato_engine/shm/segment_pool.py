@@ -4,10 +4,8 @@ A new file per image costs several times the copy of its bytes: the kernel clear
 both processes fault them in. A segment is a file that both map once. Its first reader unlinks it,
 so that its memory is freed with the two processes however they end.
 
-A segment begins with a header of 64-bit words, each with one writer. The service writes the
-generation and size of the content, and whether the segment is retired. The engine writes the last
-generation that it has released. The service overwrites released content only: never content that
-an engine reads or may begin to read.
+A segment begins with 64-bit words of one writer each: the engine writes the last generation that it
+has released, the service the others. The service overwrites released content only.
 """
 
 from __future__ import annotations
@@ -69,7 +67,6 @@ class _Segment:
 
     @property
     def released(self) -> bool:
-        """Whether the engine has released its content."""
         return self._header[RELEASED] == self.generation
 
     @property
@@ -78,7 +75,6 @@ class _Segment:
         return self._header[RELEASED] > 0
 
     def write(self, data: bytes | memoryview) -> BlobRef:
-        """Replace the content; return its reference."""
         self._content[: len(data)] = data
         self.generation += 1
         self._header[SIZE] = len(data)
@@ -106,13 +102,11 @@ class SegmentPool:
         self._free: list[_Segment] = []  # least recently used first
 
     def __len__(self) -> int:
-        """Segments in the pool."""
         return len(self._busy) + len(self._unread) + len(self._free)
 
     def put(self, data: bytes | memoryview, name: str) -> BlobRef | None:
-        """Write to a free segment, or to a new one of this `name`.
-
-        Return None when the data are too large, or all segments are in use.
+        """Write to a free segment, or to a new one of this `name`; return None if neither is
+        possible.
         """
         needed = HEADER_SIZE + len(data)
         if needed > LARGEST:
@@ -125,7 +119,6 @@ class SegmentPool:
         return segment.write(data)
 
     def discard(self, ref: BlobRef) -> None:
-        """Take a blob back, read or not."""
         segment = self._busy.pop(ref.name, None)
         if segment is None:
             return  # already retired
@@ -137,7 +130,6 @@ class SegmentPool:
             self._retire(segment)
 
     def clear(self) -> None:
-        """Retire all segments."""
         for segment in (*self._busy.values(), *self._unread, *self._free):
             self._retire(segment)
         self._busy.clear()
@@ -154,7 +146,6 @@ class SegmentPool:
         return None
 
     def _collect(self) -> bool:
-        """Free discarded segments that have been released since; return whether there were any."""
         before = len(self._free)
         for _ in range(len(self._unread)):
             segment = self._unread.popleft()
@@ -162,7 +153,7 @@ class SegmentPool:
         return len(self._free) > before
 
     def _create(self, size: int, name: str) -> _Segment | None:
-        while self._size + size > self._limit:  # evict the least recently used
+        while self._size + size > self._limit:
             if self._free:
                 self._retire(self._free.pop(0))
             elif self._unread:
