@@ -36,32 +36,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of an engine process, passed as JSON on its command line.
 
     Model: "null" has no weights and makes results up, one token every `null_step_ms` (0: all at
-    once), with `null_objects` objects at most. `random_weights` are seeded, for benchmarks.
-    `refiner` is the file of a head that improves outlines.
+    once). `random_weights` are seeded, for benchmarks. `refiner` is the file of a head that
+    improves outlines.
 
     KV cache: `num_pages` 0 sizes the pool, on the CPU for `max_running` full contexts and some
     shared prefixes, on a GPU by `kv_memory_fraction` of the memory that the model leaves free.
-    `max_context` bounds prompt and output of a sequence, and with it the pool.
+    `max_context` bounds prompt and output together.
 
     Launches: `pipeline_depth` 1 blocks, 2 pipelines. Up to `max_prefill_rows` prompts share a
     launch, which running decodes may join; 1 disables both, 0 is 4 on a GPU with kernels for the
-    model, else 1. An image is encoded `crops_per_launch` crops at a time while other requests
-    stream. Up to `pictures_per_launch` images share a launch while many wait and none streams,
-    where a GPU cuts images and prompts share launches.
+    model, else 1. While other requests stream, an image is encoded `crops_per_launch` crops at a
+    time. While many wait and none streams, up to `pictures_per_launch` images share a launch on a
+    GPU that cuts images.
 
     Queue: `max_waiting_per_tenant` bounds each tenant's share of `max_waiting`; requests without a
     tenant share one. `priority_seconds` of waiting equal one step of priority.
 
-    Images: held images do not count against `image_cache_bytes`, but against `image_quota_bytes`
-    for each owner and `image_hold_bytes` for all.
+    Images: held images count against `image_quota_bytes` for each owner and `image_hold_bytes` for
+    all, not against `image_cache_bytes`.
 
-    Speculation: `speculation` is `off`, `fixed:K`, `seed` (adaptive block sizes) or `budget` (by
-    the worth of draft tokens on this device). `draft` is a draft file of the model; `NAME:FOLDER`,
-    a text model with the same vocabulary; or `lookup`, the n-gram proposer. Empty is the model's
-    own draft, else `lookup`.
+    Speculation: `off`, `fixed:K`, `seed` (adaptive block sizes) or `budget` (by the worth of draft
+    tokens on this device). `draft` is a draft file of the model; `NAME:FOLDER`, a text model with
+    the same vocabulary; or `lookup`. Empty is the model's own draft, else `lookup`.
 
-    Adapters: `adapters` is a folder of adapter files besides the model's own, read on first use.
-    The host caches `adapter_cache_bytes` of them; `adapter_slots` are on the device at a time.
+    Adapters: `adapters` is a folder of adapter files besides the model's own. The host caches
+    `adapter_cache_bytes` of them; `adapter_slots` are on the device at a time.
     """
 
     model: str = "legato-tiny"
@@ -98,7 +97,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     image_hold_bytes: int = 1024 * 1024 * 1024
     preprocess_threads: int = 2
     heartbeat_interval: float = 0.2
-    latency_policy: str = "auto"  # see `ipc.latency_policy`
+    latency_policy: str = "auto"
     cuda_graphs: bool = True
     trace_steps: int = 4096  # launches in the timeline's ring
     null_step_ms: float = 0.0

@@ -22,7 +22,7 @@ class Point(Value, frozen=True):
 
 
 class Box(Value, frozen=True):
-    """A box in the displayed image, 0..1; `x_min <= x_max`, `y_min <= y_max`."""
+    """A box in the displayed image, 0..1; minima are at most the maxima."""
 
     x_min: float
     y_min: float
@@ -99,8 +99,8 @@ TaskSpec = QueryTask | CaptionTask | DetectTask | PointTask | SegmentTask
 class SamplingParams(Value, frozen=True):
     """Sampling parameters; None is the task's default (greedy for spatial tasks).
 
-    `temperature` 0 is greedy; `top_p` is in (0, 1]; `top_k` 0 or None is off. `seed` None derives
-    it from the request's name, so that a retry has the same result.
+    `top_p` is in (0, 1]; `temperature` 0 is greedy. `seed` None derives it from the request's name,
+    so that a retry has the same result.
     """
 
     temperature: float | None = None
@@ -127,7 +127,7 @@ class PixelFormat(enum.StrEnum):
 
 
 class BlobRef(Value, frozen=True):
-    """Bytes in shared memory: a file's name and its number of valid bytes.
+    """Bytes in shared memory: `size` of a file's bytes.
 
     Generation 0 is a file of its own, any other a reused segment (`segment_pool`).
     """
@@ -190,13 +190,12 @@ class RequestKey(
 
     @property
     def name(self) -> str:
-        """`tenant/caller_id#part`: the same from every service process. Seeds derive from it."""
+        """The same from every service process; seeds derive from it."""
         name = f"{self.tenant}/{self.caller_id}" if self.tenant else self.caller_id
         return f"{name}#{self.part}" if self.part else name
 
     @property
     def call(self) -> RequestKey:
-        """The key that all parts share."""
         return self.with_part("")
 
     def with_part(self, part: str) -> RequestKey:
@@ -211,9 +210,7 @@ class Request(Value, frozen=True):
     """One task on at most one image.
 
     `deadline` is in `time.monotonic()` seconds, one clock for all processes of a host. A higher
-    `priority` starts first. Without `deltas` only the whole result is sent; without `progress` no
-    `Queued` and `Started` either. `return_tokens` sends every token, with its probability if
-    `logprobs`.
+    `priority` starts first. Without `progress`, `Queued` and `Started` are not sent.
     """
 
     request_id: RequestKey

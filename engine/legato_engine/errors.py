@@ -1,32 +1,5 @@
 """The errors of Legato.
 
-    LegatoError
-    ├── InvalidRequest
-    │   ├── InvalidField
-    │   ├── SessionProtocol
-    │   ├── ImageUndecodable
-    │   ├── ImageTooLarge
-    │   ├── PromptTooLong
-    │   └── AdapterUnusable
-    ├── NotFound
-    │   ├── ImageNotFound
-    │   ├── ModelNotFound
-    │   └── AdapterNotFound
-    ├── TaskUnsupported
-    ├── Busy
-    │   ├── QueueFull
-    │   └── QuotaExceeded
-    │       └── BytesExceeded
-    ├── DeadlineExceeded
-    │   └── DeadlineUnreachable
-    ├── ClientTooSlow
-    ├── Preempted
-    ├── Unavailable
-    │   ├── EngineStarting
-    │   ├── EngineLost
-    │   └── Draining
-    └── InternalError
-
 `legato_service.errors` maps them to gRPC statuses. Between processes they are sent as `ErrorValue`
 by class name, so that neither side matches text.
 """

@@ -27,10 +27,7 @@ _NS_PER_MS = 1e6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCost:
-    """Medians over `num_steps` steps of one depth, in milliseconds; see `step_stats.StepParts`.
-
-    At depth 1 `blocking_estimate` should equal the period.
-    """
+    """Medians over `num_steps` steps of one depth, in milliseconds; see `step_stats.StepParts`."""
 
     forward: float
     sampling: float
@@ -46,8 +43,7 @@ class StepCost:
 class Measurement:
     """The figures of one number of streams, by depth.
 
-    `seconds` is the median duration of the decode phase. `length` is in tokens per request,
-    `context` the position of the first.
+    `seconds` is the median duration of the decode phase, `context` the position of the first token.
     """
 
     task: str
@@ -65,7 +61,7 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """One row of the tables; `tokens_per_second` is by depth, `length` is L.
+    """One row of the tables.
 
     `predicted` and `observed` are ratios of throughput in the decode phase, where zombies cost one
     whole step. `predicted_serving` is for requests that end one by one; their zombies cost rows.
@@ -112,7 +108,7 @@ def measure(
 
 
 def run(assembly: Assembly, workload: Workload, depth: int) -> list[Step]:
-    """Run a workload, all prefills first and unshared; return its launches."""
+    """Run a workload, all prefills first and unshared."""
     sequences = workload.sequences()
     timeline = Timeline(capacity=4 * workload.num_tokens + len(sequences))
     feed = StepFeed(assembly.runner.times, (timeline,))
@@ -130,11 +126,7 @@ def run(assembly: Assembly, workload: Workload, depth: int) -> list[Step]:
 
 
 def decode_phase(steps: Sequence[Step], streams: int) -> list[Step]:
-    """Return the launches after the last prefill.
-
-    Raises:
-        ValueError: one of them does not have `streams` rows.
-    """
+    """Return the launches after the last prefill, all of `streams` rows."""
     kinds = [step.record.launch.plan.kind for step in steps]
     num_others = max(i for i, kind in enumerate(kinds) if kind is LaunchKind.PREFILL) + 1
     phase = list(steps[num_others:])
@@ -144,11 +136,7 @@ def decode_phase(steps: Sequence[Step], streams: int) -> list[Step]:
 
 
 def step_cost(steps: Sequence[Step], streams: int) -> StepCost:
-    """Return medians over pairs of consecutive decode launches of `streams` rows.
-
-    Raises:
-        ValueError: there is no such pair.
-    """
+    """Return medians over pairs of consecutive decode launches of `streams` rows."""
     parts = [
         step_parts(previous, step)
         for previous, step in itertools.pairwise(steps)
@@ -181,7 +169,7 @@ def _follows(previous: Step, step: Step) -> bool:
 
 
 def compare(measurement: Measurement, forward_single: float) -> Comparison:
-    """Return prediction and observation; `forward_single` is one stream's forward in ms."""
+    """Compare with the prediction; `forward_single` is one stream's forward in ms."""
     blocking, pipelined = (measurement.costs[depth] for depth in DEPTHS)
     share = row_share(pipelined.forward, forward_single, measurement.streams)
     num_steps = measurement.length - 1  # timed at depth 2, with the step of zombies

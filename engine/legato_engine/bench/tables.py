@@ -47,7 +47,7 @@ def speedup_table(rows: Sequence[Comparison], title: str) -> Table:
 
 
 def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
-    """Return the two tables of Photon's article on pipelined decoding, with its rounding."""
+    """Tables as in Photon's article on pipelined decoding, with its rounding."""
     parts = _table(title, ("", "forward (ms)", "sampling (ms)", "period (ms)"))
     heads = ("", "blocking (ms)", "pipelined (ms)", "L", "predicted", "observed")
     gains = _table(title, heads)

@@ -39,8 +39,8 @@ _IN_FLIGHT = 2  # tokens that a task may still sample after its end
 class FixedLengthTask:
     """Ends with its `length`-th token; the inner task reads tokens until its own end.
 
-    The scheduler cannot foresee the end, so each request leaves a zombie. `constraints` maps each
-    constraint of the inner task to its replacement.
+    The scheduler cannot foresee the end, so each request leaves a zombie. `constraints` replace
+    those of the inner task.
     """
 
     def __init__(
@@ -74,7 +74,6 @@ class FixedLengthTask:
 
 
 def fixed_length(sequence: Sequence, length: int, context: int, constraints: Many[int]) -> Sequence:
-    """Return the sequence with `length` tokens and its prompt repeated up to `context`."""
     missing = max(0, context - sequence.prompt_length)
     prompt = (*itertools.islice(itertools.cycle(sequence.prompt), missing), *sequence.prompt)
     task = FixedLengthTask(sequence.task, length, prompt, constraints)
@@ -82,10 +81,9 @@ def fixed_length(sequence: Sequence, length: int, context: int, constraints: Man
 
 
 class Workload:
-    """`count` equal requests of `length` tokens; `kind` is one of `KINDS`.
+    """`count` equal requests of `length` tokens, their prompt repeated up to position `context`.
 
-    The prompt is repeated up to position `context`, if not 0. Requests share no page, so a step
-    reads every row's context.
+    Requests share no page, so a step reads every row's context.
 
     Raises:
         InvalidField: the prompt alone is longer than `context`, or no task can be made of it.
@@ -140,9 +138,9 @@ class Workload:
 
 
 def endless(constraints: Many[Constraint]) -> tuple[int, ...]:
-    """Return, for each constraint, the one to use so that a list never ends.
+    """Replace constraints so that a list never ends.
 
-    That is the widest one that allows a proper subset of its tokens, such as only to continue.
+    Each by the widest that allows a proper subset of its tokens, such as only to continue.
     """
     return tuple(_narrowed(constraints, index) for index in range(len(constraints)))
 

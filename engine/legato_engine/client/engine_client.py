@@ -1,4 +1,4 @@
-"""The connection of the first service process, which also runs the engine process."""
+"""The connection of the first service process, which runs the engine process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a hanging engine is aborted, and a dead one restarted.
 
     An engine is aborted after `silence` without a heartbeat, or `stuck` without a step while work
-    is pending. While it loads, `loading` replaces `silence`, because importing a library from a
-    slow disk blocks its interpreter.
+    is pending. While it loads, `loading` replaces `silence`, because importing from a slow disk
+    blocks its interpreter.
     """
 
     silence: float = 10.0
@@ -47,8 +47,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 class EngineClient(EngineConnection):
     """Runs the engine process, restarts it when it dies, and stays connected to it.
 
-    Other service processes connect to the same engine with `EngineConnection` at `endpoint`; the
-    namespaces of their blobs begin with that of `blobs`.
+    Other service processes connect with `EngineConnection` at `endpoint`; their blobs' namespaces
+    begin with that of `blobs`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class EngineClient(EngineConnection):
             self._set_state(EngineState.STARTING)
 
     async def _run_once(self) -> int:
-        """Run one engine from spawn to exit, then kill its process group; return the exit code."""
+        """Run one engine from spawn to exit; return the exit code."""
         self._disconnect()  # else rejecting pending connections would end this one, too
         self._listeners.reject_pending()
         self.connect(self.endpoint)

@@ -1,4 +1,4 @@
-"""Commands with one reply, and the callers that await each."""
+"""Commands with one reply."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PendingCommands:
         Nothing is awaited before the command is sent.
 
         Raises:
-            LegatoError: the error of the engine's `Failed`, or of `fail`.
+            LegatoError: the error of `Failed`, or of `fail`.
         """
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[command.request_id] = reply

@@ -28,8 +28,7 @@ StreamOutput = Queued | Started | Delta | Done
 class RequestStream(msgspec.Struct, eq=False):
     """Yields `Queued`? `Started` `Delta`* `Done`; a failure is raised once instead.
 
-    Unread deltas are merged into one. Cancelling a pending read loses nothing. One reader at a
-    time.
+    Unread deltas are merged. Cancelling a pending read loses nothing. One reader at a time.
     """
 
     request: Request
@@ -83,8 +82,8 @@ class RequestStream(msgspec.Struct, eq=False):
     def done(self) -> asyncio.Future[Done]:
         """Return a future of the request's `Done`; earlier outputs are dropped.
 
-        It fails with the request's error, or with `InternalError` when the stream was aborted or
-        read to its end. A future is cheaper than a coroutine, and every call waits here.
+        It fails with the request's error, or `InternalError` after the end. A future is cheaper
+        than a coroutine, and every call waits here.
         """
         result: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         if self.ended:

@@ -1,4 +1,4 @@
-"""Adapters by name, read from folders on threads of their own."""
+"""Adapters by name, read from folders."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ class AdapterStore:
     def start(self, name: str) -> _Future:
         """Read an adapter. Concurrent calls for one name share the future; do not cancel it.
 
-        Raises (in the future):
-            AdapterNotFound: no folder has such a file.
-            AdapterUnusable: the file cannot be read or is no adapter.
+        Its errors are `AdapterNotFound` and `AdapterUnusable`.
         """
         future = self._reading.get(name)
         if future is None:

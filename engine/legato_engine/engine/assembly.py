@@ -54,7 +54,7 @@ Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 _UNCACHED_PIXELS = 64 * 1024 * 1024  # bytes of images outside of the cache: pending, leased
 _MAX_INLINE_PIXELS = 1024 * 1024  # decoded in about six milliseconds
-_WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the progress of a start
+_WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Assembly:
     device: Device
     runner: ModelRunner
     kv: KVCache
-    num_pages: int  # of `kv`, that a scheduler uses
+    num_pages: int  # at most those of `kv`
     adapter_folders: tuple[Path, ...]
     bank: AdapterBank | None  # None without adapter folders, or if the model takes no adapters
     draft: Path | None

@@ -48,8 +48,7 @@ _log = structlog.get_logger()
 class EngineCore:
     """Prepares images and adapters, builds sequences and drives the scheduler.
 
-    All methods belong to one thread. The scheduler itself enforces the deadlines of its sequences
-    and counts its queue.
+    Belongs to one thread. The scheduler enforces the deadlines of its sequences.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class EngineCore:
             self._scheduler.abort(request_id)
 
     def stop(self, request_id: RequestKey) -> None:
-        """End a request now with the result it has; ignore unknown ids and leases."""
+        """End a request now with the result it has; ignore leases."""
         match self._requests.get(request_id):
             case PendingRequest() as request:
                 self._requests.remove(request_id)
@@ -150,7 +149,7 @@ class EngineCore:
     # ------------------------------------------------------------ the step
 
     def step(self) -> bool:
-        """Advance or expire requests and step the scheduler; return whether the device got work."""
+        """Advance requests and the scheduler; return whether the device got work."""
         self._leases.expire()
         for request in self._requests.completed():
             self._advance(request)
@@ -186,7 +185,7 @@ class EngineCore:
                 self._refinements.finish_unrefined(request)
 
     def _announce_queued(self) -> None:
-        """Send `Queued` once for each new sequence that did not start in its first step."""
+        """Send `Queued` for each new sequence that did not start in its first step."""
         if not self._unannounced:
             return
         waiting = [s for s in self._unannounced if s.status is SequenceStatus.WAITING]
@@ -226,7 +225,7 @@ class EngineCore:
         )
 
     def _start_image(self, request: Request, task: Lazy[Task]) -> PendingImage | None:
-        """An idle scheduler leaves this thread time to hash the bytes and, if no other request is
+        """An idle scheduler leaves this thread time to hash the bytes and, if no request is
         pending, to decode them while a helper thread makes the task.
         """
         source = request.image
@@ -307,8 +306,7 @@ def make_sequence(
 ) -> Sequence:
     """Make a waiting sequence. Raises as `make_task`.
 
-    The prefix is not shared without `cache_image`, nor under another adapter, which changes its
-    keys and values.
+    The prefix is not shared under another adapter, which changes its keys and values.
     """
     task = task or frontend.make_task(request)
     return Sequence(

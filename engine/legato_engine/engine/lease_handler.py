@@ -1,4 +1,4 @@
-"""Commands that lease images: prepared on the preprocess threads, then pinned."""
+"""Commands that lease images."""
 
 from __future__ import annotations
 

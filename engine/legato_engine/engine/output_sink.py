@@ -16,10 +16,7 @@ from legato_engine.tasks import tokens_of
 
 
 class OutputSink:
-    """A `scheduler.Sink` that removes requests from the table when they end.
-
-    `finish` gets their `Done`, `send` any other output.
-    """
+    """A `scheduler.Sink` that removes requests from the table when they end."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Preparation of images on a pool of threads."""
+"""Preparation of images on threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MAX_INLINE_BYTES = 512 * 1024  # hashed on the calling thread
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreprocessedImage:
-    """A prepared image and the seconds that took; `image.info.cache_hit` is this request's."""
+    """A prepared image and the seconds that took."""
 
     image: PreparedImage
     seconds: float
@@ -48,9 +48,9 @@ PendingImage = PreprocessedImage | concurrent.futures.Future[PreprocessedImage]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedImage:
-    """The bytes of an image, their content key and, for a file, the checked header.
+    """The bytes of an image, their content key and, for a file, the header.
 
-    The service has checked the header too, but here the limit on pixels bounds allocations.
+    The service has checked it too, but here the limit on pixels bounds allocations.
     """
 
     source: EncodedImage | RawImage
@@ -101,8 +101,8 @@ class Preprocessor:
     ) -> PreprocessedImage | LoadedImage | None:
         """Return the cached image, its bytes if they were loaded, or None.
 
-        With `may_hash`, a small image is loaded here, and hashed if it may have been seen: that is
-        faster than waking another thread.
+        With `may_hash`, a small image is hashed if it may have been seen: that is faster than
+        waking another thread.
 
         Raises:
             ImageNotFound: no image of this id is cached.
@@ -133,8 +133,7 @@ class Preprocessor:
         """Prepare `source`, for which `find` returned `loaded`; `keep` adds it to the cache.
 
         With `inline`, this thread prepares a small loaded image while a helper thread hashes it and
-        computes `prefetch`: handing these over is cheaper than the image. Otherwise the pool
-        prepares it.
+        computes `prefetch`: handing these over is cheaper than the image.
 
         Raises (or its future does):
             ImageUndecodable, ImageTooLarge, InvalidField: the image is broken or over a limit.
@@ -154,7 +153,7 @@ class Preprocessor:
     def start_lease(
         self, source: EncodedImage | RawImage, sha256: str
     ) -> concurrent.futures.Future[PreprocessedImage]:
-        """Prepare `source` without adding it to the cache.
+        """Prepare `source` without caching it.
 
         The future raises as that of `start`, and `InvalidField` for another non-empty `sha256`.
         """
@@ -172,7 +171,7 @@ class Preprocessor:
         if loaded is None:
             loaded = self._load(source)
             loaded.key.get()
-        # A loaded image without a key has never been seen, so the cache cannot have it.
+        # An image without a key has never been seen, so the cache cannot have it.
         cached = self._cached(loaded.image_id) if loaded.key.is_computed else None
         image = cached or self._decode_and_prepare(loaded, keep)
         return PreprocessedImage(image, time.monotonic() - start)

@@ -51,17 +51,13 @@ if TYPE_CHECKING:
 
     Core = EngineCore | NullEngine
 
-_LINGER_MS = 500  # to send outputs that are left at the end
-_MOMENT_MS = 5  # without a command before the loop publishes its state and sleeps
+_LINGER_MS = 500  # to send the last outputs
+_MOMENT_MS = 5  # without a command before the loop publishes and sleeps
 _log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load the model and serve.
-
-    Returns 0 after `Shutdown`, `EXIT_UNSERVABLE` for a configuration that cannot be served, and 1
-    after any other failure.
-    """
+    """Load the model and serve; return the exit code."""
     arguments = _parse(argv)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     configure_logging()
@@ -116,7 +112,6 @@ def serve(
 
     Raises:
         UnservableConfig: a model or setting cannot be served.
-        Exception: the device or a step failed.
     """
     stats = StepStats()
     try:
@@ -211,14 +206,13 @@ class EngineLoop:
 
 
 def _freeze(threshold: int) -> None:
-    """Keep garbage collections, which take milliseconds over all that is loaded, rare."""
+    """Freeze what is loaded, because a collection over all of it takes milliseconds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(threshold)
 
 
 def _send(connections: ServiceConnections, output: EngineOutput) -> None:
-    """Send a final output at once; progress may wait for the end of the step."""
     if isinstance(output, FINAL):
         connections.send(output)
     else:

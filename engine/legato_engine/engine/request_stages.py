@@ -1,4 +1,4 @@
-"""The stages of a request in the engine: entries of the `RequestTable`."""
+"""The stages of a request in the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Future = concurrent.futures.Future
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Stage:
-    """Base of all stages. `deadline` is when `EngineCore` ends the stage, in monotonic seconds."""
+    """Base of all stages; `deadline` is in monotonic seconds."""
 
     takes_queue_place: ClassVar[bool] = True
     """Whether it counts against the queue's limits although it is not in the queue."""
@@ -41,7 +41,7 @@ class Stage:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class PendingRequest(Stage):
-    """A request whose image or adapter is being prepared; `arrival` is in monotonic seconds."""
+    """A request whose image or adapter is being prepared."""
 
     request: Request
     arrival: float
@@ -65,7 +65,6 @@ class PendingRequest(Stage):
 
     @property
     def prepared_image(self) -> PreprocessedImage | None:
-        """The image of a request that is ready."""
         return self.image.result() if isinstance(self.image, Future) else self.image
 
     @property
@@ -95,7 +94,7 @@ class PendingLease(Stage):
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class ScheduledRequest(Stage):
-    """A request whose sequence is in the scheduler, which enforces the deadline.
+    """A request in the scheduler, which enforces the deadline.
 
     `refinable` is the image to refine an outline with.
     """
@@ -114,7 +113,7 @@ class PendingRefinement(Stage):
     """A request whose sequence has finished and whose `done` waits for its outline.
 
     `work` prepares the refinement on a thread; `refinement` then runs on the device; the next
-    `work` traces its result. `started` is in monotonic seconds.
+    `work` traces its result.
     """
 
     done: Done

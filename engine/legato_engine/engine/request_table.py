@@ -1,4 +1,4 @@
-"""Requests of the engine by id, from their command to their final output."""
+"""Requests of the engine by id."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _Future = concurrent.futures.Future[Any]
 class RequestTable:
     """Every request and image lease that the engine has accepted and not finished.
 
-    The type of an entry is its stage; the next stage is a new entry. Belongs to the engine's main
-    thread; `wake` runs on the thread that completes a future.
+    The next stage of a request is a new entry. Belongs to the engine's main thread; `wake` runs on
+    the thread that completes a future.
     """
 
     def __init__(self, *, wake: Callable[[], None]) -> None:
@@ -93,6 +93,5 @@ class RequestTable:
         return sum(isinstance(each, stage) for each in self._entries.values())
 
     def _on_completed(self, request_id: RequestKey, future: _Future) -> None:
-        """Runs on the thread that completed or cancelled the future."""
         self._completed.append((request_id, future))
         self._wake()

@@ -10,10 +10,7 @@ T = TypeVar("T")
 
 
 class ImageCache(Generic[T]):
-    """An LRU cache of at most `capacity` bytes, with pinned values in addition; thread-safe.
-
-    The caller bounds the size of what it pins. A value larger than `capacity` is kept only pinned.
-    """
+    """An LRU cache of at most `capacity` bytes, with pinned values in addition; thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -47,7 +44,6 @@ class ImageCache(Generic[T]):
                 self._remove(next(iter(self._entries)))
 
     def pin(self, image_id: str, value: T) -> None:
-        """Keep a value until it is removed."""
         with self._lock:
             self._remove(image_id)
             self._pinned[image_id] = value

@@ -1,7 +1,7 @@
-"""Leases of images, which pin them in the cache until they expire or are dropped.
+"""Leases of images, which pin them in the cache.
 
-Several callers may lease one image, each with its own expiry and quota. An image is removed with
-its last lease, so that the expiry sent to a caller is exact.
+Several callers may lease one image. It is removed with its last lease, so that the expiry sent to a
+caller is exact.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class _Extent(NamedTuple):
 class PixelMemory:
     """Allocates arrays in a slab and frees them with their last view; thread-safe.
 
-    Takes the lowest free extent, so that the slab touches no more pages than were in use at once.
+    Takes the lowest free extent, so that the slab touches few pages.
     """
 
     def __init__(self, slab_N: Pixels) -> None:
@@ -48,9 +48,7 @@ class PixelMemory:
         self._freed: collections.deque[_Extent] = collections.deque()
 
     def allocate(self, shape: tuple[int, int, int]) -> Pixels:
-        """Return an uninitialised array [H, W, C], outside of the slab if no free extent is large
-        enough.
-        """
+        """Return an uninitialised array [H, W, C], if need be outside of the slab."""
         num_bytes = math.prod(shape)
         extent = self._take(-(-num_bytes // PAGE) * PAGE)
         if extent is None:

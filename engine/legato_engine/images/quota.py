@@ -13,7 +13,7 @@ def image_quota(config: EngineConfig) -> ByteQuota:
 
 
 class ByteQuota:
-    """At most `per_caller` bytes for each caller, and `total` bytes for all together."""
+    """At most `per_caller` bytes for each caller, and `total` for all."""
 
     def __init__(self, name: str, *, per_caller: int, total: int) -> None:
         self._name = name
@@ -29,7 +29,7 @@ class ByteQuota:
         """Reserve all of `num_bytes` or nothing.
 
         Raises:
-            BytesExceeded: the caller's limit or the total would be exceeded.
+            BytesExceeded: a limit would be exceeded.
         """
         self._check(caller, "per_caller", self._reserved[caller] + num_bytes, self._per_caller)
         self._check(caller, "total", self.num_bytes + num_bytes, self._total)

@@ -1,4 +1,4 @@
-"""Image bytes that may have been seen before, by fingerprint."""
+"""Fingerprints of images."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ _MAX = 16_384  # fingerprints kept, about 100 bytes each
 
 
 class SeenImages:
-    """Remembers the latest images by size and some of their bytes; thread-safe.
-
-    Another image may have the same fingerprint.
-    """
+    """Remembers the latest images by size and some of their bytes; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
 """Busy polling: an asyncio loop that does not sleep for a while.
 
 A core that slept for milliseconds has lost most of its next task's data from its caches. Polling
-costs a core, so it is brief and only for `LatencyPolicy.busy_poll`.
+costs a core, so it is brief.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHORT_REQUEST = 0.025
 
 
 class BusyPoll:
-    """Keeps the running loop from sleeping; belongs to that loop."""
+    """Keeps the running loop from sleeping."""
 
     def __init__(self) -> None:
         self._until = 0.0  # monotonic seconds

@@ -1,4 +1,4 @@
-"""Framing of messages on a byte stream: four bytes of length, little-endian, then the message."""
+"""Framing of messages: four bytes of length, little-endian, then the message."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class FrameWriter:
         self._pieces.clear()
 
     def write_to(self, connection: socket.socket) -> bool:
-        """Send until the queue is empty or the non-blocking socket is full; return whether it is
-        empty.
+        """Send to a non-blocking socket; return whether the queue is empty.
 
         Raises:
             OSError: the other end is closed.
@@ -85,7 +84,6 @@ class FrameReader:
         return bool(data)
 
     def take(self) -> list[bytes]:
-        """Remove and return the complete messages, in order."""
         frames: list[bytes] = []
         buffer, size = self._buffer, len(self._buffer)
         start = 0

@@ -1,7 +1,4 @@
-"""The latency policy of a process: how much CPU time it spends to respond sooner.
-
-`resolve` is the only place that counts cores.
-"""
+"""The latency policy of a process: how much CPU time it spends to respond sooner."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ SHARED = LatencyPolicy(
 
 @functools.cache
 def resolve(setting: str) -> LatencyPolicy:
-    """Return the policy of a setting; `auto` depends on the number of cores.
+    """Return the policy of a setting; `auto` counts cores.
 
     Raises:
         InvalidField: `setting` is not one of `LATENCY_POLICIES`.
@@ -95,7 +92,7 @@ def setting_in(arguments: Sequence[str]) -> str:
 
 
 def end_batch_scheduling() -> None:
-    """Return this process from SCHED_BATCH, which it inherits from its service, to SCHED_OTHER.
+    """End SCHED_BATCH, which a process inherits from its service.
 
     Call before there are other threads.
     """

@@ -1,8 +1,7 @@
 """Messages between service processes and the engine process, msgpack-encoded.
 
 The outputs of a request, as far as it wants them, are `Queued`? `Started` `Delta`*, then exactly
-one `Done` or `Failed`. An image command has one output: `ImageHeld`, `ImageDropped` or `Failed`. An
-aborted request has no further output.
+one `Done` or `Failed`. An image command has one output. An aborted request has no further output.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Abort(Value, frozen=True):
 
 
 class Stop(Value, frozen=True):
-    """End a request with its partial result: `Done` says CANCELLED. Unknown ids are ignored."""
+    """End a request with its partial result, CANCELLED; unknown ids are ignored."""
 
     request_id: RequestKey
 
@@ -51,7 +50,7 @@ class HoldImage(Value, frozen=True):
     image: EncodedImage | RawImage
     owner: str
     ttl: float
-    sha256: str = ""  # hex digest of the blob's bytes; empty: not checked
+    sha256: str = ""  # hex digest; empty: not checked
 
 
 class DropImage(Value, frozen=True):
@@ -112,10 +111,7 @@ class Ready(Value, frozen=True):
 
 
 class PipelineStats(Value, frozen=True):
-    """Medians of the latest decode steps in milliseconds over a sliding window.
-
-    `telemetry.step_stats` defines each part. Unchanged while nothing decodes.
-    """
+    """Medians of the latest decode steps, defined by `telemetry.step_stats`."""
 
     num_steps: int  # in the window
     num_tokens: int  # committed since the start, first tokens included
@@ -124,9 +120,9 @@ class PipelineStats(Value, frozen=True):
     forward_ms: float
     sampling_ms: float  # the copy back included
     bookkeeping_ms: float  # host: plan, launch, finalize, commit
-    wait_ms: float  # host, for the copy back
+    wait_ms: float  # host
     idle_ms: float  # device
-    blocking_ms: float  # estimated step of a blocking loop
+    blocking_ms: float  # estimate for a blocking loop
     zombie_ratio: float  # of the rows
     predicted_gain: float  # over a blocking loop; 0.1 is 10 % more throughput
     tokens_per_row: float = 1.0  # committed, without zombies
@@ -135,10 +131,10 @@ class PipelineStats(Value, frozen=True):
 
 
 class KVCacheStats(Value, frozen=True):
-    """Pages of the KV cache by state, and its counters since the start."""
+    """Pages of the KV cache by state, and counters since the start."""
 
     free: int
-    idle: int  # cached prefixes without a reference, evictable
+    idle: int  # cached, evictable
     shared: int  # cached and referenced by several requests
     draft: int  # allocated for draft tokens
     hit_rate: float  # of all prompt positions, those found in the cache
@@ -155,19 +151,18 @@ class Load(Value, frozen=True):
     inflight: int = 0  # launches not yet committed
     rows_used: int = 0
     pages_used: int = 0  # by live sequences, shared pages counted once
-    prefix_pages: int = 0  # cached without a reference, evictable
+    prefix_pages: int = 0  # evictable
     pages_total: int = 0
-    adapters_used: int = 0  # adapter slots held by live sequences
+    adapters_used: int = 0  # slots held by live sequences
     images_cached: int = 0
     decode_steps: PipelineStats | None = None  # None before the second decode step
-    kv: KVCacheStats | None = None  # None without a KV cache
+    kv: KVCacheStats | None = None
 
 
 class Heartbeat(Value, frozen=True):
     """Sent every `heartbeat_interval`, also during a long step.
 
-    `step` counts committed launches; an engine with pending work whose `step` does not change is
-    stuck.
+    An engine with pending work whose `step` does not change is stuck.
     """
 
     step: int

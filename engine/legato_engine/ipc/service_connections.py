@@ -33,7 +33,7 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.shm.blob_store import namespace_of
 
-_MAX_EVENTS = 64  # per poll; the next poll returns the others
+_MAX_EVENTS = 64
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -51,10 +51,10 @@ class _ServiceConnection:
 
 
 class ServiceConnections:
-    """Connections of all service processes, which may connect at any time.
+    """Connections of all service processes. Belongs to the main thread.
 
     When a process disconnects, its open requests are aborted before newer commands of the others,
-    and `on_disconnect` gets the namespace of its blobs, if it sent any. Belongs to the main thread.
+    and `on_disconnect` gets the namespace of its blobs, if it sent any.
     """
 
     def __init__(
@@ -85,12 +85,11 @@ class ServiceConnections:
     # ------------------------------------------------------------ commands
 
     def wait(self, timeout_ms: int | None) -> bool:
-        """Block until there are commands, a full socket has room, or the eventfd `wake_fd` is
-        written.
+        """Block until there is an event, or return False when the time is up first.
 
-        Return False when the time is up first. Poll while a request is expected, because waking up
-        takes longer than all host work of a lone request before the device begins; and briefly
-        after the last result, because its client often sends the next request at once.
+        Poll while a request is expected, because waking up takes longer than all host work of a
+        lone request before the device begins; and briefly after the last result, because its client
+        often sends the next request at once.
         """
         while not self._events and time.monotonic() < self._poll_until:
             self._events = self._poller.poll(0, _MAX_EVENTS)
@@ -233,14 +232,14 @@ class ServiceConnections:
             self._flush(connection)
 
     def flush(self) -> None:
-        """Send posted outputs as far as the sockets take them; `receive` sends the rest."""
+        """Send as far as the sockets take posted outputs; `receive` sends the rest."""
         for connection in self._posted:
             if not connection.is_full:
                 self._flush(connection)
         self._posted.clear()
 
     def close(self, linger_ms: int) -> None:
-        """Close all connections, giving unsent outputs up to `linger_ms` to be sent."""
+        """Close all connections after `linger_ms` at most for unsent outputs."""
         self.flush()
         until = time.monotonic() + linger_ms / 1000
         while (left := until - time.monotonic()) > 0:
@@ -258,7 +257,7 @@ class ServiceConnections:
         self._listener.close()
 
     def _flush(self, connection: _ServiceConnection) -> None:
-        """Send as much as fits. A broken connection drops it; reading notices the end."""
+        """A broken connection drops its outputs; reading notices the end."""
         try:
             is_full = not connection.unsent.write_to(connection.socket)
         except OSError:

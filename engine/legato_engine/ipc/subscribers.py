@@ -1,4 +1,4 @@
-"""The service processes that receive this engine's heartbeats; used by the heartbeat thread."""
+"""The service processes that receive this engine's heartbeats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WakeReason(enum.Enum):
 
 
 class Subscribers:
-    """Connections of the service processes to the heartbeat socket."""
+    """Connections of the service processes; belongs to the heartbeat thread."""
 
     def __init__(self, listener_fd: int) -> None:
         self._listener = inherited_listener(listener_fd)

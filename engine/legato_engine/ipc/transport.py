@@ -1,8 +1,7 @@
 """Sockets to the engine process, as the service processes use them.
 
-`requests` carries commands to the engine and its outputs back, `vitals` carries heartbeats. The
-first service process owns the listening sockets, and every engine inherits them: a connection made
-while no engine runs waits for the next.
+The first service process owns the listening sockets, and every engine inherits them: a connection
+made while no engine runs waits for the next.
 
 Senders write to the kernel themselves, so that a message costs no more than its reader's wake-up.
 Queues are unbounded, because a bound would drop an output or block a step of the engine; admission
@@ -22,9 +21,9 @@ from legato_engine.ipc.framing import FrameReader, FrameWriter
 from legato_engine.ipc.messages import Command, EngineMessage, decode_engine_message, encode
 from legato_engine.ipc.service_connections import pending_connections
 
-_READS_PER_TURN = 16  # then other callbacks of the event loop get their turn
+_READS_PER_TURN = 16  # then other callbacks get their turn
 _REQUESTS, _VITALS = "requests", "vitals"
-_BACKLOG = 128  # connections that may wait for the next engine
+_BACKLOG = 128
 
 
 class ListeningSockets:
@@ -37,11 +36,11 @@ class ListeningSockets:
 
     @property
     def filenos(self) -> tuple[int, ...]:
-        """The descriptors that an engine inherits: of `requests`, then of `vitals`."""
+        """The descriptors that an engine inherits."""
         return tuple(each.fileno() for each in self._sockets)
 
     def reject_pending(self) -> None:
-        """Close the connections that wait while there is no engine, dead ones among them.
+        """Close the connections that wait while there is no engine.
 
         Live processes reconnect when `requests` is closed. They connect to it first, so the sockets
         are emptied in reverse order: none keeps `requests` and loses `vitals`.
@@ -82,7 +81,7 @@ class EngineTransport:
         self._loop = asyncio.get_running_loop()
         self._unsent = FrameWriter()
         self._flush_due = False
-        self._is_full = False  # the socket is full; the loop calls `_write` when it is not
+        self._is_full = False  # the loop calls `_write` when it is not
         self._requests = _connect(endpoint, _REQUESTS)
         self._incoming = {
             self._requests: FrameReader(),
@@ -107,9 +106,7 @@ class EngineTransport:
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Deliver messages that have arrived, send what the socket takes, and disconnect.
-        Idempotent.
-        """
+        """Deliver messages that have arrived, then disconnect. Idempotent."""
         if self._closed:
             return
         self._flush()

@@ -1,4 +1,4 @@
-"""An engine without a model, for load tests, clients' tests and measurements."""
+"""An engine without a model, for load tests and measurements."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class NullEngine:
     """Has the interface of `EngineCore`; a step adds a token to every running request.
 
     Steps are `config.null_step_ms` apart. If that is 0, all requests run at once, and one without
-    deltas ends in its first step. Single-threaded.
+    deltas ends in its first step.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Images of an engine without a model: hashed and sized, never decoded."""
+"""Images of an engine without a model: hashed, never decoded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from legato_engine.images.raw import check_raw
 from legato_engine.ipc.messages import HoldImage, ImageHeld
 from legato_engine.shm.blob_reader import BlobReader
 
-_RGB = 3  # bytes of a pixel, by which an image counts against the cache
+_RGB = 3  # bytes of a pixel
 
 
 class NullImages:
-    """The cache and the leases of images, as with a real model."""
+    """The cache and the leases of images."""
 
     def __init__(self, config: EngineConfig, blobs: BlobReader) -> None:
         self._blobs = blobs
@@ -31,13 +31,7 @@ class NullImages:
         return len(self._cache)
 
     def find_or_load(self, source: ImageSource, *, keep: bool) -> ImageInfo:
-        """Return a request's image and take its blob; with `keep` the cache gets it.
-
-        Raises:
-            ImageNotFound: the image is named by id and not cached.
-            ImageUndecodable, ImageTooLarge, InvalidField: it is broken or over a limit.
-            InternalError: the blob cannot be read.
-        """
+        """Return a request's image and take its blob. Raises as `Preprocessor`."""
         if isinstance(source, CachedImage):
             cached = self._cached(source.image_id)
             if cached is None:

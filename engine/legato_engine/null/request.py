@@ -33,7 +33,6 @@ class NullRequest(msgspec.Struct, eq=False):
 
     @property
     def queue_time(self) -> float:
-        """Seconds from arrival to start without those of the image."""
         return max(0.0, self.started - self.arrival - self.image_seconds)
 
     def usage(self) -> Usage:

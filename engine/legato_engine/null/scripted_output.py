@@ -40,12 +40,12 @@ DEFAULT_WORDS = 16  # of a text without `max_tokens`
 _WORDS = "nobody looked at this picture and yet here is an answer of so many words"
 _THOUGHTS = "there is no model to ask"
 _OUTLINE = ("M0.1 0.1", " L0.9 0.1", " L0.9 0.9", " L0.1 0.9", " z")
-_GRID = 8  # columns and rows of the grid of objects, which repeats after its last cell
+_GRID = 8  # columns and rows of the grid of objects
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScriptedOutput:
-    """The events of a request, one per token, and its finish reason.
+    """The events of a request, one per token.
 
     The first `num_thoughts` events are reasoning. The task's own text has `num_words`.
     """

@@ -1,4 +1,4 @@
-"""The engine's side of image bytes: maps the blobs that requests name."""
+"""The engine's side of image bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BlobReader:
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._lock = threading.Lock()
-        self._segments: dict[str, _MappedSegment] = {}  # by name
+        self._segments: dict[str, _MappedSegment] = {}
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -52,7 +52,6 @@ class BlobReader:
             return segment.take(ref)
 
     def forget(self, namespace: str) -> None:
-        """Unmap the segments of this namespace, whose service process is gone."""
         with self._lock:
             for name in [each for each in self._segments if namespace_of(each) == namespace]:
                 del self._segments[name]
@@ -79,7 +78,7 @@ class _MappedSegment:
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
         self._header = memoryview(mapping)[:HEADER_SIZE].cast("Q")
-        self._taken = 0  # latest generation that was taken
+        self._taken = 0  # latest generation
         self._view: weakref.ref[np.ndarray[Any, Any]] | None = None  # of that generation
 
     @property

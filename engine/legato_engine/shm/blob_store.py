@@ -1,8 +1,8 @@
 """The service's side of image bytes: writes blobs to shared memory.
 
-The engine takes each blob once (`blob_reader`). Most images use pooled segments (`segment_pool`).
-Large images and the uploads of a `BlobWriter` are files of their own, which the engine unlinks. The
-service unlinks blobs that the engine did not take when their request ends.
+Most images use pooled segments (`segment_pool`). Large images and the uploads of a `BlobWriter` are
+files of their own, which the engine unlinks. The service unlinks blobs that the engine did not take
+when their request ends.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class BlobStore:
 class BlobWriter:
     """Gathers bytes in a file in shared memory; `publish` makes blobs of them.
 
-    `close`, or the end of the last reference, deletes the bytes. One thread at a time may write;
-    another may close meanwhile.
+    The end of the last reference deletes the bytes. One thread at a time may write; another may
+    close.
     """
 
     def __init__(self, store: BlobStore, name: str, descriptor: int) -> None:

@@ -1,11 +1,11 @@
 """A pool of shared-memory segments that are reused for image after image.
 
 A new file per image costs several times the copy of its bytes: the kernel clears its pages, and
-both processes fault them in. A segment is a file that both map once. Its first reader unlinks it,
-so that its memory is freed with the two processes however they end.
+both processes fault them in. The first reader unlinks a segment's file, so that its memory is freed
+with the two processes however they end.
 
-A segment begins with 64-bit words of one writer each: the engine writes the last generation that it
-has released, the service the others. The service overwrites released content only.
+The engine writes `RELEASED`, the last generation that it has released, the service the other words.
+The service overwrites released content only.
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ class _Segment:
     __slots__ = ("_content", "_header", "_mapping", "generation", "name", "path", "size")
 
     def __init__(self, path: pathlib.Path, size: int) -> None:
-        """Create the file.
-
-        Raises:
-            OSError: ENOSPC or EDQUOT when shared memory is full.
-        """
         self.path = path
         self.name = path.name
         self.size = size
@@ -96,7 +91,7 @@ class SegmentPool:
     def __init__(self, folder: pathlib.Path, limit: int = POOL_BYTES) -> None:
         self._folder = folder
         self._limit = limit
-        self._size = 0  # bytes of all segments
+        self._size = 0
         self._busy: dict[str, _Segment] = {}  # by name, between `put` and `discard`
         self._unread: collections.deque[_Segment] = collections.deque()  # discarded, not released
         self._free: list[_Segment] = []  # least recently used first
@@ -105,9 +100,7 @@ class SegmentPool:
         return len(self._busy) + len(self._unread) + len(self._free)
 
     def put(self, data: bytes | memoryview, name: str) -> BlobRef | None:
-        """Write to a free segment, or to a new one of this `name`; return None if neither is
-        possible.
-        """
+        """Write to a free segment, or to a new one of this `name`, if possible."""
         needed = HEADER_SIZE + len(data)
         if needed > LARGEST:
             return None
