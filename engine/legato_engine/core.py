@@ -1,4 +1,4 @@
-"""Requests and results: frozen values without torch or transport, sent between processes."""
+"""Requests and results: frozen values without torch or transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Point(Value, frozen=True):
 
 
 class Box(Value, frozen=True):
-    """A box in the displayed image, 0..1; minima are at most the maxima."""
+    """A box in the displayed image, 0..1; `x_min <= x_max`, `y_min <= y_max`."""
 
     x_min: float
     y_min: float
@@ -72,7 +72,7 @@ class CaptionTask(Value, frozen=True):
 
 
 class DetectTask(Value, frozen=True):
-    """Find the boxes of all instances of `object`."""
+    """Find all instances of `object`."""
 
     object: str
     max_objects: int | None = None
@@ -127,7 +127,7 @@ class PixelFormat(enum.StrEnum):
 
 
 class BlobRef(Value, frozen=True):
-    """Bytes in shared memory: `size` of a file's bytes.
+    """A file in shared memory, of which `size` bytes are valid.
 
     Generation 0 is a file of its own, any other a reused segment (`segment_pool`).
     """
@@ -155,7 +155,7 @@ class RawImage(Value, frozen=True):
 
 
 class CachedImage(Value, frozen=True):
-    """An image in the engine, by the id in its `ImageInfo`."""
+    """An image in the engine, by id."""
 
     image_id: str
 
@@ -165,7 +165,7 @@ WITH_BLOB = (EncodedImage, RawImage)  # kinds that own a blob
 
 
 class ImageInfo(Value, frozen=True):
-    """The id of an image and its size after EXIF orientation."""
+    """An image; its size is after EXIF orientation."""
 
     image_id: str
     width: int
@@ -245,7 +245,7 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenInfo(Value, frozen=True):
-    """One sampled token with its text, empty while a character is incomplete, or its value.
+    """A sampled token and its text, empty while a character is incomplete, or its value.
 
     `logprob` is the natural logarithm of its probability at temperature 1 under its constraint,
     times that of its value.
@@ -259,14 +259,14 @@ class TokenInfo(Value, frozen=True):
 
 
 class TextDelta(Value, frozen=True):
-    """New text of an answer or caption, not cumulative."""
+    """New text of an answer or caption."""
 
     text: str
     tokens: tuple[TokenInfo, ...] = ()
 
 
 class Grounding(Value, frozen=True):
-    """Points that ground a span of the reasoning, by character offsets."""
+    """Points of a span of the reasoning, in characters."""
 
     start_index: int
     end_index: int
@@ -274,7 +274,7 @@ class Grounding(Value, frozen=True):
 
 
 class ReasoningDelta(Value, frozen=True):
-    """New reasoning text, and the groundings that end in it."""
+    """New reasoning, and the groundings that end in it."""
 
     text: str
     grounding: tuple[Grounding, ...] = ()
@@ -282,14 +282,14 @@ class ReasoningDelta(Value, frozen=True):
 
 
 class PointEvent(Value, frozen=True):
-    """A point, sent in the step that completes it."""
+    """A completed point."""
 
     point: Point
     label: str
 
 
 class ObjectEvent(Value, frozen=True):
-    """A box, sent in the step that completes it."""
+    """A completed box."""
 
     box: Box
     label: str
@@ -357,7 +357,7 @@ TaskResult = QueryResult | CaptionResult | DetectResult | PointResult | SegmentR
 
 
 class Usage(Value, frozen=True):
-    """Numbers of tokens; `cached_tokens` of the input came from the prefix cache."""
+    """Numbers of tokens; `cached_tokens` came from the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -381,7 +381,7 @@ class Timings(Value, frozen=True):
 
 
 class PromptToken(msgspec.Struct, frozen=True):
-    """An input position: a token id, and a payload that only the model interprets."""
+    """An input position; only the model interprets `payload`."""
 
     token_id: int
     payload: tuple[float, float] = (0.0, 0.0)

@@ -12,7 +12,7 @@ import msgspec
 
 
 class LegatoError(Exception):
-    """Base of all errors; `metadata` has limits and actual values for programs."""
+    """Base of all errors; `metadata` is for programs."""
 
     def __init__(self, message: str = "", **metadata: str | int | float) -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ class BytesExceeded(QuotaExceeded):
 
 
 class DeadlineExceeded(LegatoError):
-    """The request's deadline passed."""
+    """The deadline passed."""
 
 
 class DeadlineUnreachable(DeadlineExceeded):

@@ -21,7 +21,7 @@ from legato_engine.telemetry.step_stats import step_parts
 from legato_engine.telemetry.timeline import Step, StepFeed, Timeline
 
 DEPTHS = (1, 2)
-MIN_LENGTH = 4  # tokens; shorter requests do not have two full steps
+MIN_LENGTH = 4  # shorter requests do not have two full steps
 _NS_PER_MS = 1e6
 
 
@@ -82,7 +82,7 @@ class Comparison:
 def measure(
     assembly: Assembly, *, task: str, streams: int, length: int, context: int, repeats: int
 ) -> Measurement:
-    """Measure both depths in the order 1 2 2 1, after a warm-up run of each."""
+    """Measure both depths in the order 1 2 2 1, after a warm-up of each."""
     workload = Workload(assembly, kind=task, count=streams, length=length, context=context)
     steps: dict[int, list[Step]] = {depth: [] for depth in DEPTHS}
     costs: dict[int, StepCost] = {}

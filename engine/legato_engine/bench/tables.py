@@ -1,4 +1,4 @@
-"""The figures of a benchmark as tables for a terminal."""
+"""The figures of a benchmark as tables."""
 
 from __future__ import annotations
 

@@ -138,9 +138,9 @@ class Workload:
 
 
 def endless(constraints: Many[Constraint]) -> tuple[int, ...]:
-    """Replace constraints so that a list never ends.
+    """Replace each constraint by the widest that allows a proper subset of its tokens.
 
-    Each by the widest that allows a proper subset of its tokens, such as only to continue.
+    A list then never ends.
     """
     return tuple(_narrowed(constraints, index) for index in range(len(constraints)))
 

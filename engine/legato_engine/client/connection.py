@@ -171,8 +171,7 @@ class EngineConnection(EngineMonitor):
         """Stop matching requests of other service processes, or all; return how many.
 
         Raises:
-            EngineStarting: the engine is not ready yet.
-            EngineLost: there is no engine, or it died before its reply.
+            EngineStarting, EngineLost: there is no engine, or it died before its reply.
         """
         self._check_alive()
         if self._transport is None:

@@ -134,7 +134,6 @@ class EngineClient(EngineConnection):
             self._set_state(EngineState.STARTING)
 
     async def _run_once(self) -> int:
-        """Run one engine from spawn to exit; return the exit code."""
         self._disconnect()  # else rejecting pending connections would end this one, too
         self._listeners.reject_pending()
         self.connect(self.endpoint)

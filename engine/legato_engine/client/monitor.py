@@ -16,7 +16,7 @@ _log = structlog.get_logger()
 
 
 class EngineState(enum.StrEnum):
-    """The state of the engine and of the connection to it."""
+    """The state of the engine and its connection."""
 
     STARTING = "starting"
     READY = "ready"

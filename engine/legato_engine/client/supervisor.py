@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 EXIT_UNSERVABLE = os.EX_CONFIG
 """Exit code of an engine whose configuration cannot be served; a restart would not help."""
 
-_ABORT_GRACE = 2.0  # seconds to dump stacks after SIGABRT
+_ABORT_GRACE = 2.0  # seconds to dump stacks
 
 
 class Backoff:
@@ -59,7 +59,6 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether its exit has not been seen yet."""
         return self._process.returncode is None
 
     async def wait(self) -> int:
@@ -67,7 +66,7 @@ class ChildProcess:
         return await self._process.wait()
 
     async def abort(self) -> None:
-        """End a process that hangs: SIGABRT makes it write its stacks."""
+        """End a process that hangs."""
         if self.alive:
             self._process.send_signal(signal.SIGABRT)
             await self.wait_at_most(_ABORT_GRACE)

@@ -50,7 +50,9 @@ class AdapterStore:
     def start(self, name: str) -> _Future:
         """Read an adapter. Concurrent calls for one name share the future; do not cancel it.
 
-        Its errors are `AdapterNotFound` and `AdapterUnusable`.
+        Raises (in the future):
+            AdapterNotFound: no folder has such a file.
+            AdapterUnusable: the file cannot be read or is no adapter.
         """
         future = self._reading.get(name)
         if future is None:

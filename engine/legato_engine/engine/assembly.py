@@ -52,7 +52,7 @@ from legato_engine.speculative.proposer import Proposer
 
 Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-_UNCACHED_PIXELS = 64 * 1024 * 1024  # bytes of images outside of the cache: pending, leased
+_UNCACHED_PIXELS = 64 * 1024 * 1024  # bytes of pending and leased images
 _MAX_INLINE_PIXELS = 1024 * 1024  # decoded in about six milliseconds
 _WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6
 
@@ -69,7 +69,7 @@ class Assembly:
     kv: KVCache
     num_pages: int  # at most those of `kv`
     adapter_folders: tuple[Path, ...]
-    bank: AdapterBank | None  # None without adapter folders, or if the model takes no adapters
+    bank: AdapterBank | None  # None if the engine takes no adapters
     draft: Path | None
     refiner: MaskRefiner | None
     costs: CostTable | None  # of decode steps, if draft lengths are chosen by them

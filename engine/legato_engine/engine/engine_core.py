@@ -185,7 +185,6 @@ class EngineCore:
                 self._refinements.finish_unrefined(request)
 
     def _announce_queued(self) -> None:
-        """Send `Queued` for each new sequence that did not start in its first step."""
         if not self._unannounced:
             return
         waiting = [s for s in self._unannounced if s.status is SequenceStatus.WAITING]

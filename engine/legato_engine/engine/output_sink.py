@@ -118,6 +118,5 @@ def _timings(sequence: Sequence, request: ScheduledRequest) -> Timings:
 
 
 def _queue_time(sequence: Sequence, request: ScheduledRequest) -> float:
-    """Seconds from arrival to prefill without those of the image."""
     waited = sequence.timing.prefill_start - sequence.timing.arrival
     return max(0.0, waited - request.image_seconds)

@@ -45,7 +45,7 @@ from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline
 
 if TYPE_CHECKING:
     from legato_engine.engine.engine_core import (
-        EngineCore,  # imports torch, which the null engine does without
+        EngineCore,  # imports torch
     )
     from legato_engine.null.engine import NullEngine
 
@@ -164,7 +164,7 @@ def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineLoop:
-    """The main loop: reads commands, steps the core, sends outputs."""
+    """The main loop of the engine process."""
 
     core: Core
     stats: StepStats
@@ -240,7 +240,7 @@ def _timeout_ms(deadline: float) -> int | None:
 
 
 def configure_logging() -> None:
-    """Log JSON lines to stderr, the standard library's records included."""
+    """Log JSON lines, the standard library's included."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),

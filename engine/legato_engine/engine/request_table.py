@@ -62,7 +62,7 @@ class RequestTable:
         return bool(self._completed)
 
     def completed(self) -> Iterator[Stage]:
-        """Yield an entry for each completed future; drop futures of removed entries."""
+        """Yield an entry for each completed future."""
         while self._completed:
             request_id, future = self._completed.popleft()
             entry = self._entries.get(request_id)

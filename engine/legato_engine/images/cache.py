@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 
 class ImageCache(Generic[T]):
-    """An LRU cache of at most `capacity` bytes, with pinned values in addition; thread-safe."""
+    """An LRU cache of at most `capacity` bytes, with pinned values in addition; thread-safe.
+
+    The caller bounds what it pins.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -1,6 +1,6 @@
 """Image files: header checks, and decoding to 8-bit RGB as an image viewer shows them.
 
-- a broken EXIF block counts as orientation 1;
+- EXIF orientation is applied; a broken block counts as 1;
 - ICC profiles are ignored;
 - alpha is dropped, not composited;
 - 16-bit samples keep their high byte;
@@ -61,7 +61,7 @@ def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> Ima
 
     Raises:
         ImageTooLarge: over `max_pixels` or `max_bytes`.
-        ImageUndecodable: not a JPEG, PNG or WebP file, or a broken header.
+        ImageUndecodable: another type of file, or a broken header.
     """
     if len(data) > max_bytes:
         raise _too_large(len(data), max_bytes, "bytes")
@@ -79,10 +79,10 @@ def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> Ima
 def decode_file(
     data: bytes | memoryview, header: ImageHeader, allocate: Allocate = new_pixels
 ) -> Pixels:
-    """Return the displayed pixels [H, W, C]; `allocate` provides the memory of a JPEG's.
+    """Return the displayed pixels [H, W, C]; a JPEG's are in memory of `allocate`.
 
     Raises:
-        ImageUndecodable: the file is truncated or corrupt, or contradicts `header`.
+        ImageUndecodable: the file is corrupt, or contradicts `header`.
     """
     try:
         if header.is_plain_jpeg:
@@ -100,7 +100,7 @@ def decode_file(
         return _orient(pixels_HWC, image)
     except (ImageUndecodable, MemoryError):
         raise
-    except Exception as error:  # decoders raise whatever the corrupt bytes trip
+    except Exception as error:  # decoders raise whatever corrupt bytes trip
         raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
 
 
@@ -124,7 +124,7 @@ def displayed_size(data: bytes | memoryview, *, max_pixels: int) -> tuple[int, i
 
 
 def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
-    """Return the SHA-256 in hex of the bytes, after the layout of raw pixels."""
+    """SHA-256 in hex of the bytes, after the layout of raw pixels."""
     digest = hashlib.sha256()
     if raw is not None:
         digest.update(f"{raw.format}:{raw.width}x{raw.height}:{raw.row_stride}\n".encode())

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _LeasedImage:
-    """A pinned image; `expiries` are by owner, in monotonic seconds."""
+    """`expiries` are by owner, in monotonic seconds."""
 
     num_bytes: int
     expiries: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -61,7 +61,7 @@ class ImageLeases(Generic[T]):
         """End the owner's lease, or remove a cached image without a lease.
 
         Raises:
-            ImageNotFound: the image is unknown, or leased by others only.
+            ImageNotFound: the image is unknown, or leased by others.
         """
         leased = self._leased.get(image_id)
         if leased is not None and owner in leased.expiries:

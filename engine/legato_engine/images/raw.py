@@ -17,7 +17,7 @@ from legato_engine.images.pixel_memory import Allocate, Pixels, new_pixels
 
 _Samples = npt.NDArray[np.int16]
 
-_CHANNELS = {  # bytes of a pixel, and the indices of red, green and blue
+_CHANNELS = {  # bytes of a pixel, and indices of red, green and blue
     PixelFormat.RGB8: (3, (0, 1, 2)),
     PixelFormat.BGR8: (3, (2, 1, 0)),
     PixelFormat.RGBA8: (4, (0, 1, 2)),
@@ -65,7 +65,7 @@ def check_raw(raw: RawImage, *, max_pixels: int) -> None:
     """Check the layout of a raw image.
 
     Raises:
-        InvalidField: it is wrong, or the blob is too small for it.
+        InvalidField: it does not fit the format or the blob.
         ImageTooLarge: it has more than `max_pixels`.
     """
     check_layout(raw.format, raw.width, raw.height, raw.row_stride)

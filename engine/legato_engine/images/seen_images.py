@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 
-_PART = 512  # bytes at the start, after the middle and at the end
+_PART = 512  # bytes
 _MAX = 16_384  # fingerprints kept, about 100 bytes each
 
 

@@ -34,7 +34,7 @@ class BusyPoll:
         self._until = 0.0
 
     def _poll(self) -> None:
-        """Reschedule itself: with a callback due, the loop's selector does not block."""
+        """With a callback due, the loop's selector does not block."""
         self.active = time.monotonic() < self._until
         if self.active:
             asyncio.get_running_loop().call_soon(self._poll)

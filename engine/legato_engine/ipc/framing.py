@@ -56,15 +56,15 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Splits received bytes into messages."""
+    """Splits bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer: bytes | bytearray = b""
-        self.ended = False  # the other end has closed
+        self.ended = False
         self.more = False  # the last read filled its buffer
 
     def read_from(self, connection: socket.socket) -> bool:
-        """Read once from a non-blocking socket; return whether any bytes were received.
+        """Read once from a non-blocking socket; return whether bytes were received.
 
         Raises:
             OSError: the connection is broken.

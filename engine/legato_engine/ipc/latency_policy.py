@@ -12,7 +12,7 @@ import msgspec
 from legato_engine.config import LATENCY_POLICIES
 from legato_engine.errors import InvalidField
 
-_MANY_CORES = 8  # of so many, the others hardly miss one that polls for a moment
+_MANY_CORES = 8  # of so many, the others hardly miss one
 
 
 class LatencyPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ def resolve(setting: str) -> LatencyPolicy:
 def setting_in(arguments: Sequence[str]) -> str:
     """Find `--latency-policy` in a command line that is not parsed yet.
 
-    `auto` when it is missing or malformed: the parser of all options reports that.
+    `auto` when it is malformed: the parser of all options reports that.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--latency-policy", nargs="?")

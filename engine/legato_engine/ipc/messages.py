@@ -44,7 +44,7 @@ class Stop(Value, frozen=True):
 
 
 class HoldImage(Value, frozen=True):
-    """Prepare an image and hold it for `owner`, for `ttl` seconds after its preparation."""
+    """Prepare an image and hold it for `ttl` seconds."""
 
     request_id: RequestKey
     image: EncodedImage | RawImage
@@ -54,7 +54,7 @@ class HoldImage(Value, frozen=True):
 
 
 class DropImage(Value, frozen=True):
-    """End the hold of `owner` on an image; an image without holds is freed."""
+    """End the hold of `owner` on an image."""
 
     request_id: RequestKey
     image_id: str
@@ -62,7 +62,7 @@ class DropImage(Value, frozen=True):
 
 
 class StopElsewhere(Value, frozen=True):
-    """`Stop` requests of the other service processes: all, or those that match `target`."""
+    """`Stop` matching requests of the other service processes, or all."""
 
     request_id: RequestKey
     target: RequestKey | None = None
@@ -91,8 +91,8 @@ class ModelInfo(Value, frozen=True):
     max_waiting: int
     num_parameters: int
     dtype: str
-    adapters: bool = False  # whether requests may name adapters
-    kv_dtype: str = ""  # of keys and values; empty without a KV cache
+    adapters: bool = False
+    kv_dtype: str = ""  # empty without a KV cache
     kv_token_bytes: int = 0  # of KV cache per position
 
 
@@ -111,20 +111,20 @@ class Ready(Value, frozen=True):
 
 
 class PipelineStats(Value, frozen=True):
-    """Medians of the latest decode steps, defined by `telemetry.step_stats`."""
+    """Medians over a window of decode steps; `telemetry.step_stats` defines them."""
 
     num_steps: int  # in the window
-    num_tokens: int  # committed since the start, first tokens included
+    num_tokens: int  # since the start, first tokens included
     rows: float  # mean
     step_ms: float  # from commit to commit
     forward_ms: float
     sampling_ms: float  # the copy back included
     bookkeeping_ms: float  # host: plan, launch, finalize, commit
-    wait_ms: float  # host
+    wait_ms: float  # host, for the copy back
     idle_ms: float  # device
     blocking_ms: float  # estimate for a blocking loop
     zombie_ratio: float  # of the rows
-    predicted_gain: float  # over a blocking loop; 0.1 is 10 % more throughput
+    predicted_gain: float  # over a blocking loop; 0.1 is 10 %
     tokens_per_row: float = 1.0  # committed, without zombies
     proposed_per_row: float = 0.0  # draft tokens per such row
     acceptance: float = 0.0  # of the draft tokens
@@ -135,12 +135,12 @@ class KVCacheStats(Value, frozen=True):
 
     free: int
     idle: int  # cached, evictable
-    shared: int  # cached and referenced by several requests
+    shared: int  # referenced by several requests
     draft: int  # allocated for draft tokens
-    hit_rate: float  # of all prompt positions, those found in the cache
+    hit_rate: float  # of all prompt positions
     fragmentation_ratio: float  # of all draft pages, those freed without an accepted token
     preemptions: int
-    recomputed_tokens: int  # positions computed again after a preemption
+    recomputed_tokens: int  # after preemptions
 
 
 class Load(Value, frozen=True):
@@ -167,7 +167,7 @@ class Heartbeat(Value, frozen=True):
 
     step: int
     load: Load
-    estimated_wait: float  # seconds that a new request would wait
+    estimated_wait: float  # seconds
 
 
 class Queued(Value, frozen=True):
@@ -209,7 +209,7 @@ class Done(Value, frozen=True):
 
 
 class ImageHeld(Value, frozen=True):
-    """An image is held until `until`, in `time.monotonic()` seconds."""
+    """An image is held; `until` is in `time.monotonic()` seconds."""
 
     request_id: RequestKey
     image: ImageInfo
@@ -230,7 +230,7 @@ class Failed(Value, frozen=True):
 
 
 class Stopped(Value, frozen=True):
-    """How many calls a `StopElsewhere` stopped; the parts of a call count once."""
+    """The calls that `StopElsewhere` stopped; parts of a call count once."""
 
     request_id: RequestKey
     count: int

@@ -46,7 +46,7 @@ class _ServiceConnection:
     open: dict[RequestKey, bool] = dataclasses.field(default_factory=dict)
     """Its requests under way, and whether `Stop` ends each."""
 
-    is_full: bool = False  # the socket is full; EPOLLOUT is awaited
+    is_full: bool = False  # EPOLLOUT is awaited
     namespace: str = ""  # of its blobs; empty before the first
 
 
@@ -69,11 +69,11 @@ class ServiceConnections:
         self._wake_fd = wake_fd
         self._on_disconnect = on_disconnect
         self._busy_poll = busy_poll
-        self._connections: dict[int, _ServiceConnection] = {}  # by descriptor
+        self._connections: dict[int, _ServiceConnection] = {}
         self._owners: dict[RequestKey, _ServiceConnection] = {}
         self._posted: set[_ServiceConnection] = set()
         self._status: Loading | Ready | None = None
-        self._events: list[tuple[int, int]] = []  # polled by `wait`
+        self._events: list[tuple[int, int]] = []
         self._poll_until = 0.0  # monotonic seconds; 0 before the first `Expect`
         self._poller = select.epoll()
         self._poller.register(self._listener, select.EPOLLIN)
@@ -85,11 +85,11 @@ class ServiceConnections:
     # ------------------------------------------------------------ commands
 
     def wait(self, timeout_ms: int | None) -> bool:
-        """Block until there is an event, or return False when the time is up first.
+        """Block until there are commands, room in a full socket, or a write to `wake_fd`.
 
-        Poll while a request is expected, because waking up takes longer than all host work of a
-        lone request before the device begins; and briefly after the last result, because its client
-        often sends the next request at once.
+        Return False when the time is up first. Poll while a request is expected, because waking up
+        takes longer than all host work of a lone request before the device begins; and briefly
+        after the last result.
         """
         while not self._events and time.monotonic() < self._poll_until:
             self._events = self._poller.poll(0, _MAX_EVENTS)
@@ -204,7 +204,7 @@ class ServiceConnections:
     # ------------------------------------------------------------ outputs
 
     def broadcast(self, status: Loading | Ready) -> None:
-        """Send a status to all; later connections get the latest one."""
+        """Send a status to all, later connections included."""
         self._status = status
         frame = encode(status)
         for connection in self._connections.values():
@@ -232,7 +232,7 @@ class ServiceConnections:
             self._flush(connection)
 
     def flush(self) -> None:
-        """Send as far as the sockets take posted outputs; `receive` sends the rest."""
+        """Send what the sockets take; `receive` sends the rest."""
         for connection in self._posted:
             if not connection.is_full:
                 self._flush(connection)

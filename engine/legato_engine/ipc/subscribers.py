@@ -27,7 +27,7 @@ class Subscribers:
         self._connections: dict[socket.socket, FrameWriter] = {}
 
     def send(self, beat: Heartbeat) -> None:
-        """Send to all, new connections included; skip those with unread heartbeats."""
+        """Send to all, new connections included, without unread heartbeats."""
         for connection in pending_connections(self._listener):
             self._connections[connection] = FrameWriter()
         frame = encode(beat)

@@ -1,7 +1,8 @@
 """Sockets to the engine process, as the service processes use them.
 
-The first service process owns the listening sockets, and every engine inherits them: a connection
-made while no engine runs waits for the next.
+`requests` carries commands and outputs, `vitals` heartbeats. The first service process owns the
+listening sockets, and every engine inherits them: a connection made while no engine runs waits for
+the next.
 
 Senders write to the kernel themselves, so that a message costs no more than its reader's wake-up.
 Queues are unbounded, because a bound would drop an output or block a step of the engine; admission

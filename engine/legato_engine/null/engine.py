@@ -1,4 +1,4 @@
-"""An engine without a model, for load tests and measurements."""
+"""An engine without a model."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class NullImages:
         return len(self._cache)
 
     def find_or_load(self, source: ImageSource, *, keep: bool) -> ImageInfo:
-        """Return a request's image and take its blob. Raises as `Preprocessor`."""
+        """Return an image and take its blob. Raises as `Preprocessor.start`."""
         if isinstance(source, CachedImage):
             cached = self._cached(source.image_id)
             if cached is None:

@@ -1,4 +1,4 @@
-"""Made-up outputs of an engine without a model: typed, and equal for equal requests."""
+"""Made-up outputs, equal for equal requests."""
 
 from __future__ import annotations
 
@@ -105,7 +105,6 @@ def _text_output(
 
 
 def _before_stop(words: list[str], sampling: SamplingParams) -> list[str]:
-    """Return the words up to the first stop string, which may cut the last of them."""
     text = "".join(words)
     found = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
     left = min(found, default=len(text))

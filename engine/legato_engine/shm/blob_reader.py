@@ -86,7 +86,7 @@ class _MappedSegment:
         return self._header[RETIRED] != 0
 
     def take(self, ref: BlobRef) -> memoryview:
-        """View a generation's content; the end of the last view releases it to the service."""
+        """The end of the last view releases the content to the service."""
         if ref.generation <= self._taken or ref.generation != self._header[GENERATION]:
             raise InternalError(f"generation {ref.generation} of blob {ref.name!r} is gone")
         if ref.size > min(self._header[SIZE], len(self._mapping) - HEADER_SIZE):

@@ -166,7 +166,7 @@ class BlobWriter:
         return mapped(self._descriptor, self.size)
 
     def publish(self) -> BlobRef:
-        """Make a blob of the bytes written so far; may be called again."""
+        """Make a blob of the bytes written so far."""
         return self._store.link(self._name, self.size)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ POOL_BYTES = 16 * 1024 * 1024
 
 
 def map_segment(descriptor: int, size: int) -> mmap.mmap:
-    """Map a segment and populate its pages; single page faults would cost more than the copy."""
+    """Map a segment and populate its pages; page faults would cost more than the copy."""
     return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
