@@ -224,9 +224,7 @@ class EngineCore:
         )
 
     def _start_image(self, request: Request, task: Lazy[Task]) -> PendingImage | None:
-        """An idle scheduler leaves this thread time to hash the bytes and, if no request is
-        pending, to decode them while a helper thread makes the task.
-        """
+        """An idle scheduler leaves time to hash here and, if no request is pending, to decode."""
         source = request.image
         if source is None or not self._frontend.takes_images:
             return None

@@ -44,13 +44,13 @@ class Stop(Value, frozen=True):
 
 
 class HoldImage(Value, frozen=True):
-    """Prepare an image and hold it for `ttl` seconds."""
+    """Prepare an image, then hold it for `ttl` seconds."""
 
     request_id: RequestKey
     image: EncodedImage | RawImage
     owner: str
     ttl: float
-    sha256: str = ""  # hex digest; empty: not checked
+    sha256: str = ""  # hex digest of the blob; empty: not checked
 
 
 class DropImage(Value, frozen=True):

@@ -37,7 +37,7 @@ class ListeningSockets:
 
     @property
     def filenos(self) -> tuple[int, ...]:
-        """The descriptors that an engine inherits."""
+        """The descriptors that an engine inherits: of `requests`, then of `vitals`."""
         return tuple(each.fileno() for each in self._sockets)
 
     def reject_pending(self) -> None:
