@@ -1,4 +1,4 @@
-"""Engine settings: built once by the service; each class gets the few that it needs."""
+"""Engine settings, built once by the service."""
 
 from __future__ import annotations
 
@@ -33,36 +33,34 @@ _RANGES = {
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings of an engine process, which gets them as JSON on its command line.
+    """All settings of an engine process, passed as JSON on its command line.
 
-    Model: `model` "null" has no weights and makes results up, one token every `null_step_ms` (0:
-    all at once), with `null_objects` objects at most. `random_weights` are seeded, for benchmarks.
-    `refiner` is the file of a head that improves outlines.
+    Model: "null" has no weights and makes results up, one token every `null_step_ms` (0: all at
+    once). `random_weights` are seeded, for benchmarks. `refiner` is the file of a head that
+    improves outlines.
 
     KV cache: `num_pages` 0 sizes the pool, on the CPU for `max_running` full contexts and some
     shared prefixes, on a GPU by `kv_memory_fraction` of the memory that the model leaves free.
-    `max_context` bounds the positions of a sequence (prompt and output), and with it the pool.
+    `max_context` bounds prompt and output together.
 
-    Launches: `pipeline_depth` 1 is the blocking loop, 2 the pipelined one. Up to `max_prefill_rows`
-    prompts share a launch, which running decodes may join; 1 disables both, 0 is 4 on a GPU with
-    kernels for the model, else 1. Up to `crops_per_launch` crops of an image are encoded at a time
-    while other requests stream. Up to `pictures_per_launch` images are computed in one launch while
-    many wait and none streams, where a GPU cuts images and prompts share launches.
+    Launches: `pipeline_depth` 1 blocks, 2 pipelines. Up to `max_prefill_rows` prompts share a
+    launch, which running decodes may join; 1 disables both, 0 is 4 on a GPU with kernels for the
+    model, else 1. While other requests stream, an image is encoded `crops_per_launch` crops at a
+    time. While many wait and none streams, up to `pictures_per_launch` images share a launch on a
+    GPU that cuts images.
 
     Queue: `max_waiting_per_tenant` bounds each tenant's share of `max_waiting`; requests without a
     tenant share one. `priority_seconds` of waiting equal one step of priority.
 
-    Images: `image_cache_bytes` bounds the cache of images in requests. Held images are extra:
-    `image_quota_bytes` for each owner, `image_hold_bytes` for all.
+    Images: held images count against `image_quota_bytes` for each owner and `image_hold_bytes` for
+    all, not against `image_cache_bytes`.
 
-    Speculation: `speculation` sets the draft tokens of a row: `off`, `fixed:K`, `seed` (the rule of
-    adaptive block sizes) or `budget` (by their worth on this device). `draft` is the proposer: a
-    draft file of the model; `NAME:FOLDER`, a text model with the same vocabulary; or `lookup`, the
-    n-gram proposer. Empty is the model's own draft, else `lookup`.
+    Speculation: `off`, `fixed:K`, `seed` (adaptive block sizes) or `budget` (by the worth of draft
+    tokens on this device). `draft` is a draft file of the model; `NAME:FOLDER`, a text model with
+    the same vocabulary; or `lookup`. Empty is the model's own draft, else `lookup`.
 
-    Adapters: `adapters` is a folder of adapter files by name, besides the model's own, read on
-    first use. The host caches `adapter_cache_bytes` of them, and at least `adapter_slots`; so many
-    are on the device at a time, each of rank `max_adapter_rank` at most.
+    Adapters: `adapters` is a folder of adapter files besides the model's own. The host caches
+    `adapter_cache_bytes` of them; `adapter_slots` are on the device at a time.
     """
 
     model: str = "legato-tiny"
@@ -72,7 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int = 0  # 0: the model's own, for text models at most 8192
     adapters: str = ""
     adapter_slots: int = 8
-    max_adapter_rank: int = 64  # at most `MAX_ADAPTER_RANK`
+    max_adapter_rank: int = 64
     adapter_cache_bytes: int = 256 * 1024 * 1024
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto, f32, bf16
@@ -89,8 +87,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int = 0
     kv_memory_fraction: float = 0.6
     crops_per_launch: int = 5  # 0: never split an image
-    max_prefill_rows: int = 0  # at most `MAX_PREFILL_ROWS`
-    pictures_per_launch: int = 4  # at most `MAX_IMAGES_PER_LAUNCH`
+    max_prefill_rows: int = 0
+    pictures_per_launch: int = 4
     vision_dtype: str = "auto"  # auto (as dtype), fp8
     kv_dtype: str = "auto"  # auto (fp8 if the weights have scales), model (as dtype), fp8
     max_image_pixels: int = 40_000_000
@@ -99,7 +97,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     image_hold_bytes: int = 1024 * 1024 * 1024
     preprocess_threads: int = 2
     heartbeat_interval: float = 0.2
-    latency_policy: str = "auto"  # of all processes, see `ipc.latency_policy`
+    latency_policy: str = "auto"
     cuda_graphs: bool = True
     trace_steps: int = 4096  # launches in the timeline's ring
     null_step_ms: float = 0.0
@@ -125,10 +123,10 @@ def check(config: EngineConfig) -> None:
 
 
 def max_block_size(setting: str) -> int:
-    """Most draft tokens of a row: 0 with `off`, 8 with `seed` and `budget`, K with `fixed:K`.
+    """Most draft tokens of a row.
 
     Raises:
-        InvalidField: any other setting.
+        InvalidField: the setting is unknown.
     """
     if setting in ("seed", "budget"):
         return _ADAPTIVE_BLOCK

@@ -1,8 +1,4 @@
-"""Requests and results, which all rooms share.
-
-All are frozen values without torch and without transport that can be sent between processes (see
-`ipc.messages`).
-"""
+"""Requests and results: frozen values without torch or transport."""
 
 from __future__ import annotations
 
@@ -12,21 +8,21 @@ import msgspec
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Base of values that are sent between processes; the class name is the tag."""
+    """Base of values sent between processes; the class name is the tag."""
 
 
 # ---------------------------------------------------------------- geometry (normalised, 0..1)
 
 
 class Point(Value, frozen=True):
-    """A point in the displayed image, origin top-left, x right, y down, both in 0..1."""
+    """A point in the displayed image: origin top-left, y down, 0..1."""
 
     x: float
     y: float
 
 
 class Box(Value, frozen=True):
-    """An axis-aligned box in the displayed image, 0..1, `x_min <= x_max`, `y_min <= y_max`."""
+    """A box in the displayed image, 0..1; `x_min <= x_max`, `y_min <= y_max`."""
 
     x_min: float
     y_min: float
@@ -49,7 +45,7 @@ class CaptionLength(enum.StrEnum):
 
 
 class Turn(Value, frozen=True):
-    """An earlier question and answer of a conversation."""
+    """An earlier question and answer."""
 
     question: str
     answer: str
@@ -58,8 +54,7 @@ class Turn(Value, frozen=True):
 class QueryTask(Value, frozen=True):
     """Answer a question, about the image if there is one.
 
-    `history` are the earlier turns of the conversation, `system` is the system message. The image
-    precedes the first question; `shows_image` requires one.
+    The image precedes the first question of `history`; `shows_image` requires one.
     """
 
     question: str
@@ -77,7 +72,7 @@ class CaptionTask(Value, frozen=True):
 
 
 class DetectTask(Value, frozen=True):
-    """Find the boxes of all instances of `object`."""
+    """Find all instances of `object`."""
 
     object: str
     max_objects: int | None = None
@@ -102,10 +97,10 @@ TaskSpec = QueryTask | CaptionTask | DetectTask | PointTask | SegmentTask
 
 
 class SamplingParams(Value, frozen=True):
-    """Sampling parameters of a request; None is the task's default (greedy for spatial tasks).
+    """Sampling parameters; None is the task's default (greedy for spatial tasks).
 
-    `temperature` 0 is greedy; `top_p` is in (0, 1]; `top_k` 0 or None is off. `seed` None derives
-    the seed from the request's name, so that a retry has the same result.
+    `top_p` is in (0, 1]; `temperature` 0 is greedy. `seed` None derives it from the request's name,
+    so that a retry has the same result.
     """
 
     temperature: float | None = None
@@ -120,7 +115,7 @@ class SamplingParams(Value, frozen=True):
 
 
 class PixelFormat(enum.StrEnum):
-    """Supported layouts of raw pixels."""
+    """Layouts of raw pixels."""
 
     RGB8 = "rgb8"
     BGR8 = "bgr8"
@@ -132,9 +127,9 @@ class PixelFormat(enum.StrEnum):
 
 
 class BlobRef(Value, frozen=True):
-    """Bytes in shared memory: a file's name and its number of valid bytes.
+    """A file in shared memory, of which `size` bytes are valid.
 
-    Files of their own have generation 0; others are segments that are reused, see `segment_pool`.
+    Generation 0 is a file of its own, any other a reused segment (`segment_pool`).
     """
 
     name: str
@@ -143,7 +138,7 @@ class BlobRef(Value, frozen=True):
 
 
 class EncodedImage(Value, frozen=True):
-    """A JPEG, PNG or WebP file in a blob; `mime_type` is detected from its bytes."""
+    """An image file in a blob; `mime_type` is detected from its bytes."""
 
     blob: BlobRef
     mime_type: str
@@ -160,7 +155,7 @@ class RawImage(Value, frozen=True):
 
 
 class CachedImage(Value, frozen=True):
-    """An image that the engine has, by the id in its `ImageInfo`."""
+    """An image in the engine, by id."""
 
     image_id: str
 
@@ -170,7 +165,7 @@ WITH_BLOB = (EncodedImage, RawImage)  # kinds that own a blob
 
 
 class ImageInfo(Value, frozen=True):
-    """The id of an image and its size after EXIF orientation."""
+    """An image; its size is after EXIF orientation."""
 
     image_id: str
     width: int
@@ -184,42 +179,38 @@ class ImageInfo(Value, frozen=True):
 class RequestKey(
     msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, cache_hash=True
 ):
-    """The identity of a request in all processes of a server."""
+    """The identity of a request in all processes."""
 
     caller_id: str
     """Given by the caller, else made up by the service; unique within its tenant."""
 
     tenant: str = ""
     part: str = ""  # of a call of several: "2" of RunTasks, frame and task "7.0" of a session
-    worker: int = 0  # number of the service process; 0 is the first
+    worker: int = 0  # number of the service process
 
     @property
     def name(self) -> str:
-        """`tenant/caller_id#part`: the same from every service process. Seeds derive from it."""
+        """The same from every service process; seeds derive from it."""
         name = f"{self.tenant}/{self.caller_id}" if self.tenant else self.caller_id
         return f"{name}#{self.part}" if self.part else name
 
     @property
     def call(self) -> RequestKey:
-        """The key that all parts of a call share."""
         return self.with_part("")
 
     def with_part(self, part: str) -> RequestKey:
-        """The key of this part of the same call."""
         return RequestKey(self.caller_id, self.tenant, part, self.worker)
 
     def matches(self, target: RequestKey) -> bool:
-        """Whether `target` means this request; without a tenant, it means those of all tenants."""
+        """Without a tenant, `target` matches the requests of all tenants."""
         return self.caller_id == target.caller_id and target.tenant in ("", self.tenant)
 
 
 class Request(Value, frozen=True):
-    """One task on at most one image, as the service sends it to the engine.
+    """One task on at most one image.
 
-    `deadline` is in absolute `time.monotonic()` seconds, one clock for all processes of a host.
-    Waiting requests of a higher `priority` start first. Without `deltas` only the whole result is
-    sent, which includes all of them; without `progress` `Queued` and `Started` are not sent either.
-    With `return_tokens` every token is sent, with its probability if `logprobs`.
+    `deadline` is in `time.monotonic()` seconds, one clock for all processes of a host. A higher
+    `priority` starts first. Without `progress`, `Queued` and `Started` are not sent.
     """
 
     request_id: RequestKey
@@ -238,7 +229,6 @@ class Request(Value, frozen=True):
 
     @property
     def tenant(self) -> str:
-        """The tenant whose quota the request counts against."""
         return self.request_id.tenant
 
 
@@ -255,10 +245,10 @@ class FinishReason(enum.StrEnum):
 
 
 class TokenInfo(Value, frozen=True):
-    """One sampled token and its text, empty while a character is incomplete, or its value.
+    """A sampled token and its text, empty while a character is incomplete, or its value.
 
-    `logprob` is the natural logarithm of its probability at temperature 1 among the tokens that its
-    constraint allows, times that of its value; None unless requested.
+    `logprob` is the natural logarithm of its probability at temperature 1 under its constraint,
+    times that of its value.
     """
 
     token_id: int
@@ -269,14 +259,14 @@ class TokenInfo(Value, frozen=True):
 
 
 class TextDelta(Value, frozen=True):
-    """New text of an answer or caption, not cumulative."""
+    """New text of an answer or caption."""
 
     text: str
     tokens: tuple[TokenInfo, ...] = ()
 
 
 class Grounding(Value, frozen=True):
-    """Points that ground a span of the reasoning text, by character offsets."""
+    """Points of a span of the reasoning, in characters."""
 
     start_index: int
     end_index: int
@@ -284,7 +274,7 @@ class Grounding(Value, frozen=True):
 
 
 class ReasoningDelta(Value, frozen=True):
-    """New reasoning text, and the groundings that end in it."""
+    """New reasoning, and the groundings that end in it."""
 
     text: str
     grounding: tuple[Grounding, ...] = ()
@@ -292,14 +282,14 @@ class ReasoningDelta(Value, frozen=True):
 
 
 class PointEvent(Value, frozen=True):
-    """A point, sent in the step that completes it."""
+    """A completed point."""
 
     point: Point
     label: str
 
 
 class ObjectEvent(Value, frozen=True):
-    """A box, sent in the step that completes it."""
+    """A completed box."""
 
     box: Box
     label: str
@@ -314,7 +304,7 @@ class OutlineEvent(Value, frozen=True):
 
 
 class TokensDelta(Value, frozen=True):
-    """Tokens without complete text; only sent with `return_tokens`."""
+    """Tokens without complete text."""
 
     tokens: tuple[TokenInfo, ...]
 
@@ -367,7 +357,7 @@ TaskResult = QueryResult | CaptionResult | DetectResult | PointResult | SegmentR
 
 
 class Usage(Value, frozen=True):
-    """Numbers of tokens; `cached_tokens` of the input came from the prefix cache."""
+    """Numbers of tokens; `cached_tokens` came from the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -391,10 +381,7 @@ class Timings(Value, frozen=True):
 
 
 class PromptToken(msgspec.Struct, frozen=True):
-    """An input position: a token id, and the value of tokens that have one.
-
-    Only the model interprets `payload`.
-    """
+    """An input position; only the model interprets `payload`."""
 
     token_id: int
     payload: tuple[float, float] = (0.0, 0.0)

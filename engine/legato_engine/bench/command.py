@@ -30,7 +30,6 @@ _COMPARED = ("query", "detect")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print tables, or their figures as JSON; return the exit code."""
     arguments = _parse(argv)
     config = model_config(arguments)
     max_streams = max(arguments.streams)
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure_task(
     assembly: Assembly, arguments: argparse.Namespace, task: str, context: int
 ) -> list[Comparison]:
-    """Return a row per number of streams. Raises as `decode_phase.measure`.
+    """Return a row per number of streams.
 
     One stream is always measured, because a batch's row share is relative to it.
     """
@@ -98,7 +97,6 @@ def common_context(assembly: Assembly) -> int:
 
 
 def task_figures(rows: Sequence[Comparison]) -> list[dict[str, float]]:
-    """Return the pipelined periods of both tasks in ms, and their ratio, by number of streams."""
     free, constrained = (
         {row.streams: row for row in rows if row.task == task} for task in _COMPARED
     )
@@ -137,7 +135,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose the model and the device."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--model", default="legato-tiny")
     parser.add_argument("--weights", default="")
@@ -152,7 +149,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def model_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Return the configuration of those options; the rest is as in a server."""
     return EngineConfig(
         model=arguments.model,
         weights=arguments.weights,

@@ -1,8 +1,8 @@
 """The decode phase of a workload, blocking and pipelined, with the cost model's prediction.
 
-Every stream is prefilled before the first decode, and all end in the same step: the phase has full
-batches only. It is timed from the commit of its first step to the last commit. At depth 2 this
-includes a step in which all rows are zombies.
+Every stream is prefilled before the first decode, and all end in the same step, so batches are
+full. The phase is timed from its first commit to its last. At depth 2 this includes a step in which
+all rows are zombies.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ from legato_engine.telemetry.step_stats import step_parts
 from legato_engine.telemetry.timeline import Step, StepFeed, Timeline
 
 DEPTHS = (1, 2)
-MIN_LENGTH = 4  # tokens; shorter requests do not have two full steps
+MIN_LENGTH = 4  # shorter requests do not have two full steps
 _NS_PER_MS = 1e6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCost:
-    """Medians over `num_steps` steps of one depth, in milliseconds; see `step_stats.StepParts`.
-
-    `tick` is its `bookkeeping`, `blocking_estimate` its `blocking`, which at depth 1 should equal
-    the period.
-    """
+    """Medians over `num_steps` steps of one depth, in milliseconds; see `step_stats.StepParts`."""
 
     forward: float
     sampling: float
@@ -47,8 +43,7 @@ class StepCost:
 class Measurement:
     """The figures of one number of streams, by depth.
 
-    `seconds` is the median duration of the decode phase. `length` is in tokens per request,
-    `context` the position of the first of them.
+    `seconds` is the median duration of the decode phase, `context` the position of the first token.
     """
 
     task: str
@@ -66,7 +61,7 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """One row of the tables; `tokens_per_second` is by depth, `length` is L.
+    """One row of the tables.
 
     `predicted` and `observed` are ratios of throughput in the decode phase, where zombies cost one
     whole step. `predicted_serving` is for requests that end one by one; their zombies cost rows.
@@ -87,10 +82,7 @@ class Comparison:
 def measure(
     assembly: Assembly, *, task: str, streams: int, length: int, context: int, repeats: int
 ) -> Measurement:
-    """Measure both depths in the order 1 2 2 1, after a warm-up run of each.
-
-    Raises as `Workload`, `decode_phase` and `step_cost`.
-    """
+    """Measure both depths in the order 1 2 2 1, after a warm-up of each."""
     workload = Workload(assembly, kind=task, count=streams, length=length, context=context)
     steps: dict[int, list[Step]] = {depth: [] for depth in DEPTHS}
     costs: dict[int, StepCost] = {}
@@ -116,7 +108,7 @@ def measure(
 
 
 def run(assembly: Assembly, workload: Workload, depth: int) -> list[Step]:
-    """Run a workload, all prefills first and unshared; return its launches."""
+    """Run a workload, all prefills first and unshared."""
     sequences = workload.sequences()
     timeline = Timeline(capacity=4 * workload.num_tokens + len(sequences))
     feed = StepFeed(assembly.runner.times, (timeline,))
@@ -134,11 +126,7 @@ def run(assembly: Assembly, workload: Workload, depth: int) -> list[Step]:
 
 
 def decode_phase(steps: Sequence[Step], streams: int) -> list[Step]:
-    """Return the launches after the last prefill.
-
-    Raises:
-        ValueError: one of them does not have `streams` rows.
-    """
+    """Return the launches after the last prefill, all of `streams` rows."""
     kinds = [step.record.launch.plan.kind for step in steps]
     num_others = max(i for i, kind in enumerate(kinds) if kind is LaunchKind.PREFILL) + 1
     phase = list(steps[num_others:])
@@ -148,11 +136,7 @@ def decode_phase(steps: Sequence[Step], streams: int) -> list[Step]:
 
 
 def step_cost(steps: Sequence[Step], streams: int) -> StepCost:
-    """Return medians over pairs of consecutive decode launches of `streams` rows.
-
-    Raises:
-        ValueError: there is no such pair.
-    """
+    """Return medians over pairs of consecutive decode launches of `streams` rows."""
     parts = [
         step_parts(previous, step)
         for previous, step in itertools.pairwise(steps)
@@ -185,7 +169,7 @@ def _follows(previous: Step, step: Step) -> bool:
 
 
 def compare(measurement: Measurement, forward_single: float) -> Comparison:
-    """Return prediction and observation; `forward_single` is one stream's forward in ms."""
+    """Compare with the prediction; `forward_single` is one stream's forward in ms."""
     blocking, pipelined = (measurement.costs[depth] for depth in DEPTHS)
     share = row_share(pipelined.forward, forward_single, measurement.streams)
     num_steps = measurement.length - 1  # timed at depth 2, with the step of zombies

@@ -1,4 +1,4 @@
-"""The figures of a benchmark as tables for a terminal."""
+"""The figures of a benchmark as tables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from legato_engine.bench.decode_phase import DEPTHS, Comparison
 
 
 def full_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
-    """Return both tables: the parts of a step, and blocking against pipelined."""
     return step_table(rows, title), speedup_table(rows, title)
 
 
 def step_table(rows: Sequence[Comparison], title: str) -> Table:
-    """Return a table of the parts of a pipelined step."""
     heads = ("forward ms", "sampling ms", "period ms", "idle ms", "tick ms", "wait ms")
     table = _table(f"A pipelined step: {title}", ("task", "streams", "context", *heads))
     for row in rows:
@@ -28,7 +26,6 @@ def step_table(rows: Sequence[Comparison], title: str) -> Table:
 
 
 def speedup_table(rows: Sequence[Comparison], title: str) -> Table:
-    """Return a table of the decode phase, blocking and pipelined, predicted and observed."""
     heads = (
         *("task", "streams", "blocking ms", "pipelined ms", "L", "predicted", "observed"),
         *("blocking tok/s", "pipelined tok/s", "blocking idle ms"),
@@ -50,7 +47,7 @@ def speedup_table(rows: Sequence[Comparison], title: str) -> Table:
 
 
 def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]:
-    """Return the two tables of Photon's article on pipelined decoding, with its rounding."""
+    """Tables as in Photon's article on pipelined decoding, with its rounding."""
     parts = _table(title, ("", "forward (ms)", "sampling (ms)", "period (ms)"))
     heads = ("", "blocking (ms)", "pipelined (ms)", "L", "predicted", "observed")
     gains = _table(title, heads)
@@ -70,7 +67,6 @@ def photon_tables(rows: Sequence[Comparison], title: str) -> tuple[Table, Table]
 
 
 def task_table(figures: Sequence[dict[str, float]], title: str) -> Table:
-    """Return a table of `command.task_figures`: constrained steps against free ones."""
     heads = ("streams", "context", "query ms", "detect ms", "detect over text")
     table = _table(f"Constrained steps: {title}", heads)
     for row in figures:

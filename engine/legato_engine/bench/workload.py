@@ -39,8 +39,8 @@ _IN_FLIGHT = 2  # tokens that a task may still sample after its end
 class FixedLengthTask:
     """Ends with its `length`-th token; the inner task reads tokens until its own end.
 
-    The scheduler cannot foresee the end, so each request leaves a zombie. `constraints` maps each
-    constraint of the inner task to its replacement.
+    The scheduler cannot foresee the end, so each request leaves a zombie. `constraints` replace
+    those of the inner task.
     """
 
     def __init__(
@@ -57,28 +57,23 @@ class FixedLengthTask:
         self.finish_reason: FinishReason | None = None
 
     def constraint(self) -> int:
-        """Return the constraint that replaces the inner task's."""
         return self._constraints[self._inner.constraint()]
 
     def consume(self, token: SampledToken) -> Many[Event]:
-        """Pass the token to the inner task until that ends."""
         self._remaining -= 1
         if self._remaining == 0:
             self.finish_reason = FinishReason.STOP
         return self._inner.consume(token) if self._inner.finish_reason is None else ()
 
     def result(self, finish_reason: FinishReason) -> TaskResult:
-        """Return the inner task's result."""
         return self._inner.result(finish_reason)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Those of the inner task."""
         return self._inner.reasoning_tokens
 
 
 def fixed_length(sequence: Sequence, length: int, context: int, constraints: Many[int]) -> Sequence:
-    """Return the sequence with `length` tokens and its prompt repeated up to `context`."""
     missing = max(0, context - sequence.prompt_length)
     prompt = (*itertools.islice(itertools.cycle(sequence.prompt), missing), *sequence.prompt)
     task = FixedLengthTask(sequence.task, length, prompt, constraints)
@@ -86,10 +81,9 @@ def fixed_length(sequence: Sequence, length: int, context: int, constraints: Man
 
 
 class Workload:
-    """`count` equal requests of `length` tokens; `kind` is one of `KINDS`.
+    """`count` equal requests of `length` tokens, their prompt repeated up to position `context`.
 
-    The prompt is repeated up to position `context`; 0 leaves it as it is. Requests share no page,
-    so a step reads every row's context.
+    Requests share no page, so a step reads every row's context.
 
     Raises:
         InvalidField: the prompt alone is longer than `context`, or no task can be made of it.
@@ -115,11 +109,9 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all requests generate together."""
         return self._count * self._length
 
     def sequences(self) -> list[Sequence]:
-        """Return new sequences in the order to submit."""
         return [self._sequence(index) for index in range(self._count)]
 
     def _sequence(self, index: int) -> Sequence:
@@ -146,9 +138,9 @@ class Workload:
 
 
 def endless(constraints: Many[Constraint]) -> tuple[int, ...]:
-    """Return, for each constraint, the one to use so that a list never ends.
+    """Replace each constraint by the widest that allows a proper subset of its tokens.
 
-    That is the widest one that allows a proper subset of its tokens, such as only to continue.
+    A list then never ends.
     """
     return tuple(_narrowed(constraints, index) for index in range(len(constraints)))
 

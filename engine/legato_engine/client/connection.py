@@ -1,4 +1,4 @@
-"""A service process's connection to the engine, and its open requests."""
+"""A service process's connection to the engine."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ _log = structlog.get_logger()
 class EngineConnection(EngineMonitor):
     """Sends requests to the running engine and routes its outputs.
 
-    Belongs to one event loop. Image bytes travel through `blobs`; the connection owns the blob of a
-    submitted request and discards it. `number` is that of this service process; the first is 0.
+    Belongs to one event loop. Owns and discards the blobs of submitted requests.
     """
 
     def __init__(self, namespace: str, policy: LatencyPolicy, number: int = 0) -> None:
@@ -83,7 +82,7 @@ class EngineConnection(EngineMonitor):
         self.last_heartbeat = time.monotonic()
 
     def drain(self) -> None:
-        """Refuse new requests and finish the open ones; a lost engine is not restarted any more."""
+        """Refuse new requests and finish the open ones; a lost engine is not restarted."""
         if self.state is not EngineState.STOPPED:
             self._set_state(EngineState.DRAINING)
 
@@ -100,21 +99,16 @@ class EngineConnection(EngineMonitor):
 
     @property
     def num_open(self) -> int:
-        """Requests that were submitted and have not ended."""
         return len(self._streams)
 
     def expect(self) -> None:
-        """Announce a request, so that both processes poll for it instead of sleeping.
-
-        Only with `LatencyPolicy.busy_poll` and while no request is open. Polling ends shortly after
-        the request, because its client often sends the next one at once, or when it is not short.
-        """
+        """Announce a request, so that both processes poll for it instead of sleeping."""
         if self._policy.busy_poll and not self._streams and self.state is EngineState.READY:
             self._send(Expect())
             self._busy_poll.extend(EXPECTED_REQUEST)
 
     def submit(self, request: Request) -> RequestStream:
-        """Send a request to the engine and register its stream; its blob is always discarded.
+        """Send a request and register its stream; its blob is always discarded.
 
         Raises:
             EngineStarting: the engine is not ready yet.
@@ -132,8 +126,8 @@ class EngineConnection(EngineMonitor):
             raise
         stream = RequestStream(request, on_abort=self._on_abort, on_stop=self._on_stop)
         self._streams[request.request_id] = stream
-        # Requests of one turn of the loop are sent together. A lone one is sent a turn earlier, and
-        # so may be one without progress, because its call has no other.
+        # A lone request is sent a turn earlier, and so may be one without progress, because its
+        # call has no other.
         lone = len(self._streams) == 1
         quick = self._policy.send_at_once and not request.progress
         self._send(Submit(request=request), at_once=lone or quick)
@@ -146,7 +140,7 @@ class EngineConnection(EngineMonitor):
     async def hold(self, command: HoldImage) -> ImageHeld:
         """Have the engine hold an image; its blob is always discarded.
 
-        Cancellation aborts the command; an image that is already held stays for its time.
+        Cancellation aborts the command, but does not end a hold.
 
         Raises:
             QuotaExceeded: the owner's quota of bytes is used up.
@@ -174,13 +168,10 @@ class EngineConnection(EngineMonitor):
         await self._commands.call(msgspec.structs.replace(command, request_id=key))
 
     async def stop_elsewhere(self, target: RequestKey | None = None) -> int:
-        """Stop other service processes' requests that match `target`, or all; return how many.
-
-        They end as after `RequestStream.stop`.
+        """Stop matching requests of other service processes, or all; return how many.
 
         Raises:
-            EngineStarting: the engine is not ready yet.
-            EngineLost: there is no engine, or it died before its reply.
+            EngineStarting, EngineLost: there is no engine, or it died before its reply.
         """
         self._check_alive()
         if self._transport is None:
@@ -273,7 +264,7 @@ class EngineConnection(EngineMonitor):
     def _reconnect(self) -> None:
         try:
             self.connect(self._endpoint)
-        except OSError as error:  # the first service process is gone, and ends this one too
+        except OSError as error:  # the first service process is gone, and ends this one
             _log.error("engine_unreachable", error=str(error))
 
     def _disconnect(self) -> None:

@@ -1,4 +1,4 @@
-"""The connection of the first service process, which also runs the engine process."""
+"""The connection of the first service process, which runs the engine process."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _log = structlog.get_logger()
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """When a hanging engine is aborted, and when a dead one is restarted; in seconds.
+    """Seconds after which a hanging engine is aborted, and a dead one restarted.
 
     An engine is aborted after `silence` without a heartbeat, or `stuck` without a step while work
-    is pending. While it loads, `loading` replaces `silence`, because importing a library from a
-    slow disk blocks its interpreter.
+    is pending. While it loads, `loading` replaces `silence`, because importing from a slow disk
+    blocks its interpreter.
     """
 
     silence: float = 10.0
@@ -47,8 +47,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 class EngineClient(EngineConnection):
     """Runs the engine process, restarts it when it dies, and stays connected to it.
 
-    Other service processes connect to the same engine with `EngineConnection` at `endpoint`; the
-    namespaces of their blobs begin with that of `blobs`.
+    Other service processes connect with `EngineConnection` at `endpoint`; their blobs' namespaces
+    begin with that of `blobs`.
     """
 
     def __init__(
@@ -73,11 +73,10 @@ class EngineClient(EngineConnection):
         self._step_moved = 0.0
         self._ready_at = 0.0
         self.restarts = 0
-        self.unservable = False  # the configuration cannot be served
+        self.unservable = False
 
     @property
     def endpoint(self) -> str:
-        """Where other service processes connect to the engine."""
         return self._listeners.endpoint
 
     # ------------------------------------------------------------ lifecycle
@@ -135,7 +134,6 @@ class EngineClient(EngineConnection):
             self._set_state(EngineState.STARTING)
 
     async def _run_once(self) -> int:
-        """Run one engine from spawn to exit, then kill its process group; return the exit code."""
         self._disconnect()  # else rejecting pending connections would end this one, too
         self._listeners.reject_pending()
         self.connect(self.endpoint)

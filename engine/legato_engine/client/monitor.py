@@ -1,4 +1,4 @@
-"""The state of the engine, as a service process knows it from the engine's messages."""
+"""The state of the engine, known from its messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = structlog.get_logger()
 
 
 class EngineState(enum.StrEnum):
-    """The state of the engine and of the connection to it."""
+    """The state of the engine and its connection."""
 
     STARTING = "starting"
     READY = "ready"
@@ -39,10 +39,10 @@ class EngineMonitor:
         self.progress = Loading(stage="start", fraction=0.0)
 
     async def wait_ready(self) -> None:
-        """Return once the state is `READY`.
+        """Wait for `READY`.
 
         Raises:
-            Draining: the engine is draining or stopped and will not be ready.
+            Draining: the engine is draining or stopped.
         """
         changed = asyncio.Event()
         unsubscribe = self.subscribe(lambda _: changed.set())

@@ -1,4 +1,4 @@
-"""Commands with one reply, and the callers that await each."""
+"""Commands with one reply."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class PendingCommands:
         self._replies: dict[RequestKey, asyncio.Future[Reply]] = {}
 
     def __len__(self) -> int:
-        """Commands without a reply yet."""
         return len(self._replies)
 
     async def call(self, command: RepliedCommand) -> Reply:
@@ -39,7 +38,7 @@ class PendingCommands:
         Nothing is awaited before the command is sent.
 
         Raises:
-            LegatoError: the error of the engine's `Failed`, or of `fail`.
+            LegatoError: the error of `Failed`, or of `fail`.
         """
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[command.request_id] = reply
@@ -63,7 +62,6 @@ class PendingCommands:
             reply.set_result(output)
 
     def fail(self, error: LegatoError) -> None:
-        """Fail all pending commands."""
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(error)

@@ -28,8 +28,7 @@ StreamOutput = Queued | Started | Delta | Done
 class RequestStream(msgspec.Struct, eq=False):
     """Yields `Queued`? `Started` `Delta`* `Done`; a failure is raised once instead.
 
-    Unread deltas are merged into one. Cancelling a pending read loses nothing. One reader at a
-    time.
+    Unread deltas are merged. Cancelling a pending read loses nothing. One reader at a time.
     """
 
     request: Request
@@ -43,13 +42,12 @@ class RequestStream(msgspec.Struct, eq=False):
 
     @property
     def request_id(self) -> RequestKey:
-        """The key of the request."""
         return self.request.request_id
 
     def abort(self, error: LegatoError | None = None) -> None:
         """Abort the request in the engine and drop unread outputs. Idempotent.
 
-        If the request had not ended, its reader gets `error`, or the end without one.
+        Its reader gets `error`, or the end without one.
         """
         self._pending.clear()
         if not self.ended:
@@ -57,10 +55,7 @@ class RequestStream(msgspec.Struct, eq=False):
             self.on_abort(self)
 
     def stop(self) -> None:
-        """Have the engine end the request now: `Done` says CANCELLED, with the partial result.
-
-        Idempotent, and without effect after the end.
-        """
+        """Have the engine end the request now with its partial result. Idempotent."""
         if not self.ended:
             self.on_stop(self)
 
@@ -87,8 +82,8 @@ class RequestStream(msgspec.Struct, eq=False):
     def done(self) -> asyncio.Future[Done]:
         """Return a future of the request's `Done`; earlier outputs are dropped.
 
-        It fails with the request's error, or with `InternalError` when the stream was aborted or
-        read to its end. Not a coroutine, because every call waits here and a future is cheaper.
+        It fails with the request's error, or `InternalError` after the end. A future is cheaper
+        than a coroutine, and every call waits here.
         """
         result: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         if self.ended:
@@ -99,7 +94,6 @@ class RequestStream(msgspec.Struct, eq=False):
         return result
 
     def feed(self, output: StreamOutput | Failed) -> None:
-        """Add the next output from the engine; used by the connection."""
         if self.ended:
             return
         if isinstance(output, Done):
@@ -111,7 +105,7 @@ class RequestStream(msgspec.Struct, eq=False):
             self._wake()
 
     def fail(self, error: LegatoError) -> None:
-        """End with `error`, after unread outputs; used by the connection."""
+        """End with `error`, after unread outputs."""
         if not self.ended:
             self._end(error)
 

@@ -1,4 +1,4 @@
-"""Child processes: start, end and restart delays, and the child's binding to its parent."""
+"""Child processes: start, end and restart delays."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PR_SET_PDEATHSIG = 1
 EXIT_UNSERVABLE = os.EX_CONFIG
 """Exit code of an engine whose configuration cannot be served; a restart would not help."""
 
-_ABORT_GRACE = 2.0  # seconds to dump stacks after SIGABRT
+_ABORT_GRACE = 2.0  # seconds to dump stacks
 
 
 class Backoff:
-    """Exponential delays: `first`, doubled per crash, at most `cap`; a run of `stable` resets."""
+    """Exponential delays, doubled per crash; a run of `stable` seconds resets them."""
 
     def __init__(self, *, first: float, cap: float, stable: float) -> None:
         self._first = first
@@ -28,7 +28,6 @@ class Backoff:
         self._next = first
 
     def delay_after(self, uptime: float) -> float:
-        """Seconds to wait before restarting a process that was ready for `uptime` seconds."""
         if uptime >= self._stable:
             self._next = self._first
         delay = self._next
@@ -60,27 +59,24 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether its exit has not been seen yet."""
         return self._process.returncode is None
 
     async def wait(self) -> int:
-        """Wait for the exit; return the exit code, negative for a signal."""
+        """Return the exit code, negative for a signal."""
         return await self._process.wait()
 
     async def abort(self) -> None:
-        """End a process that hangs: SIGABRT makes it write its stacks, then `kill`."""
+        """End a process that hangs."""
         if self.alive:
             self._process.send_signal(signal.SIGABRT)
             await self.wait_at_most(_ABORT_GRACE)
         self.kill()
 
     async def wait_at_most(self, seconds: float) -> None:
-        """Wait for the exit, for `seconds` at most."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(self.wait())), seconds)
 
     def kill(self) -> None:
-        """Send SIGKILL to what is left of the process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -88,7 +84,7 @@ class ChildProcess:
 def bind_to_parent(parent: int) -> None:
     """In a child, first of all: ignore stop signals, and die with the parent.
 
-    A terminal or a service manager signals all processes; only the parent acts on that.
+    A terminal signals all processes; only the parent acts on that.
     """
     faulthandler.enable()  # SIGABRT writes the stacks
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Adapters by name, read from folders on threads of their own."""
+"""Adapters by name, read from folders."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class _Version(NamedTuple):
 class AdapterStore:
     """Finds `NAME.safetensors` or `NAME.pt` in the first folder that has it.
 
-    Every `start` checks the file and reads new content; older requests keep the old content.
-    Adapters stay in an LRU cache of `cache_bytes`.
+    Every `start` checks the file for new content; older requests keep the old content.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class AdapterStore:
         return future
 
     def close(self) -> None:
-        """Drop what has not started and stop the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _get(self, name: str) -> Adapter:
@@ -80,7 +78,6 @@ class AdapterStore:
         raise AdapterNotFound("this server has no such adapter", resource=name)
 
     def _from(self, path: Path) -> Adapter:
-        """Return the adapter of a file, from the cache if the file has not changed."""
         if not stat.S_ISREG(path.stat().st_mode):
             raise FileNotFoundError(path)
         with path.open("rb") as file:

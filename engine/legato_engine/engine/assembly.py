@@ -52,9 +52,9 @@ from legato_engine.speculative.proposer import Proposer
 
 Progress = Callable[[str, float], None]
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-_UNCACHED_PIXELS = 64 * 1024 * 1024  # bytes of images outside of the cache: pending, leased
+_UNCACHED_PIXELS = 64 * 1024 * 1024  # bytes of pending and leased images
 _MAX_INLINE_PIXELS = 1024 * 1024  # decoded in about six milliseconds
-_WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6  # of the progress of a start
+_WEIGHTS_FROM, _WEIGHTS_SHARE = 0.1, 0.6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,16 +67,15 @@ class Assembly:
     device: Device
     runner: ModelRunner
     kv: KVCache
-    num_pages: int  # of `kv`, that a scheduler uses
+    num_pages: int  # at most those of `kv`
     adapter_folders: tuple[Path, ...]
-    bank: AdapterBank | None  # None without adapter folders, or if the model takes no adapters
-    draft: Path | None  # the draft model of the bundle
-    refiner: MaskRefiner | None  # None: outlines are not refined
+    bank: AdapterBank | None  # None if the engine takes no adapters
+    draft: Path | None
+    refiner: MaskRefiner | None
     costs: CostTable | None  # of decode steps, if draft lengths are chosen by them
 
     @property
     def info(self) -> ModelInfo:
-        """What the engine serves."""
         prompt = self.frontend.prefix_length(has_image=True) + 1
         return ModelInfo(
             name=self.frontend.name,
@@ -137,7 +136,7 @@ class Assembly:
         wake: Callable[[], None],
         observer: Observer | None = None,
     ) -> EngineCore:
-        """Return an engine that serves this model; `wake` is called on other threads."""
+        """Make an engine; `wake` is called on other threads."""
         config = self.config
         cache = ImageCache[PreparedImage](config.image_cache_bytes)
         preprocessor = Preprocessor(
@@ -188,7 +187,7 @@ class Assembly:
 
 
 def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: None) -> Assembly:
-    """Open the device, load the weights, build the runner and warm it up.
+    """Load the model on its device, build the runner and warm it up.
 
     Raises:
         LegatoError: the model or device does not exist, or a setting cannot be served.
@@ -224,8 +223,6 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
 
 def speculating(assembly: Assembly, setting: str, proposer: Proposer | None = None) -> Assembly:
     """Return the same model and KV cache with another `speculation`; use one of both at a time.
-
-    Without `proposer` the configuration decides.
 
     Raises:
         InvalidField: the setting is unknown, or the draft cannot be used.

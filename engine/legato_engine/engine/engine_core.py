@@ -48,8 +48,7 @@ _log = structlog.get_logger()
 class EngineCore:
     """Prepares images and adapters, builds sequences and drives the scheduler.
 
-    Single-threaded: all methods belong to the thread that calls `step`. The scheduler itself
-    enforces the deadlines of its sequences and counts its queue.
+    Belongs to one thread. The scheduler enforces the deadlines of its sequences.
     """
 
     def __init__(
@@ -91,14 +90,13 @@ class EngineCore:
             self._schedule(pending)
 
     def abort(self, request_id: RequestKey) -> None:
-        """End a request without output; unknown ids are ignored."""
         request = self._requests.remove(request_id)
         if request is not None:
             request.cancel()
             self._scheduler.abort(request_id)
 
     def stop(self, request_id: RequestKey) -> None:
-        """End a request now with the result it has; unknown ids and leases are ignored."""
+        """End a request now with the result it has; ignore leases."""
         match self._requests.get(request_id):
             case PendingRequest() as request:
                 self._requests.remove(request_id)
@@ -111,7 +109,6 @@ class EngineCore:
                 self._refinements.finish_unrefined(request)
 
     def hold(self, command: HoldImage) -> None:
-        """Start to lease an image."""
         try:
             if not self._frontend.takes_images:
                 raise TaskUnsupported("this model takes no images", task="image")
@@ -121,23 +118,19 @@ class EngineCore:
             self._leases.fail(command.request_id, error)
 
     def drop(self, command: DropImage) -> None:
-        """End the lease of an image."""
         self._leases.drop(command)
 
     # ------------------------------------------------------------ state
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to run now."""
         return self._requests.has_completed or not self._scheduler.idle
 
     @property
     def steps_committed(self) -> int:
-        """Launches committed since the start."""
         return self._scheduler.steps_committed
 
     def load(self) -> Load:
-        """Return the load; pending requests count as waiting, pending refinements as running."""
         load = self._scheduler.load()
         return msgspec.structs.replace(
             load,
@@ -147,20 +140,16 @@ class EngineCore:
         )
 
     def estimated_wait(self) -> float:
-        """Return the seconds that a request arriving now would wait."""
         return self._scheduler.estimated_wait()
 
     def next_deadline(self) -> float:
-        """Return when `step` is due even if nothing wakes the loop, in monotonic seconds."""
+        """When `step` is due even if nothing wakes the loop, in monotonic seconds."""
         return min(self._requests.next_deadline, self._leases.next_expiry)
 
     # ------------------------------------------------------------ the step
 
     def step(self) -> bool:
-        """Advance completed requests, expire others, and step the scheduler.
-
-        Returns whether the device got work.
-        """
+        """Advance requests and the scheduler; return whether the device got work."""
         self._leases.expire()
         for request in self._requests.completed():
             self._advance(request)
@@ -171,7 +160,6 @@ class EngineCore:
         return worked
 
     def close(self) -> None:
-        """Stop the threads."""
         self._preprocessor.close()
         self._refinements.close()
         if self._adapters is not None:
@@ -197,7 +185,6 @@ class EngineCore:
                 self._refinements.finish_unrefined(request)
 
     def _announce_queued(self) -> None:
-        """Send `Queued` once for each new sequence that did not start in its first step."""
         if not self._unannounced:
             return
         waiting = [s for s in self._unannounced if s.status is SequenceStatus.WAITING]
@@ -237,11 +224,7 @@ class EngineCore:
         )
 
     def _start_image(self, request: Request, task: Lazy[Task]) -> PendingImage | None:
-        """Return the image if it is cached or prepared inline, else its future.
-
-        An idle scheduler leaves this thread time to hash the bytes. If no other request is pending,
-        it may also decode them, while a helper thread makes the task.
-        """
+        """An idle scheduler leaves time to hash here and, if no request is pending, to decode."""
         source = request.image
         if source is None or not self._frontend.takes_images:
             return None
@@ -302,7 +285,6 @@ class EngineCore:
 
 
 def _task_or_cancel(task: Lazy[Task], image: PendingImage | None) -> Task:
-    """Return the task, or cancel the image and raise."""
     try:
         return task.get()
     except BaseException:
@@ -319,10 +301,9 @@ def make_sequence(
     *,
     task: Task | None = None,
 ) -> Sequence:
-    """Return a waiting sequence. Without `task` this makes it, and raises as `make_task`.
+    """Make a waiting sequence. Raises as `make_task`.
 
-    The prefix is not shared without `cache_image`, nor under another adapter, which changes its
-    keys and values.
+    The prefix is not shared under another adapter, which changes its keys and values.
     """
     task = task or frontend.make_task(request)
     return Sequence(

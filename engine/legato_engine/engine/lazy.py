@@ -10,10 +10,7 @@ T = TypeVar("T")
 
 
 class Lazy(Generic[T]):
-    """The result of `compute`, which the first `get` runs while others wait.
-
-    If `compute` raises, the next `get` runs it again.
-    """
+    """The result of `compute`, which the first `get` runs while others wait."""
 
     __slots__ = ("_compute", "_lock", "_value")
 
@@ -24,13 +21,11 @@ class Lazy(Generic[T]):
 
     @property
     def is_computed(self) -> bool:
-        """Whether `get` returns without computing."""
         return self._compute is None
 
     def get(self) -> T:
-        """Return the value. Raises as `compute`."""
         with self._lock:
             if self._compute is not None:
                 self._value = self._compute()
-                self._compute = None  # frees what the closure holds
+                self._compute = None
             return cast("T", self._value)

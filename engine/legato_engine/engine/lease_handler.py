@@ -1,4 +1,4 @@
-"""Commands that lease images: prepared on the preprocess threads, then pinned."""
+"""Commands that lease images."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ class LeaseHandler:
 
     @property
     def next_expiry(self) -> float:
-        """When `expire` is due, monotonic seconds."""
         return self._leases.next_expiry
 
     def start(self, command: HoldImage) -> PendingLease:
@@ -53,7 +52,6 @@ class LeaseHandler:
         )
 
     def finish(self, lease: PendingLease) -> None:
-        """Pin the prepared image and send the output."""
         command = lease.command
         try:
             image = lease.image.result().image
@@ -66,7 +64,6 @@ class LeaseHandler:
         self._send(ImageHeld(request_id=command.request_id, image=image.info, until=until))
 
     def drop(self, command: DropImage) -> None:
-        """End the owner's lease, or remove a cached image that has none."""
         try:
             self._leases.drop(command.image_id, command.owner)
         except LegatoError as error:
@@ -75,11 +72,9 @@ class LeaseHandler:
             self._send(ImageDropped(request_id=command.request_id))
 
     def expire(self) -> None:
-        """End the leases whose time is over."""
         self._leases.expire()
 
     def fail(self, request_id: RequestKey, error: Exception) -> None:
-        """Send a command's failure."""
         if not isinstance(error, LegatoError):
             _log.error("image_lease_failed", request_id=request_id.name, exc_info=error)
             error = InternalError("the image could not be held")

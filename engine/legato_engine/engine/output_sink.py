@@ -16,10 +16,7 @@ from legato_engine.tasks import tokens_of
 
 
 class OutputSink:
-    """A `scheduler.Sink` that removes requests from the table when they end.
-
-    `finish` gets their `Done`, `send` any other output.
-    """
+    """A `scheduler.Sink` that removes requests from the table when they end."""
 
     def __init__(
         self,
@@ -39,7 +36,6 @@ class OutputSink:
         self._send(Failed(request_id=request_id, error=to_value(error)))
 
     def queued(self, sequence: Sequence, position: int, estimated_wait: float) -> None:
-        """Send `Queued`; `position` 0 is next, `estimated_wait` is in seconds."""
         if not sequence.request.progress:
             return
         self._send(
@@ -51,7 +47,6 @@ class OutputSink:
         )
 
     def started(self, sequence: Sequence) -> None:
-        """Send `Started` if the request wants progress."""
         if not sequence.request.progress:
             return
         request = self._scheduled(sequence)
@@ -67,7 +62,6 @@ class OutputSink:
         )
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None:
-        """Send a `Delta` if the request wants deltas, and collect its tokens if it wants them."""
         request = sequence.request
         if request.return_tokens:
             self._scheduled(sequence).tokens.extend(tokens_of(events))
@@ -75,7 +69,6 @@ class OutputSink:
             self._send(Delta(request_id=request.request_id, events=tuple(events)))
 
     def done(self, sequence: Sequence, finish_reason: FinishReason) -> None:
-        """Finish the request."""
         request = self._scheduled(sequence)
         self._requests.remove(request.request_id)
         self._finish(
@@ -92,7 +85,6 @@ class OutputSink:
         )
 
     def failed(self, sequence: Sequence, error: LegatoError) -> None:
-        """Fail the request."""
         self._requests.remove(sequence.request.request_id)
         self.fail(sequence.request.request_id, error)
 
@@ -126,6 +118,5 @@ def _timings(sequence: Sequence, request: ScheduledRequest) -> Timings:
 
 
 def _queue_time(sequence: Sequence, request: ScheduledRequest) -> float:
-    """Return the seconds from arrival to prefill without those of the image."""
     waited = sequence.timing.prefill_start - sequence.timing.arrival
     return max(0.0, waited - request.image_seconds)

@@ -1,4 +1,4 @@
-"""Preparation of images on a pool of threads."""
+"""Preparation of images on threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MAX_INLINE_BYTES = 512 * 1024  # hashed on the calling thread
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreprocessedImage:
-    """A prepared image and the seconds that took; `image.info.cache_hit` is this request's."""
+    """A prepared image and the seconds that took."""
 
     image: PreparedImage
     seconds: float
@@ -48,10 +48,9 @@ PendingImage = PreprocessedImage | concurrent.futures.Future[PreprocessedImage]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedImage:
-    """The bytes of an image, their content key and, for a file, the checked header.
+    """The bytes of an image, their content key and, for a file, the header.
 
-    The service has checked the header too. The engine does not rely on that, because the limit on
-    pixels bounds its own allocations.
+    The service has checked it too, but here the limit on pixels bounds allocations.
     """
 
     source: EncodedImage | RawImage
@@ -61,12 +60,11 @@ class LoadedImage:
 
     @property
     def image_id(self) -> str:
-        """The image id; computes the key."""
         return image_id(self.key.get())
 
 
 class Preprocessor:
-    """Decodes, orients, resizes and tiles images; an image in the cache skips all of that."""
+    """Decodes, orients, resizes and tiles images that are not cached."""
 
     def __init__(
         self,
@@ -96,16 +94,15 @@ class Preprocessor:
 
     @property
     def images_cached(self) -> int:
-        """Images that a request can name by id."""
         return len(self._cache)
 
     def find(
         self, source: ImageSource, *, may_hash: bool
     ) -> PreprocessedImage | LoadedImage | None:
-        """Return the image if it is cached, its bytes if they were loaded, or None.
+        """Return the cached image, its bytes if they were loaded, or None.
 
-        With `may_hash`, a small image is loaded here, and hashed if it may have been seen, because
-        that takes less time than to wake another thread.
+        With `may_hash`, a small image is hashed if it may have been seen: that is faster than
+        waking another thread.
 
         Raises:
             ImageNotFound: no image of this id is cached.
@@ -136,8 +133,7 @@ class Preprocessor:
         """Prepare `source`, for which `find` returned `loaded`; `keep` adds it to the cache.
 
         With `inline`, this thread prepares a small loaded image while a helper thread hashes it and
-        computes `prefetch`: handing these over is cheaper than handing over the image. Otherwise
-        the pool prepares the image while this thread hashes a loaded one.
+        computes `prefetch`: handing these over is cheaper than the image.
 
         Raises (or its future does):
             ImageUndecodable, ImageTooLarge, InvalidField: the image is broken or over a limit.
@@ -157,14 +153,13 @@ class Preprocessor:
     def start_lease(
         self, source: EncodedImage | RawImage, sha256: str
     ) -> concurrent.futures.Future[PreprocessedImage]:
-        """Prepare `source` without adding it to the cache.
+        """Prepare `source` without caching it.
 
         The future raises as that of `start`, and `InvalidField` for another non-empty `sha256`.
         """
         return self._pool.submit(self._prepare_lease, source, sha256)
 
     def close(self) -> None:
-        """Drop what has not started and stop the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._prefetches.put(None)
         self._prefetcher.join()
@@ -176,7 +171,7 @@ class Preprocessor:
         if loaded is None:
             loaded = self._load(source)
             loaded.key.get()
-        # A loaded image without a key has never been seen, so the cache cannot have it.
+        # An image without a key has never been seen, so the cache cannot have it.
         cached = self._cached(loaded.image_id) if loaded.key.is_computed else None
         image = cached or self._decode_and_prepare(loaded, keep)
         return PreprocessedImage(image, time.monotonic() - start)
@@ -209,7 +204,6 @@ class Preprocessor:
         return header.width * header.height <= self._max_inline_pixels
 
     def _cached(self, name: str) -> PreparedImage | None:
-        """Return the cached image of this id, marked as a hit."""
         image = self._cache.get(name)
         if image is None:
             return None

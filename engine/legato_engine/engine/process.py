@@ -45,23 +45,19 @@ from legato_engine.telemetry.timeline import StepFeed, StepListener, Timeline
 
 if TYPE_CHECKING:
     from legato_engine.engine.engine_core import (
-        EngineCore,  # imports torch, which the null engine does without
+        EngineCore,  # imports torch
     )
     from legato_engine.null.engine import NullEngine
 
     Core = EngineCore | NullEngine
 
-_LINGER_MS = 500  # to send outputs that are left at the end
-_MOMENT_MS = 5  # without a command before the loop publishes its state and sleeps
+_LINGER_MS = 500  # to send the last outputs
+_MOMENT_MS = 5  # without a command before the loop publishes and sleeps
 _log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load the model and serve.
-
-    Returns 0 after `Shutdown`, `EXIT_UNSERVABLE` after logging what is wrong with the
-    configuration, and 1 after any other failure.
-    """
+    """Load the model and serve; return the exit code."""
     arguments = _parse(argv)
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
     configure_logging()
@@ -98,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class UnservableConfig(Exception):
-    """The engine cannot serve with this configuration, because of `cause`."""
+    """The configuration cannot be served."""
 
     def __init__(self, cause: LegatoError) -> None:
         super().__init__(str(cause))
@@ -115,8 +111,7 @@ def serve(
     """Load the model and run requests until `Shutdown`.
 
     Raises:
-        UnservableConfig: the configuration names a model or settings that cannot be served.
-        Exception: the device or a step failed.
+        UnservableConfig: a model or setting cannot be served.
     """
     stats = StepStats()
     try:
@@ -169,7 +164,7 @@ def _timelines(config: EngineConfig) -> tuple[StepListener, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineLoop:
-    """The main loop: reads commands, steps the core, sends outputs."""
+    """The main loop of the engine process."""
 
     core: Core
     stats: StepStats
@@ -179,8 +174,8 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until `Shutdown`.
 
-        Without work the loop sleeps. After `_MOMENT_MS` it publishes, because what it publishes
-        must be true while it sleeps; before short sleeps that would cost more than the requests.
+        What the loop publishes must be true while it sleeps, except for sleeps under `_MOMENT_MS`:
+        publishing would cost more than the requests.
         """
         core, connections = self.core, self.connections
         while True:
@@ -201,7 +196,6 @@ class EngineLoop:
             core.step()
 
     def publish(self) -> None:
-        """Renew the heartbeat."""
         self.vitals.due = False
         steps = self.stats.latest(time.monotonic(), fresh=not self.core.busy)
         self.vitals.beat = Heartbeat(
@@ -212,18 +206,13 @@ class EngineLoop:
 
 
 def _freeze(threshold: int) -> None:
-    """Keep garbage collections out of the ticks: over all that is loaded, one takes milliseconds.
-
-    What is here by now stays for good. Nothing that a request or a tick makes lies in a cycle, so
-    all of it goes with its last reference; the rare collections are for what libraries leave.
-    """
+    """Freeze what is loaded, because a collection over all of it takes milliseconds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(threshold)
 
 
 def _send(connections: ServiceConnections, output: EngineOutput) -> None:
-    """Send a final output at once; progress may wait for the end of the step."""
     if isinstance(output, FINAL):
         connections.send(output)
     else:
@@ -251,7 +240,7 @@ def _timeout_ms(deadline: float) -> int | None:
 
 
 def configure_logging() -> None:
-    """JSON lines on stderr, the standard library's records included."""
+    """Log JSON lines, the standard library's included."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -1,4 +1,4 @@
-"""Refinement of outlines: drawn, refined on the device, and traced again."""
+"""Refinement of outlines."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _SWITCH_SECONDS = 0.0005  # tracing is Python code: it may hold the GIL for so l
 
 
 class Refinements:
-    """Holds back the `Done` of an outline until the outline is refined; sends any other at once.
+    """Holds back the `Done` of an outline until it is refined.
 
-    If the refinement fails or the deadline passes, the result is the model's own outline. All
-    methods belong to the engine's main thread.
+    If that fails or the deadline passes, the result is the model's own outline. Belongs to the
+    engine's main thread.
     """
 
     def __init__(
@@ -51,18 +51,16 @@ class Refinements:
         self._send = send
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "legato-outline")
         self.num_refined = 0
-        self.num_unrefined = 0  # because the refinement failed
+        self.num_unrefined = 0
         if refiner is not None:
             sys.setswitchinterval(_SWITCH_SECONDS)
 
     def refinable(self, request: Request, image: PreparedImage | None) -> PreparedImage | None:
-        """Return the image if an outline of the request is to be refined."""
         if self._refiner is None or not isinstance(request.task, SegmentTask):
             return None
         return image
 
     def finish(self, request: ScheduledRequest, done: Done) -> None:
-        """Send `done`, or start to refine its outline first."""
         outline = _single_outline(done)
         if self._refiner is None or request.refinable is None or outline is None:
             self._send(done)
@@ -97,17 +95,15 @@ class Refinements:
             self._finish(request, request.work.result())
 
     def finish_unrefined(self, request: PendingRefinement) -> None:
-        """Send the model's own outline."""
         self._finish(request, request.outline)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _on_device_done(self, request_id: RequestKey, refinement: Refinement) -> None:
         request = self._requests.get(request_id)
         if not isinstance(request, PendingRefinement) or request.refinement is not refinement:
-            return  # it ended in the meantime, and its id may be another request's
+            return  # its id may be another request's
         assert self._refiner is not None, "a refinement was launched without a refiner"
         request.work = self._pool.submit(
             self._refiner.finish, request.outline, refinement.given, refinement.answer
@@ -129,7 +125,6 @@ class Refinements:
 
 
 def _single_outline(done: Done) -> Outline | None:
-    """Return the outline to refine: the only one, with a path, of a request not cut short."""
     if done.finish_reason is FinishReason.CANCELLED:
         return None
     if not isinstance(done.result, SegmentResult) or len(done.result.segments) != 1:

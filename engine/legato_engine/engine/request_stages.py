@@ -1,4 +1,4 @@
-"""The stages of a request in the engine: entries of the `RequestTable`."""
+"""The stages of a request in the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Future = concurrent.futures.Future
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Stage:
-    """Base of all stages. `deadline` is when `EngineCore` ends the stage, in monotonic seconds."""
+    """Base of all stages; `deadline` is in monotonic seconds."""
 
     takes_queue_place: ClassVar[bool] = True
     """Whether it counts against the queue's limits although it is not in the queue."""
@@ -41,7 +41,7 @@ class Stage:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class PendingRequest(Stage):
-    """A request whose image or adapter is being prepared; `arrival` is in monotonic seconds."""
+    """A request whose image or adapter is being prepared."""
 
     request: Request
     arrival: float
@@ -51,29 +51,24 @@ class PendingRequest(Stage):
 
     @property
     def futures(self) -> Sequence[Future[Any]]:
-        """Those of image and adapter."""
         parts = (self.image, self.adapter)
         return [part for part in parts if isinstance(part, Future)]
 
     @property
     def is_ready(self) -> bool:
-        """Whether all futures are done."""
         return all(future.done() for future in self.futures)
 
     @property
     def failure(self) -> BaseException | None:
-        """The first failure so far."""
         failures = (future.exception() for future in self.futures if future.done())
         return next((failure for failure in failures if failure is not None), None)
 
     @property
     def prepared_image(self) -> PreprocessedImage | None:
-        """The image of a request that is ready."""
         return self.image.result() if isinstance(self.image, Future) else self.image
 
     @property
     def prepared_adapter(self) -> Adapter | None:
-        """The adapter of a request that is ready."""
         return None if self.adapter is None else self.adapter.result()
 
     def cancel(self) -> None:
@@ -91,20 +86,17 @@ class PendingLease(Stage):
 
     @property
     def futures(self) -> Sequence[Future[Any]]:
-        """That of the image."""
         return (self.image,)
 
     def cancel(self) -> None:
-        """Cancel the image."""
         self.image.cancel()
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class ScheduledRequest(Stage):
-    """A request whose sequence is in the scheduler, which enforces the deadline.
+    """A request in the scheduler, which enforces the deadline.
 
-    `tokens` are those so far, if the request wants them. `refinable` is the image to refine an
-    outline with.
+    `refinable` is the image to refine an outline with.
     """
 
     takes_queue_place: ClassVar[bool] = False  # the scheduler counts its own queue
@@ -121,7 +113,7 @@ class PendingRefinement(Stage):
     """A request whose sequence has finished and whose `done` waits for its outline.
 
     `work` prepares the refinement on a thread; `refinement` then runs on the device; the next
-    `work` traces its result. `started` is in monotonic seconds.
+    `work` traces its result.
     """
 
     done: Done
@@ -132,9 +124,7 @@ class PendingRefinement(Stage):
 
     @property
     def futures(self) -> Sequence[Future[Any]]:
-        """That of the present work."""
         return (self.work,)
 
     def cancel(self) -> None:
-        """Cancel the present work."""
         self.work.cancel()

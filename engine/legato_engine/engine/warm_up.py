@@ -22,7 +22,6 @@ _TOKENS = 4
 
 
 def warm_up(frontend: ModelFrontend, scheduler: Scheduler) -> None:
-    """Run a caption and a query, if the model has them, on a scheduler of their own."""
     sampling = SamplingParams(max_tokens=_TOKENS, seed=0)
     info = ImageInfo(image_id="warm-up", width=64, height=48, cache_hit=False)
     pixels = Image.fromarray(np.zeros((48, 64, 3), np.uint8))

@@ -12,7 +12,7 @@ T = TypeVar("T")
 class ImageCache(Generic[T]):
     """An LRU cache of at most `capacity` bytes, with pinned values in addition; thread-safe.
 
-    The caller bounds the size of what it pins. A value larger than `capacity` is kept only pinned.
+    The caller bounds what it pins.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -27,7 +27,6 @@ class ImageCache(Generic[T]):
         return len(self._entries) + len(self._pinned)
 
     def get(self, image_id: str) -> T | None:
-        """Return the value and mark it as most recently used, or return None."""
         with self._lock:
             if image_id in self._pinned:
                 return self._pinned[image_id]
@@ -38,7 +37,6 @@ class ImageCache(Generic[T]):
             return entry[0]
 
     def put(self, image_id: str, value: T, num_bytes: int) -> None:
-        """Add a value of `num_bytes`, and evict others until all fit."""
         with self._lock:
             self._remove(image_id)
             if num_bytes > self._capacity or image_id in self._pinned:
@@ -49,7 +47,6 @@ class ImageCache(Generic[T]):
                 self._remove(next(iter(self._entries)))
 
     def pin(self, image_id: str, value: T) -> None:
-        """Keep a value until it is removed."""
         with self._lock:
             self._remove(image_id)
             self._pinned[image_id] = value

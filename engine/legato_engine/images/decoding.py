@@ -1,13 +1,12 @@
-"""Image files: header checks, and decoding to RGB as displayed.
+"""Image files: header checks, and decoding to 8-bit RGB as an image viewer shows them.
 
-The result is 8-bit RGB, as an image viewer shows the file:
-- EXIF orientation 1-8 is applied; a broken EXIF block counts as orientation 1;
-- grey is replicated, palettes are looked up, CMYK is converted, ICC profiles are ignored;
+- EXIF orientation is applied; a broken block counts as 1;
+- ICC profiles are ignored;
 - alpha is dropped, not composited;
 - 16-bit samples keep their high byte;
-- of an animated WebP or PNG the first frame is used.
+- of an animation the first frame is used.
 
-Pixels are uint8 RGB arrays, shape legend: H and W pixels, C channels. They may be read-only.
+Shape legend: H and W pixels, C channels. Arrays may be read-only.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
-_LIBJPEG_MODES = ("RGB", "L")  # colour spaces that libjpeg converts to RGB
+_SIDEWAYS = (5, 6, 7, 8)  # swap width and height
+_LIBJPEG_MODES = ("RGB", "L")
 _APP1 = 0xE1  # EXIF or XMP
 _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD8), 0xFF))
@@ -48,7 +47,7 @@ _PILLOW_FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP
 class ImageHeader(NamedTuple):
     """Type and size of an image file, before orientation.
 
-    A plain JPEG is grey or of three channels and has neither EXIF nor XMP.
+    A plain JPEG is grey or of three channels, without EXIF and XMP.
     """
 
     mime_type: str
@@ -58,11 +57,11 @@ class ImageHeader(NamedTuple):
 
 
 def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> ImageHeader:
-    """Read and check the header without decoding or allocating anything.
+    """Read and check the header without decoding anything.
 
     Raises:
-        ImageTooLarge: over `max_pixels` or `max_bytes`; metadata `limit`, `actual`, `unit`.
-        ImageUndecodable: not a JPEG, PNG or WebP file, or a broken header.
+        ImageTooLarge: over `max_pixels` or `max_bytes`.
+        ImageUndecodable: another type of file, or a broken header.
     """
     if len(data) > max_bytes:
         raise _too_large(len(data), max_bytes, "bytes")
@@ -80,12 +79,10 @@ def inspect(data: bytes | memoryview, *, max_pixels: int, max_bytes: int) -> Ima
 def decode_file(
     data: bytes | memoryview, header: ImageHeader, allocate: Allocate = new_pixels
 ) -> Pixels:
-    """Return the displayed pixels [H, W, C]; `header` is from `inspect`.
-
-    `allocate` provides the memory of a JPEG's pixels.
+    """Return the displayed pixels [H, W, C]; a JPEG's are in memory of `allocate`.
 
     Raises:
-        ImageUndecodable: the file is truncated or corrupt, or contradicts `header`.
+        ImageUndecodable: the file is corrupt, or contradicts `header`.
     """
     try:
         if header.is_plain_jpeg:
@@ -103,31 +100,31 @@ def decode_file(
         return _orient(pixels_HWC, image)
     except (ImageUndecodable, MemoryError):
         raise
-    except Exception as error:  # decoders raise whatever the corrupt bytes trip
+    except Exception as error:  # decoders raise whatever corrupt bytes trip
         raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
 
 
 def decode_encoded(
     data: bytes | memoryview, *, max_pixels: int, allocate: Allocate = new_pixels
 ) -> Pixels:
-    """Read the header of a file and decode it. Raises as `inspect` and `decode_file`."""
+    """Decode a file. Raises as `inspect` and `decode_file`."""
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
     return decode_file(data, header, allocate)
 
 
 def displayed_size(data: bytes | memoryview, *, max_pixels: int) -> tuple[int, int]:
-    """Return the displayed width and height. Raises as `inspect`."""
+    """Raises as `inspect`."""
     header = inspect(data, max_pixels=max_pixels, max_bytes=len(data))
     try:
         image = Image.open(io.BytesIO(data), formats=[_PILLOW_FORMATS[header.mime_type]])
-    except Exception as error:  # parsers raise whatever the corrupt bytes trip
+    except Exception as error:
         raise ImageUndecodable("the image is truncated or corrupt", field="image") from error
     width, height = image.size
     return (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
 
 
 def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
-    """Return the SHA-256 in hex of the bytes, after the layout of raw pixels."""
+    """SHA-256 in hex of the bytes, after the layout of raw pixels."""
     digest = hashlib.sha256()
     if raw is not None:
         digest.update(f"{raw.format}:{raw.width}x{raw.height}:{raw.row_stride}\n".encode())
@@ -136,7 +133,6 @@ def content_key(data: bytes | memoryview, raw: RawImage | None = None) -> str:
 
 
 def image_id(key: str) -> str:
-    """Return the id for clients of a content key."""
     return "img_" + key[:32]
 
 
@@ -174,10 +170,7 @@ def _parse_jpeg(data: bytes | memoryview) -> ImageHeader:
 
 
 def _is_plain(data: bytes | memoryview, frame: int, rest: Iterator[tuple[int, int]]) -> bool:
-    """Return whether a JPEG needs no Pillow, which takes 0.3 ms to open it.
-
-    `frame` is the offset of the first frame header, `rest` are the segments after it.
-    """
+    """Return whether a JPEG needs no Pillow, which takes 0.3 ms to open it."""
     try:
         channels = data[frame + 5]
         for marker, start in rest:
@@ -191,7 +184,7 @@ def _is_plain(data: bytes | memoryview, frame: int, rest: Iterator[tuple[int, in
 
 
 def _jpeg_segments(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
-    """Yield each marker and the start of its content, up to the entropy-coded data."""
+    """Yield each marker and the start of its content."""
     at = 2
     while True:
         if data[at] != 0xFF:
@@ -222,7 +215,6 @@ def _webp_size(data: bytes | memoryview) -> tuple[int, int]:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to RGB; 16-bit grey keeps its high byte, as in Pillow's 16-bit colour."""
     image.info.pop("transparency", None)  # else Pillow matches it as a colour
     if image.mode.startswith("I"):
         samples_HW = np.asarray(image).astype(np.int64).clip(0, 0xFFFF) >> 8
@@ -235,8 +227,8 @@ def _decode_jpeg(
 ) -> Pixels | None:
     """Decode to the same pixels as Pillow, without its copies; return None if libjpeg warns.
 
-    Pillow then decides: it shows some of these files and refuses truncated ones. The buffer has the
-    size of the checked header, so a file that changes in the meantime cannot overrun it.
+    The buffer has the size of the checked header, so a file that changes in the meantime cannot
+    overrun it.
     """
     pixels_HWC = allocate((header.height, header.width, 3))
     try:

@@ -1,7 +1,7 @@
-"""Leases of images, which pin them in the cache until they expire or are dropped.
+"""Leases of images, which pin them in the cache.
 
-Several callers may lease one image, each with an expiry and a quota of its own. An image is removed
-with its last lease, so that the expiry sent to a caller is exact.
+Several callers may lease one image. It is removed with its last lease, so that the expiry sent to a
+caller is exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _LeasedImage:
-    """A pinned image; `expiries` are by owner, in monotonic seconds."""
+    """`expiries` are by owner, in monotonic seconds."""
 
     num_bytes: int
     expiries: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -61,7 +61,7 @@ class ImageLeases(Generic[T]):
         """End the owner's lease, or remove a cached image without a lease.
 
         Raises:
-            ImageNotFound: the image is unknown, or leased by others only.
+            ImageNotFound: the image is unknown, or leased by others.
         """
         leased = self._leased.get(image_id)
         if leased is not None and owner in leased.expiries:
@@ -70,7 +70,6 @@ class ImageLeases(Generic[T]):
             raise ImageNotFound("this image is not held", resource=image_id)
 
     def expire(self) -> None:
-        """End the leases whose time is over."""
         now = self._clock()
         if now < self.next_expiry:
             return

@@ -1,8 +1,7 @@
 """Reused memory for decoded pixels.
 
-The first access to new memory costs a third to the whole of the decoding time (page faults; half a
-million pixels), so the process keeps a slab. From a page-locked slab, the device reads images
-without a copy.
+The page faults of new memory cost a third to the whole of the decoding time (half a million
+pixels), so the process keeps a slab. The device reads from a page-locked slab without a copy.
 
 Shape legend: H and W pixels, C channels, N bytes.
 """
@@ -38,7 +37,7 @@ class _Extent(NamedTuple):
 class PixelMemory:
     """Allocates arrays in a slab and frees them with their last view; thread-safe.
 
-    Takes the lowest free extent, so that the slab touches no more pages than were in use at once.
+    Takes the lowest free extent, so that the slab touches few pages.
     """
 
     def __init__(self, slab_N: Pixels) -> None:
@@ -49,10 +48,7 @@ class PixelMemory:
         self._freed: collections.deque[_Extent] = collections.deque()
 
     def allocate(self, shape: tuple[int, int, int]) -> Pixels:
-        """Return an uninitialised array [H, W, C], freed with its last view.
-
-        Falls back to memory outside of the slab if no free extent is large enough.
-        """
+        """Return an uninitialised array [H, W, C], if need be outside of the slab."""
         num_bytes = math.prod(shape)
         extent = self._take(-(-num_bytes // PAGE) * PAGE)
         if extent is None:
@@ -64,7 +60,6 @@ class PixelMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Free bytes of the slab."""
         with self._lock:
             self._merge_freed()
             return sum(extent.stop - extent.start for extent in self._free)
@@ -92,10 +87,9 @@ class PixelMemory:
 
 
 def new_pixels(shape: tuple[int, int, int]) -> Pixels:
-    """Allocate memory outside of any slab."""
     return np.empty(shape, np.uint8)
 
 
 def host_slab(num_bytes: int) -> Pixels:
-    """Return pageable memory for a `PixelMemory`; the kernel commits its pages at first access."""
+    """Return pageable memory; the kernel commits its pages at first access."""
     return np.frombuffer(mmap.mmap(-1, max(PAGE, num_bytes)), np.uint8)

@@ -9,12 +9,11 @@ from legato_engine.errors import BytesExceeded
 
 
 def image_quota(config: EngineConfig) -> ByteQuota:
-    """Return the quota of leased images."""
     return ByteQuota("images", per_caller=config.image_quota_bytes, total=config.image_hold_bytes)
 
 
 class ByteQuota:
-    """At most `per_caller` bytes for each caller, and `total` bytes for all together."""
+    """At most `per_caller` bytes for each caller, and `total` for all."""
 
     def __init__(self, name: str, *, per_caller: int, total: int) -> None:
         self._name = name
@@ -24,14 +23,13 @@ class ByteQuota:
         self.num_bytes = 0
 
     def reserved_by(self, caller: str) -> int:
-        """Return the bytes that the caller has reserved."""
         return self._reserved[caller]
 
     def reserve(self, caller: str, num_bytes: int) -> None:
         """Reserve all of `num_bytes` or nothing.
 
         Raises:
-            BytesExceeded: the caller's limit or the total would be exceeded.
+            BytesExceeded: a limit would be exceeded.
         """
         self._check(caller, "per_caller", self._reserved[caller] + num_bytes, self._per_caller)
         self._check(caller, "total", self.num_bytes + num_bytes, self._total)
@@ -39,7 +37,6 @@ class ByteQuota:
         self.num_bytes += num_bytes
 
     def release(self, caller: str, num_bytes: int) -> None:
-        """Return reserved bytes."""
         assert num_bytes <= self._reserved[caller], f"{num_bytes} bytes were never reserved"
         self._reserved[caller] -= num_bytes
         self.num_bytes -= num_bytes

@@ -1,11 +1,9 @@
 """Uncompressed images: layout checks, and conversion to 8-bit RGB.
 
-YUV is BT.601 in limited range (Y 16..235, U and V 16..240 around 128), the default of UVC cameras
-and V4L2, and what OpenCV expects. A chroma sample applies to all pixels that it covers; results are
-clipped to 0..255.
+YUV is BT.601 in limited range (Y 16..235, U and V 16..240 around 128), as of UVC cameras, V4L2 and
+OpenCV.
 
-Pixels are uint8 RGB arrays. Shape legend: H and W pixels, C channels; h and w chroma samples,
-V values of a sample.
+Shape legend: H and W pixels, C channels; h and w chroma samples, V values of a sample.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from legato_engine.images.pixel_memory import Allocate, Pixels, new_pixels
 
 _Samples = npt.NDArray[np.int16]
 
-_CHANNELS = {  # bytes of a pixel, and the indices of red, green and blue
+_CHANNELS = {  # bytes of a pixel, and indices of red, green and blue
     PixelFormat.RGB8: (3, (0, 1, 2)),
     PixelFormat.BGR8: (3, (2, 1, 0)),
     PixelFormat.RGBA8: (4, (0, 1, 2)),
@@ -32,14 +30,14 @@ _ROWS_AT_A_TIME = 64  # even, and few enough that the sums stay in the CPU cache
 
 
 def row_bytes(form: PixelFormat, width: int) -> int:
-    """Return the bytes of a row without padding; for NV12, of a row of either plane."""
+    """Bytes of a row without padding; for NV12, of a row of either plane."""
     if form is PixelFormat.NV12:
         return width
     return width * (2 if form is PixelFormat.YUYV else _CHANNELS[form][0])
 
 
 def num_bytes(form: PixelFormat, width: int, height: int, row_stride: int) -> int:
-    """Return the bytes of the image, its last row without padding."""
+    """Bytes of the image, its last row without padding."""
     rows = height + height // 2 if form is PixelFormat.NV12 else height
     return (rows - 1) * row_stride + row_bytes(form, width)
 
@@ -48,7 +46,7 @@ def check_layout(form: PixelFormat, width: int, height: int, row_stride: int) ->
     """Check sides and stride.
 
     Raises:
-        InvalidField: `width`, `height` or `row_stride_bytes` does not fit the format.
+        InvalidField: a value does not fit the format.
     """
     even = _EVEN_SIDES.get(form, ())
     for name, value in (("width", width), ("height", height)):
@@ -67,7 +65,7 @@ def check_raw(raw: RawImage, *, max_pixels: int) -> None:
     """Check the layout of a raw image.
 
     Raises:
-        InvalidField: it is wrong, or the blob is too small for it.
+        InvalidField: it does not fit the format or the blob.
         ImageTooLarge: it has more than `max_pixels`.
     """
     check_layout(raw.format, raw.width, raw.height, raw.row_stride)
@@ -122,7 +120,7 @@ def _rows(bytes_N: Pixels, shape: tuple[int, int, int], row_stride: int) -> Pixe
 
 
 def _level_table(scale: float, zero: int) -> _Samples:
-    """Return what each sample value adds to a channel, scaled by `2 ** _FRACTION_BITS`."""
+    """What each sample value adds to a channel, scaled by `2 ** _FRACTION_BITS`."""
     levels_V = (np.arange(256) - zero) * scale * (1 << _FRACTION_BITS)
     table_V: _Samples = np.rint(levels_V).astype(np.int16)
     return table_V
@@ -139,7 +137,7 @@ _GREEN_OF_V = _level_table(-_CHROMA * (1 - _RED) * _RED / _GREEN, 128)
 
 
 def _decode_nv12(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
-    """Decode a plane of Y and one of U V pairs, one pair per 2 by 2 pixels."""
+    """Planes of Y and of U V pairs, one pair per 2 by 2 pixels."""
     height, width = raw.height, raw.width
     luma_HW = _rows(bytes_N, (height, width, 1), raw.row_stride)[:, :, 0]
     chroma_N = bytes_N[height * raw.row_stride :]
@@ -148,14 +146,14 @@ def _decode_nv12(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
 
 
 def _decode_yuyv(bytes_N: Pixels, raw: RawImage, pixels_HWC: Pixels) -> None:
-    """Decode Y U Y V for each pair of pixels in a row."""
+    """Y U Y V for each pair of pixels in a row."""
     pairs_HwC = _rows(bytes_N, (raw.height, raw.width // 2, 4), raw.row_stride)
     luma_HW = _rows(bytes_N, (raw.height, raw.width, 2), raw.row_stride)[:, :, 0]
     _to_rgb(luma_HW, pairs_HwC[:, :, 1], pairs_HwC[:, :, 3], pixels_HWC)
 
 
 def _to_rgb(luma_HW: Pixels, u_hw: Pixels, v_hw: Pixels, pixels_HWC: Pixels) -> None:
-    """Convert to RGB; a chroma sample covers two columns and one or two rows."""
+    """A chroma sample covers two columns and one or two rows."""
     height = luma_HW.shape[0]
     rows_per_sample = height // u_hw.shape[0]
     for top in range(0, height, _ROWS_AT_A_TIME):

@@ -1,7 +1,7 @@
 """Busy polling: an asyncio loop that does not sleep for a while.
 
-A core that slept for milliseconds has lost most of its next task's data from its caches. Busy
-polling avoids that at the price of a core, so it is brief and only for `LatencyPolicy.busy_poll`.
+A core that slept for milliseconds has lost most of its next task's data from its caches. Polling
+costs a core, so it is brief.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHORT_REQUEST = 0.025
 
 
 class BusyPoll:
-    """Keeps the running loop from sleeping; belongs to that loop."""
+    """Keeps the running loop from sleeping."""
 
     def __init__(self) -> None:
         self._until = 0.0  # monotonic seconds
@@ -25,18 +25,16 @@ class BusyPoll:
         """Whether the loop is kept from sleeping."""
 
     def extend(self, seconds: float) -> None:
-        """Poll until `seconds` from now."""
         self._until = time.monotonic() + seconds
         if not self.active:
             self.active = True
             asyncio.get_running_loop().call_soon(self._poll)
 
     def end(self) -> None:
-        """Let the loop sleep again. Idempotent."""
         self._until = 0.0
 
     def _poll(self) -> None:
-        """Reschedule itself: with a callback due, the loop's selector does not block."""
+        """With a callback due, the loop's selector does not block."""
         self.active = time.monotonic() < self._until
         if self.active:
             asyncio.get_running_loop().call_soon(self._poll)

@@ -1,4 +1,4 @@
-"""Framing of messages on a byte stream: four bytes of length, little-endian, then the message."""
+"""Framing of messages: four bytes of length, little-endian, then the message."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ class FrameWriter:
         self._pieces: collections.deque[bytes] = collections.deque()
 
     def add(self, message: bytes) -> None:
-        """Enqueue a message."""
         self._pieces.append(_LENGTH.pack(len(message)))
         self._pieces.append(message)
 
     def clear(self) -> None:
-        """Drop unsent bytes."""
         self._pieces.clear()
 
     def write_to(self, connection: socket.socket) -> bool:
-        """Send until the queue is empty or the socket is full; return whether the queue is empty.
-
-        `connection` is non-blocking.
+        """Send to a non-blocking socket; return whether the queue is empty.
 
         Raises:
             OSError: the other end is closed.
@@ -60,15 +56,15 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Splits received bytes into messages."""
+    """Splits bytes into messages."""
 
     def __init__(self) -> None:
-        self._buffer: bytes | bytearray = b""  # received and not yet taken
-        self.ended = False  # the other end has closed
+        self._buffer: bytes | bytearray = b""
+        self.ended = False
         self.more = False  # the last read filled its buffer
 
     def read_from(self, connection: socket.socket) -> bool:
-        """Read once from a non-blocking socket; return whether any bytes were received.
+        """Read once from a non-blocking socket; return whether bytes were received.
 
         Raises:
             OSError: the connection is broken.
@@ -88,7 +84,6 @@ class FrameReader:
         return bool(data)
 
     def take(self) -> list[bytes]:
-        """Remove and return the complete messages, in order."""
         frames: list[bytes] = []
         buffer, size = self._buffer, len(self._buffer)
         start = 0

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from legato_engine.ipc.messages import Heartbeat, Load
 from legato_engine.ipc.subscribers import Subscribers, WakeReason
 
-_REFRESH_TIME = 0.01  # seconds before a heartbeat in which a busy main thread renews it
+_REFRESH_TIME = 0.01  # seconds before a heartbeat
 
 
 class Vitals:
     """The next heartbeat, written by the main thread and sent by the heartbeat thread.
 
     The heartbeat thread sets `due` shortly before it sends; a busy main thread renews `beat` only
-    then, so that steps between heartbeats cost nothing. Fields are replaced, never mutated.
+    then, so that other steps cost nothing. Fields are replaced, never mutated.
     """
 
     __slots__ = ("beat", "due")
@@ -28,10 +28,9 @@ class Vitals:
 
 
 class HeartbeatThread:
-    """Sends a heartbeat every `interval` seconds until `stop`.
+    """Sends a heartbeat every `interval` seconds until `stop`, and to new connections at once.
 
-    New connections to the listening socket `listener_fd` get one at once. Calls `orphaned` when
-    `parent` is no longer this process's parent.
+    Calls `orphaned` when `parent` is no longer this process's parent.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and its connections."""
         os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
         self._subscribers.close()
@@ -72,7 +70,6 @@ class HeartbeatThread:
                 return
 
     def _stops_within(self, seconds: float) -> bool:
-        """Wait, sending the heartbeat to new connections; return whether `stop` was called."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             match self._subscribers.wait(self._stop_fd, left):

@@ -1,8 +1,4 @@
-"""The latency policy of a process: how much CPU time it spends to respond sooner.
-
-One setting decides garbage collection, scheduling and busy polling of the service processes and of
-the engine process. `resolve` is the only place that counts cores.
-"""
+"""The latency policy of a process: how much CPU time it spends to respond sooner."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import msgspec
 from legato_engine.config import LATENCY_POLICIES
 from legato_engine.errors import InvalidField
 
-_MANY_CORES = 8  # of so many, the others hardly miss one that polls for a moment
+_MANY_CORES = 8  # of so many, the others hardly miss one
 
 
 class LatencyPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +67,7 @@ SHARED = LatencyPolicy(
 
 @functools.cache
 def resolve(setting: str) -> LatencyPolicy:
-    """The policy of this process; `auto` is `low-latency` with 8 or more cores, else `shared`.
+    """Return the policy of a setting; `auto` counts cores.
 
     Raises:
         InvalidField: `setting` is not one of `LATENCY_POLICIES`.
@@ -85,9 +81,9 @@ def resolve(setting: str) -> LatencyPolicy:
 
 
 def setting_in(arguments: Sequence[str]) -> str:
-    """The value of `--latency-policy` in a command line that is not parsed yet.
+    """Find `--latency-policy` in a command line that is not parsed yet.
 
-    `auto` when it is missing or malformed: the parser of all options reports that.
+    `auto` when it is malformed: the parser of all options reports that.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--latency-policy", nargs="?")
@@ -96,9 +92,9 @@ def setting_in(arguments: Sequence[str]) -> str:
 
 
 def end_batch_scheduling() -> None:
-    """Return this process from SCHED_BATCH, which it inherits from its service, to SCHED_OTHER.
+    """End SCHED_BATCH, which a process inherits from its service.
 
-    Call before there are other threads, in a process that a device waits for.
+    Call before there are other threads.
     """
     if os.sched_getscheduler(0) == os.SCHED_BATCH:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

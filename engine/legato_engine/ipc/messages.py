@@ -1,9 +1,7 @@
-"""Messages between a service process and the engine process, msgpack-encoded.
+"""Messages between service processes and the engine process, msgpack-encoded.
 
-Commands go to the engine, outputs come back. The outputs of a request are, in order: `Queued`?
-`Started` `Delta`*, then exactly one `Done` or `Failed`. Those before the last are sent only if the
-request wants them. The one output of `HoldImage` is `ImageHeld` or `Failed`, that of `DropImage` is
-`ImageDropped` or `Failed`. An aborted request has no further output.
+The outputs of a request, as far as it wants them, are `Queued`? `Started` `Delta`*, then exactly
+one `Done` or `Failed`. An image command has one output. An aborted request has no further output.
 """
 
 from __future__ import annotations
@@ -40,23 +38,23 @@ class Abort(Value, frozen=True):
 
 
 class Stop(Value, frozen=True):
-    """End a request with its partial result: `Done` says CANCELLED. Unknown ids are ignored."""
+    """End a request with its partial result, CANCELLED; unknown ids are ignored."""
 
     request_id: RequestKey
 
 
 class HoldImage(Value, frozen=True):
-    """Prepare an image and hold it for `owner`, for `ttl` seconds after its preparation."""
+    """Prepare an image, then hold it for `ttl` seconds."""
 
     request_id: RequestKey
     image: EncodedImage | RawImage
     owner: str
     ttl: float
-    sha256: str = ""  # hex digest of the blob's bytes; empty: not checked
+    sha256: str = ""  # hex digest of the blob; empty: not checked
 
 
 class DropImage(Value, frozen=True):
-    """End the hold of `owner` on an image; an image without holds is freed."""
+    """End the hold of `owner` on an image."""
 
     request_id: RequestKey
     image_id: str
@@ -64,17 +62,14 @@ class DropImage(Value, frozen=True):
 
 
 class StopElsewhere(Value, frozen=True):
-    """`Stop` requests of the other service processes: all, or those that match `target`.
-
-    The reply is `Stopped`.
-    """
+    """`Stop` matching requests of the other service processes, or all."""
 
     request_id: RequestKey
     target: RequestKey | None = None
 
 
 class Expect(Value, frozen=True):
-    """A `Submit` may follow: poll for it. Has no reply."""
+    """A `Submit` may follow: poll for it."""
 
 
 class Shutdown(Value, frozen=True):
@@ -96,8 +91,8 @@ class ModelInfo(Value, frozen=True):
     max_waiting: int
     num_parameters: int
     dtype: str
-    adapters: bool = False  # whether requests may name adapters
-    kv_dtype: str = ""  # of keys and values; empty without a KV cache
+    adapters: bool = False
+    kv_dtype: str = ""  # empty without a KV cache
     kv_token_bytes: int = 0  # of KV cache per position
 
 
@@ -109,77 +104,70 @@ class Loading(Value, frozen=True):
 
 
 class Ready(Value, frozen=True):
-    """The engine serves: weights are loaded and the model is warm."""
+    """The engine serves."""
 
     model: ModelInfo
     pid: int
 
 
 class PipelineStats(Value, frozen=True):
-    """The engine's latest decode steps: medians in milliseconds over a sliding window.
-
-    `telemetry.step_stats` fills it and defines each part. Unchanged while nothing decodes.
-    """
+    """Medians over a window of decode steps; `telemetry.step_stats` defines them."""
 
     num_steps: int  # in the window
-    num_tokens: int  # committed since the start, first tokens included
-    rows: float  # mean rows of a step
+    num_tokens: int  # since the start, first tokens included
+    rows: float  # mean
     step_ms: float  # from commit to commit
     forward_ms: float
     sampling_ms: float  # the copy back included
     bookkeeping_ms: float  # host: plan, launch, finalize, commit
     wait_ms: float  # host, for the copy back
     idle_ms: float  # device
-    blocking_ms: float  # estimated step of a blocking loop
+    blocking_ms: float  # estimate for a blocking loop
     zombie_ratio: float  # of the rows
-    predicted_gain: float  # over a blocking loop; 0.1 is 10 % more throughput
-    tokens_per_row: float = 1.0  # committed by a step per row, zombies excluded
+    predicted_gain: float  # over a blocking loop; 0.1 is 10 %
+    tokens_per_row: float = 1.0  # committed, without zombies
     proposed_per_row: float = 0.0  # draft tokens per such row
     acceptance: float = 0.0  # of the draft tokens
 
 
 class KVCacheStats(Value, frozen=True):
-    """Pages of the KV cache by state, and its counters since the engine started."""
+    """Pages of the KV cache by state, and counters since the start."""
 
     free: int
-    idle: int  # cached prefixes without a reference, evictable
-    shared: int  # cached and referenced by several requests
+    idle: int  # cached, evictable
+    shared: int  # referenced by several requests
     draft: int  # allocated for draft tokens
-    hit_rate: float  # of all prompt positions, those found in the cache
+    hit_rate: float  # of all prompt positions
     fragmentation_ratio: float  # of all draft pages, those freed without an accepted token
     preemptions: int
-    recomputed_tokens: int  # positions computed again after a preemption
+    recomputed_tokens: int  # after preemptions
 
 
 class Load(Value, frozen=True):
-    """The engine's current load.
-
-    When idle, all are zero but `prefix_pages`, `images_cached`, `decode_steps` and `kv`.
-    """
+    """The engine's current load."""
 
     running: int = 0
     waiting: int = 0
     inflight: int = 0  # launches not yet committed
     rows_used: int = 0
     pages_used: int = 0  # by live sequences, shared pages counted once
-    prefix_pages: int = 0  # cached without a reference, evictable
+    prefix_pages: int = 0  # evictable
     pages_total: int = 0
-    adapters_used: int = 0  # adapter slots held by live sequences
+    adapters_used: int = 0  # slots held by live sequences
     images_cached: int = 0
     decode_steps: PipelineStats | None = None  # None before the second decode step
-    kv: KVCacheStats | None = None  # None without a KV cache
+    kv: KVCacheStats | None = None
 
 
 class Heartbeat(Value, frozen=True):
-    """Sent every `heartbeat_interval` by a thread of its own, hence also during a long step.
+    """Sent every `heartbeat_interval`, also during a long step.
 
-    `step` counts committed launches; an engine with pending work whose `step` does not change is
-    stuck.
+    An engine with pending work whose `step` does not change is stuck.
     """
 
     step: int
     load: Load
-    estimated_wait: float  # seconds that a new request would wait
+    estimated_wait: float  # seconds
 
 
 class Queued(Value, frozen=True):
@@ -209,7 +197,7 @@ class Delta(Value, frozen=True):
 
 
 class Done(Value, frozen=True):
-    """The whole result, which includes all deltas."""
+    """The whole result."""
 
     request_id: RequestKey
     result: TaskResult
@@ -221,7 +209,7 @@ class Done(Value, frozen=True):
 
 
 class ImageHeld(Value, frozen=True):
-    """An image is held until `until`, in `time.monotonic()` seconds."""
+    """An image is held; `until` is in `time.monotonic()` seconds."""
 
     request_id: RequestKey
     image: ImageInfo
@@ -242,7 +230,7 @@ class Failed(Value, frozen=True):
 
 
 class Stopped(Value, frozen=True):
-    """How many calls a `StopElsewhere` stopped; the parts of a call count once."""
+    """The calls that `StopElsewhere` stopped; parts of a call count once."""
 
     request_id: RequestKey
     count: int

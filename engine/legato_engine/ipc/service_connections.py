@@ -33,7 +33,7 @@ from legato_engine.ipc.messages import (
 )
 from legato_engine.shm.blob_store import namespace_of
 
-_MAX_EVENTS = 64  # per poll; the next poll returns the others
+_MAX_EVENTS = 64
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -46,16 +46,15 @@ class _ServiceConnection:
     open: dict[RequestKey, bool] = dataclasses.field(default_factory=dict)
     """Its requests under way, and whether `Stop` ends each."""
 
-    is_full: bool = False  # the socket is full; EPOLLOUT is awaited
+    is_full: bool = False  # EPOLLOUT is awaited
     namespace: str = ""  # of its blobs; empty before the first
 
 
 class ServiceConnections:
-    """Connections of all service processes, which may connect at any time.
+    """Connections of all service processes. Belongs to the main thread.
 
     When a process disconnects, its open requests are aborted before newer commands of the others,
-    and `on_disconnect` gets the namespace of its blobs, if it sent any. Writing to the eventfd
-    `wake_fd` ends `wait`. Without `busy_poll`, `Expect` is ignored. Belongs to the main thread.
+    and `on_disconnect` gets the namespace of its blobs, if it sent any.
     """
 
     def __init__(
@@ -70,30 +69,27 @@ class ServiceConnections:
         self._wake_fd = wake_fd
         self._on_disconnect = on_disconnect
         self._busy_poll = busy_poll
-        self._connections: dict[int, _ServiceConnection] = {}  # by descriptor
+        self._connections: dict[int, _ServiceConnection] = {}
         self._owners: dict[RequestKey, _ServiceConnection] = {}
         self._posted: set[_ServiceConnection] = set()
         self._status: Loading | Ready | None = None
-        self._events: list[tuple[int, int]] = []  # polled by `wait`
+        self._events: list[tuple[int, int]] = []
         self._poll_until = 0.0  # monotonic seconds; 0 before the first `Expect`
         self._poller = select.epoll()
         self._poller.register(self._listener, select.EPOLLIN)
         self._poller.register(wake_fd, select.EPOLLIN)
 
     def __len__(self) -> int:
-        """Service processes that are connected."""
         return len(self._connections)
 
     # ------------------------------------------------------------ commands
 
     def wait(self, timeout_ms: int | None) -> bool:
-        """Block until there are commands, a full socket has room, or `wake_fd` is written.
+        """Block until there are commands, room in a full socket, or a write to `wake_fd`.
 
-        Return False when the time is up first.
-
-        Polls while a request is expected, because waking up takes longer than all host work of a
-        lone request before the device begins; and briefly after the last result, because its client
-        often sends the next request at once.
+        Return False when the time is up first. Poll while a request is expected, because waking up
+        takes longer than all host work of a lone request before the device begins; and briefly
+        after the last result.
         """
         while not self._events and time.monotonic() < self._poll_until:
             self._events = self._poller.poll(0, _MAX_EVENTS)
@@ -103,7 +99,6 @@ class ServiceConnections:
         return bool(self._events)
 
     def receive(self) -> list[Command]:
-        """Return the commands that have arrived; aborts for disconnected processes come first."""
         events, self._events = self._events or self._poller.poll(0, _MAX_EVENTS), []
         if len(events) > 1:
             events.sort(key=_is_hang_up, reverse=True)
@@ -134,7 +129,6 @@ class ServiceConnections:
                 self._flush(connection)
 
     def _read(self, connection: _ServiceConnection, *, to_end: bool) -> list[Command]:
-        """Read once, or `to_end`; a closed connection adds aborts of its open requests."""
         try:
             while connection.incoming.read_from(connection.socket) and to_end:
                 pass
@@ -149,7 +143,7 @@ class ServiceConnections:
         return commands
 
     def _checked(self, command: Command, connection: _ServiceConnection) -> Sequence[Command]:
-        """The commands to run for one; a process cannot take over or end another's request."""
+        """Drop commands by which a process would take over or end another's request."""
         match command:
             case Submit(request=request):
                 if not connection.namespace and isinstance(request.image, WITH_BLOB):
@@ -171,7 +165,6 @@ class ServiceConnections:
         return (command,)
 
     def _stop_elsewhere(self, command: StopElsewhere, sender: _ServiceConnection) -> list[Command]:
-        """A `Stop` for each match of the other processes; the reply counts calls, not parts."""
         found = [
             key
             for key, owner in self._owners.items()
@@ -211,7 +204,7 @@ class ServiceConnections:
     # ------------------------------------------------------------ outputs
 
     def broadcast(self, status: Loading | Ready) -> None:
-        """Send a status to all; later connections get the latest one."""
+        """Send a status to all, later connections included."""
         self._status = status
         frame = encode(status)
         for connection in self._connections.values():
@@ -239,14 +232,14 @@ class ServiceConnections:
             self._flush(connection)
 
     def flush(self) -> None:
-        """Send posted outputs as far as the sockets take them; `receive` sends the rest."""
+        """Send what the sockets take; `receive` sends the rest."""
         for connection in self._posted:
             if not connection.is_full:
                 self._flush(connection)
         self._posted.clear()
 
     def close(self, linger_ms: int) -> None:
-        """Close all connections, giving unsent outputs up to `linger_ms` to be sent."""
+        """Close all connections after `linger_ms` at most for unsent outputs."""
         self.flush()
         until = time.monotonic() + linger_ms / 1000
         while (left := until - time.monotonic()) > 0:
@@ -264,7 +257,7 @@ class ServiceConnections:
         self._listener.close()
 
     def _flush(self, connection: _ServiceConnection) -> None:
-        """Send as much as fits. A broken connection drops it; reading notices the end."""
+        """A broken connection drops its outputs; reading notices the end."""
         try:
             is_full = not connection.unsent.write_to(connection.socket)
         except OSError:
@@ -286,7 +279,6 @@ def inherited_listener(descriptor: int) -> socket.socket:
 
 
 def pending_connections(listener: socket.socket) -> Iterator[socket.socket]:
-    """Accept the connections that wait at a non-blocking listening socket."""
     while True:
         try:
             connection, _ = listener.accept()

@@ -1,4 +1,4 @@
-"""The service processes that receive this engine's heartbeats; used by the heartbeat thread."""
+"""The service processes that receive this engine's heartbeats."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class WakeReason(enum.Enum):
 
 
 class Subscribers:
-    """Connections of the service processes to the heartbeat socket."""
+    """Connections of the service processes; belongs to the heartbeat thread."""
 
     def __init__(self, listener_fd: int) -> None:
         self._listener = inherited_listener(listener_fd)
         self._connections: dict[socket.socket, FrameWriter] = {}
 
     def send(self, beat: Heartbeat) -> None:
-        """Send to all, new connections included; skip those with unread heartbeats."""
+        """Send to all, new connections included, without unread heartbeats."""
         for connection in pending_connections(self._listener):
             self._connections[connection] = FrameWriter()
         frame = encode(beat)
@@ -41,7 +41,6 @@ class Subscribers:
                 connection.close()
 
     def wait(self, stop_fd: int, seconds: float) -> WakeReason:
-        """Block until `stop_fd` is readable, a connection is pending, or the time is up."""
         listener_fd = self._listener.fileno()
         readable, _, _ = select.select((listener_fd, stop_fd), (), (), seconds)
         if stop_fd in readable:
@@ -49,7 +48,6 @@ class Subscribers:
         return WakeReason.CONNECTION if readable else WakeReason.TIMEOUT
 
     def close(self) -> None:
-        """Close all connections."""
         for connection in self._connections:
             connection.close()
         self._listener.close()

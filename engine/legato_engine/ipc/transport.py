@@ -1,13 +1,12 @@
-"""Sockets between the service processes and the engine process, as the service uses them.
+"""Sockets to the engine process, as the service processes use them.
 
-Each service process has two connections to the engine: `requests` carries commands to the engine
-and its outputs back, `vitals` carries heartbeats. The first service process owns the listening
-sockets, and every engine inherits them: a connection made while no engine runs waits for the next.
-The engine's end is in `service_connections`.
+`requests` carries commands and outputs, `vitals` heartbeats. The first service process owns the
+listening sockets, and every engine inherits them: a connection made while no engine runs waits for
+the next.
 
-Senders write to the kernel themselves, without a thread between, so that a message costs no more
-than its reader's wake-up. Queues are unbounded, because a bound would drop an output or block a
-step of the engine; admission control bounds what can accumulate.
+Senders write to the kernel themselves, so that a message costs no more than its reader's wake-up.
+Queues are unbounded, because a bound would drop an output or block a step of the engine; admission
+control bounds what can accumulate.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from legato_engine.ipc.framing import FrameReader, FrameWriter
 from legato_engine.ipc.messages import Command, EngineMessage, decode_engine_message, encode
 from legato_engine.ipc.service_connections import pending_connections
 
-_READS_PER_TURN = 16  # then other callbacks of the event loop get their turn
+_READS_PER_TURN = 16  # then other callbacks get their turn
 _REQUESTS, _VITALS = "requests", "vitals"
-_BACKLOG = 128  # connections that may wait for the next engine
+_BACKLOG = 128
 
 
 class ListeningSockets:
@@ -42,17 +41,16 @@ class ListeningSockets:
         return tuple(each.fileno() for each in self._sockets)
 
     def reject_pending(self) -> None:
-        """Close the connections that wait while there is no engine, dead ones among them.
+        """Close the connections that wait while there is no engine.
 
-        Live processes reconnect when `requests` is closed. They connect to `requests` first, so the
-        sockets are emptied in reverse order: none keeps `requests` and loses `vitals`.
+        Live processes reconnect when `requests` is closed. They connect to it first, so the sockets
+        are emptied in reverse order: none keeps `requests` and loses `vitals`.
         """
         for listener in reversed(self._sockets):
             for connection in pending_connections(listener):
                 connection.close()
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
         for each in self._sockets:
             each.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -84,7 +82,7 @@ class EngineTransport:
         self._loop = asyncio.get_running_loop()
         self._unsent = FrameWriter()
         self._flush_due = False
-        self._is_full = False  # the socket is full; the loop calls `_write` when it is not
+        self._is_full = False  # the loop calls `_write` when it is not
         self._requests = _connect(endpoint, _REQUESTS)
         self._incoming = {
             self._requests: FrameReader(),
@@ -97,7 +95,7 @@ class EngineTransport:
     def send(self, command: Command, *, at_once: bool = False) -> None:
         """Enqueue a command; never blocks. Commands of one turn of the loop are sent together.
 
-        `at_once` sends it now, with all commands before it.
+        `at_once` sends all now.
         """
         if self._closed:
             return
@@ -109,10 +107,7 @@ class EngineTransport:
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Deliver messages that have arrived, then disconnect. Idempotent.
-
-        Commands are sent as far as the sockets take them now.
-        """
+        """Deliver messages that have arrived, then disconnect. Idempotent."""
         if self._closed:
             return
         self._flush()

@@ -1,4 +1,4 @@
-"""An engine without a model, for load tests, clients' tests and measurements."""
+"""An engine without a model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ _MAX_CONTEXT = 8192
 
 
 def info(config: EngineConfig) -> ModelInfo:
-    """Return what the engine serves."""
     return ModelInfo(
         name=NAME,
         device="none",
@@ -58,8 +57,8 @@ def info(config: EngineConfig) -> ModelInfo:
 class NullEngine:
     """Has the interface of `EngineCore`; a step adds a token to every running request.
 
-    Steps are `config.null_step_ms` apart and `config.max_running` requests run. If that is 0, all
-    requests run at once, and one without deltas ends in its first step. Single-threaded.
+    Steps are `config.null_step_ms` apart. If that is 0, all requests run at once, and one without
+    deltas ends in its first step.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class NullEngine:
     # ------------------------------------------------------------ commands
 
     def submit(self, request: Request) -> None:
-        """Start a request; an error becomes its `Failed` output."""
         arrival = time.monotonic()
         image, image_seconds = None, 0.0
         try:
@@ -108,7 +106,6 @@ class NullEngine:
             self._announce_queued(request.request_id)
 
     def stop(self, request_id: RequestKey) -> None:
-        """End a request now with the result it has; unknown ids are ignored."""
         now = time.monotonic()
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
@@ -118,19 +115,16 @@ class NullEngine:
             self._finish(running, FinishReason.CANCELLED, now)
 
     def abort(self, request_id: RequestKey) -> None:
-        """End a request without output; unknown ids are ignored."""
         self._waiting.pop(request_id, None)
         self._running.pop(request_id, None)
 
     def hold(self, command: HoldImage) -> None:
-        """Lease an image."""
         try:
             self._send(self._images.hold(command))
         except LegatoError as error:
             self._send(Failed(request_id=command.request_id, error=to_value(error)))
 
     def drop(self, command: DropImage) -> None:
-        """End the lease of an image."""
         try:
             self._images.leases.drop(command.image_id, command.owner)
             self._send(ImageDropped(request_id=command.request_id))
@@ -141,11 +135,9 @@ class NullEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to do now."""
         return bool(self._running) and time.monotonic() >= self._next_step
 
     def load(self) -> Load:
-        """Return the present load."""
         return Load(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -154,7 +146,7 @@ class NullEngine:
         )
 
     def estimated_wait(self) -> float:
-        """Return the seconds that a new request would wait if all were as long as the longest."""
+        """Seconds that a new request would wait if all were as long as the longest."""
         if not self._full:
             return 0.0
         requests = (*self._running.values(), *self._waiting.values())
@@ -162,14 +154,12 @@ class NullEngine:
         return left * self._period * (1 + len(self._waiting) / self._max_running)
 
     def next_deadline(self) -> float:
-        """Return the monotonic time by which `step` is due even if nothing wakes the loop."""
         first = min(self._next_deadline, self._images.leases.next_expiry)
         return min(first, self._next_step) if self._running else first
 
     # ------------------------------------------------------------ the step
 
     def step(self) -> None:
-        """Expire and start requests; add a token to each running one if a step is due."""
         now = time.monotonic()
         if now >= self._images.leases.next_expiry:
             self._images.leases.expire()
@@ -187,7 +177,6 @@ class NullEngine:
             self._admit(now)
 
     def _advance(self, running: NullRequest, now: float) -> None:
-        """Add a token; add all if steps take no time and no deltas are wanted."""
         request, output = running.request, running.output
         index, count = running.num_tokens, len(output.events)
         running.num_tokens = min(index + 1, count) if request.deltas or self._period else count

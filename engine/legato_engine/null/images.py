@@ -1,4 +1,4 @@
-"""Images of an engine without a model: hashed and sized, never decoded."""
+"""Images of an engine without a model: hashed, never decoded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from legato_engine.images.raw import check_raw
 from legato_engine.ipc.messages import HoldImage, ImageHeld
 from legato_engine.shm.blob_reader import BlobReader
 
-_RGB = 3  # bytes of a pixel, by which an image counts against the cache
+_RGB = 3  # bytes of a pixel
 
 
 class NullImages:
-    """The cache and the leases of images, as with a real model."""
+    """The cache and the leases of images."""
 
     def __init__(self, config: EngineConfig, blobs: BlobReader) -> None:
         self._blobs = blobs
@@ -28,17 +28,10 @@ class NullImages:
         self.leases = ImageLeases(self._cache, image_quota(config))
 
     def __len__(self) -> int:
-        """Images that a request can name by id."""
         return len(self._cache)
 
     def find_or_load(self, source: ImageSource, *, keep: bool) -> ImageInfo:
-        """Return a request's image and take its blob; with `keep` the cache gets it.
-
-        Raises:
-            ImageNotFound: the image is named by id and not cached.
-            ImageUndecodable, ImageTooLarge, InvalidField: it is broken or over a limit.
-            InternalError: the blob cannot be read.
-        """
+        """Return an image and take its blob. Raises as `Preprocessor.start`."""
         if isinstance(source, CachedImage):
             cached = self._cached(source.image_id)
             if cached is None:
@@ -59,7 +52,6 @@ class NullImages:
         return ImageHeld(request_id=command.request_id, image=image, until=until)
 
     def _cached(self, name: str) -> ImageInfo | None:
-        """Return the cached image of this id, marked as a hit."""
         cached = self._cache.get(name)
         return cached and msgspec.structs.replace(cached, cache_hit=True)
 

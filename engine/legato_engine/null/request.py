@@ -29,16 +29,13 @@ class NullRequest(msgspec.Struct, eq=False):
 
     @property
     def cached_tokens(self) -> int:
-        """BOS and the image, if that was cached."""
         return 1 + IMAGE_TOKENS if self.image and self.image.cache_hit else 0
 
     @property
     def queue_time(self) -> float:
-        """Seconds from arrival to start without those of the image's preparation."""
         return max(0.0, self.started - self.arrival - self.image_seconds)
 
     def usage(self) -> Usage:
-        """Return the tokens so far."""
         return Usage(
             input_tokens=self.input_tokens,
             output_tokens=self.num_tokens,
@@ -48,7 +45,6 @@ class NullRequest(msgspec.Struct, eq=False):
         )
 
     def timings(self, now: float) -> Timings:
-        """Return the timings of a request that ends at `now`."""
         first_token = self.first_token or now
         return Timings(
             queue=self.queue_time,

@@ -1,4 +1,4 @@
-"""Made-up outputs of an engine without a model: typed, and equal for equal requests."""
+"""Made-up outputs, equal for equal requests."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ DEFAULT_WORDS = 16  # of a text without `max_tokens`
 _WORDS = "nobody looked at this picture and yet here is an answer of so many words"
 _THOUGHTS = "there is no model to ask"
 _OUTLINE = ("M0.1 0.1", " L0.9 0.1", " L0.9 0.9", " L0.1 0.9", " z")
-_GRID = 8  # columns and rows of the grid of objects, which repeats after its last cell
+_GRID = 8  # columns and rows of the grid of objects
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScriptedOutput:
-    """The events of a request, one per token, and its finish reason.
+    """The events of a request, one per token.
 
-    `whole` is the result of all events. The first `num_thoughts` events are reasoning. The task's
-    own text has `num_words`.
+    The first `num_thoughts` events are reasoning. The task's own text has `num_words`.
     """
 
     task: TaskSpec
@@ -59,20 +58,17 @@ class ScriptedOutput:
     num_words: int
 
     def result(self, num_tokens: int) -> TaskResult:
-        """Return the result of the first `num_tokens` events."""
         if num_tokens == len(self.events):
             return self.whole
         return _result(self.task, self.events[:num_tokens])
 
     def events_at(self, index: int, request: Request) -> tuple[Event, ...]:
-        """Return the event at `index`, with its token if the request wants tokens."""
         event = self.events[index]
         if not request.return_tokens:
             return (event,)
         return tuple(with_token([event], self._token(index, request)))
 
     def tokens(self, num_tokens: int, request: Request) -> tuple[TokenInfo, ...]:
-        """Return the first `num_tokens` tokens."""
         return tuple(self._token(index, request) for index in range(num_tokens))
 
     def _token(self, index: int, request: Request) -> TokenInfo:
@@ -83,7 +79,6 @@ class ScriptedOutput:
 
 @functools.lru_cache(1024)
 def scripted_output(task: TaskSpec, sampling: SamplingParams, num_objects: int) -> ScriptedOutput:
-    """Return the output of a task; with at most `num_objects` objects if it finds objects."""
     match task:
         case QueryTask():
             thoughts = [ReasoningDelta(text=text) for text in _spaced(_THOUGHTS.split())]
@@ -110,7 +105,6 @@ def _text_output(
 
 
 def _before_stop(words: list[str], sampling: SamplingParams) -> list[str]:
-    """Return the words up to the first stop string, which may cut the last of them."""
     text = "".join(words)
     found = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
     left = min(found, default=len(text))

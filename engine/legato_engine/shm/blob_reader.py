@@ -1,4 +1,4 @@
-"""The engine's side of image bytes: maps the blobs that requests name."""
+"""The engine's side of image bytes."""
 
 from __future__ import annotations
 
@@ -24,29 +24,24 @@ from legato_engine.shm.segment_pool import (
 
 
 class BlobReader:
-    """Takes blobs whose namespaces begin with `namespace`. Any thread may call.
+    """Takes blobs whose namespaces begin with `namespace`; thread-safe.
 
-    A segment stays mapped until its service process retires it, which is noticed when another
-    segment is mapped, or until `forget`.
+    A retired segment stays mapped until another segment is mapped, or until `forget`.
     """
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._lock = threading.Lock()
-        self._segments: dict[str, _MappedSegment] = {}  # by name
+        self._segments: dict[str, _MappedSegment] = {}
 
     def __len__(self) -> int:
-        """Mapped segments."""
         return len(self._segments)
 
     def take(self, ref: BlobRef) -> memoryview:
-        """Unlink a blob's file and return a read-only view of its bytes.
-
-        A blob can be taken once; its memory is released with the last view.
+        """Return a read-only view of a blob, once; its memory is released with the last view.
 
         Raises:
-            InternalError: the name is not a plain name within the namespace, or the blob does not
-                exist, was taken already, or has fewer bytes than `ref` says.
+            InternalError: the name is outside of the namespace, or the blob is gone or too short.
         """
         if not ref.name.startswith(f"{self._namespace}-") or "/" in ref.name:
             raise InternalError(f"blob {ref.name!r} is outside of namespace {self._namespace!r}")
@@ -57,7 +52,6 @@ class BlobReader:
             return segment.take(ref)
 
     def forget(self, namespace: str) -> None:
-        """Unmap the segments of this namespace, whose service process is gone."""
         with self._lock:
             for name in [each for each in self._segments if namespace_of(each) == namespace]:
                 del self._segments[name]
@@ -84,16 +78,15 @@ class _MappedSegment:
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
         self._header = memoryview(mapping)[:HEADER_SIZE].cast("Q")
-        self._taken = 0  # latest generation that was taken
+        self._taken = 0  # latest generation
         self._view: weakref.ref[np.ndarray[Any, Any]] | None = None  # of that generation
 
     @property
     def is_retired(self) -> bool:
-        """Whether its service process has given it up."""
         return self._header[RETIRED] != 0
 
     def take(self, ref: BlobRef) -> memoryview:
-        """View a generation's content; the end of the last view releases it to the service."""
+        """The end of the last view releases the content to the service."""
         if ref.generation <= self._taken or ref.generation != self._header[GENERATION]:
             raise InternalError(f"generation {ref.generation} of blob {ref.name!r} is gone")
         if ref.size > min(self._header[SIZE], len(self._mapping) - HEADER_SIZE):

@@ -1,9 +1,8 @@
 """The service's side of image bytes: writes blobs to shared memory.
 
-A service process writes a blob in its own namespace and names it in the request; the engine takes
-it once (`blob_reader`). Most images use pooled segments (`segment_pool`). Large images, and uploads
-that a `BlobWriter` gathers, are files of their own, which the engine unlinks. The service unlinks
-blobs that the engine did not take when their request ends.
+Most images use pooled segments (`segment_pool`). Large images and the uploads of a `BlobWriter` are
+files of their own, which the engine unlinks. The service unlinks blobs that the engine did not take
+when their request ends.
 """
 
 from __future__ import annotations
@@ -29,18 +28,15 @@ _MAX_APPEND = 4 * 1024 * 1024  # bytes per system call, which takes a few millis
 
 @functools.cache
 def blob_folder() -> pathlib.Path:
-    """The folder of shared memory, or of temporary files if there is none."""
     shared = pathlib.Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else pathlib.Path(tempfile.gettempdir())
 
 
 def new_namespace() -> str:
-    """Make a namespace that no other service process uses."""
     return f"legato-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def namespace_of(name: str) -> str:
-    """The namespace of a blob's name."""
     return name.rpartition("-")[0]
 
 
@@ -55,7 +51,6 @@ class BlobStore:
         self._next_name = self._new_name()  # of the next segment
 
     def __len__(self) -> int:
-        """Blobs that were not discarded."""
         return len(self._live)
 
     def put(self, data: bytes | memoryview) -> BlobRef:
@@ -82,7 +77,6 @@ class BlobStore:
         return ref
 
     def open_writer(self) -> BlobWriter:
-        """Open a blob to be written in pieces."""
         name, descriptor = self._create()
         return BlobWriter(self, name, descriptor)
 
@@ -108,7 +102,6 @@ class BlobStore:
         self._pool.clear()
 
     def _create(self) -> tuple[str, int]:
-        """Create a file for this user only; return its name and descriptor."""
         name = self._new_name()
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self._folder / name, flags, 0o600)
@@ -119,7 +112,6 @@ class BlobStore:
         return f"{self.namespace}-{secrets.token_hex(8)}"
 
     def close(self) -> None:
-        """Unlink all files of the namespace."""
         self._live.clear()
         self._pool.clear()
         for path in self._folder.glob(f"{self.namespace}-*"):
@@ -129,8 +121,8 @@ class BlobStore:
 class BlobWriter:
     """Gathers bytes in a file in shared memory; `publish` makes blobs of them.
 
-    `close`, or the end of the last reference, deletes the bytes. One thread at a time may write.
-    Another may close meanwhile; the write then raises `ValueError`.
+    The end of the last reference deletes the bytes. One thread at a time may write; another may
+    close.
     """
 
     def __init__(self, store: BlobStore, name: str, descriptor: int) -> None:
@@ -156,9 +148,7 @@ class BlobWriter:
     def copy(self, source: int, offset: int, size: int) -> int:
         """Append up to `size` bytes of a file within the kernel; return how many there were.
 
-        Raises:
-            QueueFull: shared memory is full.
-            ValueError: the writer is closed.
+        Raises as `write`.
         """
         copied = 0
         while copied < size:
@@ -170,15 +160,13 @@ class BlobWriter:
         return copied
 
     def head(self, size: int) -> bytes:
-        """The first `size` bytes."""
         return os.pread(self._descriptor, size, 0)
 
     def view(self) -> memoryview:
-        """Map the bytes written so far."""
         return mapped(self._descriptor, self.size)
 
     def publish(self) -> BlobRef:
-        """Make a blob of the bytes written so far; may be called again."""
+        """Make a blob of the bytes written so far."""
         return self._store.link(self._name, self.size)
 
     def close(self) -> None:

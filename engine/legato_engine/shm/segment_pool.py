@@ -1,13 +1,11 @@
 """A pool of shared-memory segments that are reused for image after image.
 
 A new file per image costs several times the copy of its bytes: the kernel clears its pages, and
-both processes fault them in. A segment is a file that both map once. Its first reader unlinks it,
-so that its memory is freed with the two processes however they end.
+both processes fault them in. The first reader unlinks a segment's file, so that its memory is freed
+with the two processes however they end.
 
-A segment begins with a header of 64-bit words, each with one writer. The service writes the
-generation and size of the content, and whether the segment is retired. The engine writes the last
-generation that it has released. The service overwrites released content only: never content that
-an engine reads or may begin to read.
+The engine writes `RELEASED`, the last generation that it has released, the service the other words.
+The service overwrites released content only.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ POOL_BYTES = 16 * 1024 * 1024
 
 
 def map_segment(descriptor: int, size: int) -> mmap.mmap:
-    """Map a segment and populate its pages; single page faults would cost more than the copy."""
+    """Map a segment and populate its pages; page faults would cost more than the copy."""
     return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
@@ -42,11 +40,6 @@ class _Segment:
     __slots__ = ("_content", "_header", "_mapping", "generation", "name", "path", "size")
 
     def __init__(self, path: pathlib.Path, size: int) -> None:
-        """Create the file.
-
-        Raises:
-            OSError: ENOSPC or EDQUOT when shared memory is full.
-        """
         self.path = path
         self.name = path.name
         self.size = size
@@ -69,7 +62,6 @@ class _Segment:
 
     @property
     def released(self) -> bool:
-        """Whether the engine has released its content."""
         return self._header[RELEASED] == self.generation
 
     @property
@@ -78,7 +70,6 @@ class _Segment:
         return self._header[RELEASED] > 0
 
     def write(self, data: bytes | memoryview) -> BlobRef:
-        """Replace the content; return its reference."""
         self._content[: len(data)] = data
         self.generation += 1
         self._header[SIZE] = len(data)
@@ -100,20 +91,16 @@ class SegmentPool:
     def __init__(self, folder: pathlib.Path, limit: int = POOL_BYTES) -> None:
         self._folder = folder
         self._limit = limit
-        self._size = 0  # bytes of all segments
+        self._size = 0
         self._busy: dict[str, _Segment] = {}  # by name, between `put` and `discard`
         self._unread: collections.deque[_Segment] = collections.deque()  # discarded, not released
         self._free: list[_Segment] = []  # least recently used first
 
     def __len__(self) -> int:
-        """Segments in the pool."""
         return len(self._busy) + len(self._unread) + len(self._free)
 
     def put(self, data: bytes | memoryview, name: str) -> BlobRef | None:
-        """Write to a free segment, or to a new one of this `name`.
-
-        Return None when the data are too large, or all segments are in use.
-        """
+        """Write to a free segment, or to a new one of this `name`, if possible."""
         needed = HEADER_SIZE + len(data)
         if needed > LARGEST:
             return None
@@ -125,7 +112,6 @@ class SegmentPool:
         return segment.write(data)
 
     def discard(self, ref: BlobRef) -> None:
-        """Take a blob back, read or not."""
         segment = self._busy.pop(ref.name, None)
         if segment is None:
             return  # already retired
@@ -137,7 +123,6 @@ class SegmentPool:
             self._retire(segment)
 
     def clear(self) -> None:
-        """Retire all segments."""
         for segment in (*self._busy.values(), *self._unread, *self._free):
             self._retire(segment)
         self._busy.clear()
@@ -154,7 +139,6 @@ class SegmentPool:
         return None
 
     def _collect(self) -> bool:
-        """Free discarded segments that have been released since; return whether there were any."""
         before = len(self._free)
         for _ in range(len(self._unread)):
             segment = self._unread.popleft()
@@ -162,7 +146,7 @@ class SegmentPool:
         return len(self._free) > before
 
     def _create(self, size: int, name: str) -> _Segment | None:
-        while self._size + size > self._limit:  # evict the least recently used
+        while self._size + size > self._limit:
             if self._free:
                 self._retire(self._free.pop(0))
             elif self._unread:
