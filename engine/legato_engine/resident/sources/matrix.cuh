@@ -1,0 +1,225 @@
+// Products of the tokens with blocks of weights from the ring, and what becomes of their sums.
+//
+// In a warp lane = 4g + t. A warp multiplies 64 inputs of every stage; a sum's .x and .y are row g of tokens 2t and
+// 2t + 1 of a tile, .z and .w row g + 8.
+#pragma once
+#include "worker.cuh"
+
+// 64 inputs of the tokens, as a lane holds them for the products.
+struct Inputs {
+  uint4 of[TILES][2];
+  // Global memory; `from` is the warp's own in the first token.
+  __device__ __forceinline__ void load(const bf16* from, int stride, int rows) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        of[tile][half] = tile * 8 + g < rows ? load_fresh(from + (tile * 8 + g) * stride + half * 32 + t * 8)
+                                             : uint4{0, 0, 0, 0};
+  }
+};
+
+// The warp's part of a stage, packed as `kernels.cuda.packing.pack` does.
+__device__ __forceinline__ void multiply(float4 (&sum)[TILES], const unsigned char* stage, const Inputs& in) {
+  const uint4* from = reinterpret_cast<const uint4*>(stage) + threadIdx.x / 32 * 128 + threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const uint4 a = from[half * 32], b = from[64 + half * 32];
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) mma(sum[tile], a.x, b.x, a.y, b.y, in.of[tile][half].x, in.of[tile][half].y);
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) mma(sum[tile], a.z, b.z, a.w, b.w, in.of[tile][half].z, in.of[tile][half].w);
+  }
+}
+
+__device__ __forceinline__ bool active() { return threadIdx.x / 32 * GROUP < CHUNK; }
+
+// What the warps multiplied of a block.
+__device__ __forceinline__ float4 total(const Shared& shared, int block, int tile) {
+  float4 all = shared.sums[0][block][tile][threadIdx.x % 32];
+#pragma unroll
+  for (int warp = 1; warp < WARPS; warp++) {
+    const float4 more = shared.sums[warp][block][tile][threadIdx.x % 32];
+    all.x += more.x, all.y += more.y, all.z += more.z, all.w += more.w;
+  }
+  return all;
+}
+
+// The residual stream of the tokens, as a warp holds it, and its moments in shared memory.
+struct Held {
+  Inputs chunks[CHUNKS];
+  __device__ __forceinline__ void load(const Arguments& a, Shared& shared, int source) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const bf16* x = source == SOURCE_X0 ? a.x0 : a.x1;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int token = tile * 8 + g;
+          const int input = c * CHUNK + warp * GROUP + half * 32 + t * 8;
+          const bool live = token < a.rows && active();
+          const bf16* from = source == SOURCE_EMBED ? a.embedding + (live ? (i64)shared.token[token] * DIM : 0)
+                                                    : x + (live ? token * DIM : 0);
+          chunks[c].of[tile][half] = live ? load_fresh(from + (live ? input : 0)) : uint4{0, 0, 0, 0};
+        }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+      float sum = 0.f, squares = 0.f;
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const u32 pair = (&chunks[c].of[tile][i / 4].x)[i % 4];
+          const float low = low_float(pair), high = high_float(pair);
+          sum += low + high;
+          squares += low * low + high * high;
+        }
+#pragma unroll
+      for (int lanes = 1; lanes < 4; lanes <<= 1) {
+        sum += __shfl_xor_sync(~0u, sum, lanes);
+        squares += __shfl_xor_sync(~0u, squares, lanes);
+      }
+      if (t == 0) shared.moments[warp][tile * 8 + g] = float2{sum, squares};
+    }
+  }
+};
+
+// Mean and inverse deviation of a token.
+__device__ __forceinline__ float2 moments(const Shared& shared, int token) {
+  float sum = 0.f, squares = 0.f;
+#pragma unroll
+  for (int warp = 0; warp < WARPS; warp++) {
+    const float2 one = shared.moments[warp][token];
+    sum += one.x, squares += one.y;
+  }
+  const float mean = sum / DIM;
+  return float2{mean, rsqrtf(squares / DIM - mean * mean + 1e-5f)};
+}
+
+__device__ __forceinline__ float normed(float sum, float2 moments, float2 folded) {
+  return moments.y * (sum - moments.x * folded.x) + folded.y;
+}
+
+// Sums of up to BLOCKS_AT_ONCE blocks of the normed residual stream, into shared memory.
+__device__ __forceinline__ void multiply_blocks(
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& held, int blocks) {
+  for (int block = 0; block < blocks; block++) {
+    float4 sum[TILES] = {};
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      const unsigned char* stage = ring.get(a, at);
+      if (active()) multiply(sum, stage, held.chunks[c]);
+      ring.release();
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) shared.sums[threadIdx.x / 32][block][tile][threadIdx.x % 32] = sum[tile];
+  }
+}
+
+__device__ __forceinline__ void run_fc1(
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& held, const Instruction& it) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const float2* folded = a.folded + (i64)it.layer * (3 * DIM + FF) + 3 * DIM;
+  constexpr int RATIO = FF / DIM;
+  float2 low[(RATIO * TILES + WARPS - 1) / WARPS], high[(RATIO * TILES + WARPS - 1) / WARPS];
+#pragma unroll
+  for (int i = 0; i < (RATIO * TILES + WARPS - 1) / WARPS; i++) {
+    const int block = it.block + (warp + i * WARPS) / TILES * WORKERS;
+    if (warp + i * WARPS < RATIO * TILES) low[i] = folded[block * BLOCK + g], high[i] = folded[block * BLOCK + g + 8];
+  }
+  multiply_blocks(a, at, shared, ring, held, it.num_blocks);
+  workers_sync();
+#pragma unroll
+  for (int i = 0; i < (RATIO * TILES + WARPS - 1) / WARPS; i++) {
+    const int index = (warp + i * WARPS) / TILES, tile = (warp + i * WARPS) % TILES;
+    if (index >= it.num_blocks) continue;
+    const float4 sum = total(shared, index, tile);
+    const int row = (it.block + index * WORKERS) * BLOCK + g;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int token = tile * 8 + t * 2 + j;
+      if (token >= a.rows) continue;
+      const float2 m = moments(shared, token);
+      bf16* out = a.act + (i64)token * FF + row;
+      out[0] = to_bf16(gelu_tanh(normed(j ? sum.y : sum.x, m, low[i])));
+      out[8] = to_bf16(gelu_tanh(normed(j ? sum.w : sum.z, m, high[i])));
+    }
+  }
+}
+
+__device__ __forceinline__ void run_qkv(
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& held, const Instruction& it) {
+  constexpr int MORE = (3 * TILES + WARPS - 1) / WARPS, HALF = ROTARY_DIM / 2;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int head = it.block / SPLITS, quarter = it.block % SPLITS;
+  const bool rotated = quarter * BLOCK < ROTARY_DIM;
+  const int dim = rotated ? quarter * 8 + g : quarter * BLOCK + g, gap = rotated ? HALF : 8;
+  const float2* folded = a.folded + (i64)it.layer * (3 * DIM + FF);
+  float2 low[MORE], high[MORE];
+  float c[MORE][2], s[MORE][2];
+  i64 slot[MORE][2];
+#pragma unroll
+  for (int i = 0; i < MORE; i++) {
+    const int index = (warp + i * WARPS) / TILES, tile = (warp + i * WARPS) % TILES;
+    if (index >= 3) continue;
+    const int row = (it.block + index * WORKERS) * BLOCK + g;
+    low[i] = folded[row], high[i] = folded[row + 8];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int token = tile * 8 + t * 2 + j;
+      if (token >= a.rows) continue;
+      const int position = a.position[token] + at.step;
+      c[i][j] = rotated && index < 2 ? a.cosines[position * HALF + dim] : 1.f;
+      s[i][j] = rotated && index < 2 ? a.sines[position * HALF + dim] : 0.f;
+      const i64 page = (i64)it.layer * a.layer_pages + a.pages[token * a.row_pages + position / PAGE];
+      slot[i][j] = ((page * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + dim;
+    }
+  }
+  multiply_blocks(a, at, shared, ring, held, 3);
+  workers_sync();
+#pragma unroll
+  for (int i = 0; i < MORE; i++) {
+    const int index = (warp + i * WARPS) / TILES, tile = (warp + i * WARPS) % TILES;
+    if (index >= 3) continue;
+    const float4 sum = total(shared, index, tile);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int token = tile * 8 + t * 2 + j;
+      if (token >= a.rows) continue;
+      const float2 m = moments(shared, token);
+      const float x = normed(j ? sum.y : sum.x, m, low[i]), y = normed(j ? sum.w : sum.z, m, high[i]);
+      bf16* out = index == 0 ? a.q + token * DIM + head * HEAD_DIM + dim : (index == 1 ? a.keys : a.values) + slot[i][j];
+      out[0] = to_bf16(x * c[i][j] - y * s[i][j]);
+      out[gap] = to_bf16(x * s[i][j] + y * c[i][j]);
+    }
+  }
+  asm volatile("fence.proxy.async;" ::: "memory");  // later steps' copies read the keys and values
+}
+
+// Chunks of the inner activations whose inputs registers hold at once.
+constexpr int INNER_AT_ONCE = TILES == 1 ? FF / DIM * CHUNKS / 2 : 8 / TILES;
+
+__device__ __forceinline__ void run_fc2(
+    const Arguments& a, Place& at, Ring& ring, float4 (&sum)[TILES], const Instruction& it) {
+  if (it.chunk == 0) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) sum[tile] = float4{0.f, 0.f, 0.f, 0.f};
+  }
+  const bf16* from = a.act + it.chunk * CHUNK + threadIdx.x / 32 * GROUP;
+  for (int first = 0; first < it.num_chunks; first += INNER_AT_ONCE) {
+    Inputs in[INNER_AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < INNER_AT_ONCE; i++)
+      in[i].load(from + (first + i) * CHUNK, FF, active() && first + i < it.num_chunks ? a.rows : 0);
+#pragma unroll
+    for (int i = 0; i < INNER_AT_ONCE; i++) {
+      if (first + i >= it.num_chunks) break;
+      const unsigned char* stage = ring.get(a, at);
+      if (active()) multiply(sum, stage, in[i]);
+      ring.release();
+    }
+  }
+}
