@@ -20,7 +20,7 @@ from legato_engine.resident.stream import Matrix, Stage, qkv_rows, worker_stages
 
 from benchmarks.resident_model import DEVICE, DTYPE, Cache, Model
 
-THREADS = 32 * WARPS + 32
+THREADS = 32 * WARPS + 128
 COUNTER_WORDS = 32
 RING_STAGES = {1: 12, 2: 11, 4: 8}
 """Stages of 16 KB, by tiles."""
@@ -114,6 +114,7 @@ class ResidentKernel:
 
         self.x = scratch(2, tokens, sizes.dim)
         self.act, self.q = scratch(tokens, sizes.ff_dim), scratch(tokens, sizes.dim)
+        self.heads = scratch(tokens, sizes.dim)
         self.part = scratch(tokens, workers, 64, dtype=torch.float32)
         self.ends = scratch(tokens, workers, 2, dtype=torch.float32)
         self.best = scratch(workers, tokens, 2, dtype=torch.float32)
@@ -137,7 +138,7 @@ class ResidentKernel:
         pointers = (
             *(self.table, self.counters, self.counters[-1], self.report, weights.stream),
             *(weights.folded, weights.head_folded, weights.out_bias, model.embedding),
-            *(self.x[0], self.x[1], self.act, self.q, self.part, self.ends, self.best),
+            *(self.x[0], self.x[1], self.act, self.q, self.heads, self.part, self.ends, self.best),
             *(cache.keys, cache.values, cache.pages, positions, model.cosines, model.sines),
             *(tokens, out, logits, trace, profile),
         )
@@ -168,7 +169,7 @@ def _shared_bytes(sizes: ModelSizes, tiles: int) -> int:
     stages, tokens = RING_STAGES[tiles], 8 * tiles
     ring = stages * max(sizes.stage_bytes, PAGE_BYTES)
     sums = WARPS * 4 * tiles * 512
-    rest = 2 * WARPS * tokens * 8 + 2 * WARPS * 33 * 8 + 2 * stages * 8 + tokens * 4 * 33
+    rest = 3 * WARPS * tokens * 8 + 2 * stages * 8 + tokens * 4 * 33 + 8
     return -(-(ring + sums + rest) // 128) * 128
 
 

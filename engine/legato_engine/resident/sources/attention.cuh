@@ -1,5 +1,5 @@
-// Attention of one token per row: a worker has a head and every SPLITS-th page of each row. What its softmax leaves
-// goes to the workers of OUT, which merge the quarters.
+// Attention of one token per row. A worker has a head, and units of rows and quarters of their pages: every
+// SPLITS-th. What the softmax of a row's quarters leaves is merged by its worker, or by the workers of OUT.
 //
 // In a warp lane = 4p + e: of a stage each warp has 8 positions, and lane (p, e) has dimensions 8e.. and 32 + 8e.. of
 // position p. Results depend on a row's own keys, values and position alone.
@@ -30,45 +30,101 @@ __device__ __forceinline__ float dot8(const uint4& k, const float* q) {
   return sum;
 }
 
-// The step's own position, whose key and value QKV wrote.
-__device__ __forceinline__ void attend_newest(const Arguments& a, Softmax& track, const bf16* q, i64 slot) {
-  const int lane = threadIdx.x % 32;
-  const u32 query = load_fresh_u32(q + 2 * lane), key = load_fresh_u32(a.keys + slot + 2 * lane);
-  const u32 value = load_fresh_u32(a.values + slot + 2 * lane);
-  track.top = warp_sum(low_float(query) * low_float(key) + high_float(query) * high_float(key)) * SCALE;
-  track.sum = lane < 4 ? 1.f : 0.f;
-  track.out = float2{low_float(value), high_float(value)};
+constexpr int STAGES_AT_ONCE = 4;  // whose scores registers hold
+
+// 8 positions of a stage that are this warp's, of which the first `count` are there.
+struct Positions {
+  const unsigned char* keys;
+  int count;
+  __device__ __forceinline__ float score(const float (&q)[16]) const {
+    const int p = threadIdx.x % 32 / 4, e = threadIdx.x % 4;
+    const uint4* key = reinterpret_cast<const uint4*>(keys + p * (HEAD_DIM * 2));
+    const bool odd = p % 2;  // the halves in another order: no bank conflicts
+    const uint4 first = key[e + (odd ? 4 : 0)], second = key[e + (odd ? 0 : 4)];
+    float sum = dot8(odd ? second : first, q) + dot8(odd ? first : second, q + 8);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    return p < count ? sum * SCALE : -INFINITY;
+  }
+  __device__ __forceinline__ void add(Softmax& track, float weight) const {
+    const unsigned char* values = keys + PAGE_BYTES / 2 + threadIdx.x % 32 * 4;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const u32 v = i < count ? *reinterpret_cast<const u32*>(values + i * (HEAD_DIM * 2)) : 0u;
+      const float w = __shfl_sync(~0u, weight, i * 4);
+      track.out.x = __fmaf_rn(w, low_float(v), track.out.x);
+      track.out.y = __fmaf_rn(w, high_float(v), track.out.y);
+    }
+  }
+};
+
+// A softmax goes on to a new top.
+__device__ __forceinline__ float raise(Softmax& track, float top) {
+  const float base = top == -INFINITY ? 0.f : top, scale = power_of_two(track.top - base);
+  track.top = top;
+  track.sum *= scale, track.out.x *= scale, track.out.y *= scale;
+  return base;
 }
 
-// 8 positions of a stage, of which the first `count` are there.
-__device__ __forceinline__ void attend_positions(
-    Softmax& track, const unsigned char* keys, const unsigned char* values, const float (&q)[16], int count) {
-  const int lane = threadIdx.x % 32, p = lane / 4, e = lane % 4;
-  const uint4* key = reinterpret_cast<const uint4*>(keys + p * (HEAD_DIM * 2));
-  const bool odd = p % 2;  // the halves in another order: no bank conflicts
-  const uint4 first = key[e + (odd ? 4 : 0)], second = key[e + (odd ? 0 : 4)];
-  u32 v[8];
+// The cached positions of a unit, from the ring.
+__device__ __forceinline__ void attend_cached(
+    const Arguments& a, Place& at, Ring& ring, Softmax& track, const float (&q)[16], int position, int quarter) {
+  const int warp = threadIdx.x / 32, own = own_pages(position, quarter);
+  for (int first = 0; first < own; first += STAGES_AT_ONCE * STAGE_PAGES) {
+    const int stages = min(STAGES_AT_ONCE, (own - first + STAGE_PAGES - 1) / STAGE_PAGES);
+    Positions here[STAGES_AT_ONCE];
+    float scores[STAGES_AT_ONCE], top = track.top;
+    Ring ahead = ring;
 #pragma unroll
-  for (int i = 0; i < 8; i++)
-    v[i] = i < count ? *reinterpret_cast<const u32*>(values + i * (HEAD_DIM * 2) + lane * 4) : 0u;
-  float score = dot8(odd ? second : first, q) + dot8(odd ? first : second, q + 8);
-  score += __shfl_xor_sync(~0u, score, 1);
-  score += __shfl_xor_sync(~0u, score, 2);
-  score = p < count ? score * SCALE : -INFINITY;
-  float top = fmaxf(score, track.top);
+    for (int i = 0; i < STAGES_AT_ONCE; i++) {
+      scores[i] = -INFINITY;
+      here[i].count = 0;
+      if (i >= stages) continue;
+      const int which = first + i * STAGE_PAGES + warp / 2, begin = (quarter + SPLITS * which) * PAGE + warp % 2 * 8;
+      here[i].keys = ahead.get(a, at) + warp / 2 * PAGE_BYTES + warp % 2 * (8 * HEAD_DIM * 2);
+      ahead.next();
+      if (warp / 2 < STAGE_PAGES && which < own) here[i].count = max(0, min(8, position - begin));
+      if (here[i].count) scores[i] = here[i].score(q);
+      top = fmaxf(top, scores[i]);
+    }
 #pragma unroll
-  for (int lanes = 4; lanes < 32; lanes <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
-  const float scale = power_of_two(track.top - top), weight = power_of_two(score - top);
-  track.top = top;
-  track.sum = track.sum * scale + weight;
-  track.out.x *= scale, track.out.y *= scale;
+    for (int lanes = 4; lanes < 32; lanes <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
+    const float base = raise(track, top);
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const float w = __shfl_sync(~0u, weight, i * 4);
-    track.out.x += w * low_float(v[i]);
-    track.out.y += w * high_float(v[i]);
+    for (int i = 0; i < STAGES_AT_ONCE; i++) {
+      const float weight = power_of_two(scores[i] - base);
+      track.sum += weight;
+      if (here[i].count) here[i].add(track, weight);
+    }
+    for (int i = 0; i < stages; i++) ring.release();
   }
 }
+
+// What a unit reads of this step: its query, and the key and value of its own position, which QKV wrote.
+struct Fresh {
+  uint4 low, high;
+  u32 query, key, value;
+  bool newest;
+  __device__ __forceinline__ void load(const Arguments& a, const Shared& shared, int layer, int step, int index) {
+    const int lane = threadIdx.x % 32, e = lane % 4, head = blockIdx.x / SPLITS;
+    const Unit unit(index, a.rows);
+    const int position = a.position[unit.row] + step, page = position / PAGE;
+    const bf16* q = a.q + unit.row * DIM + head * HEAD_DIM;
+    low = load_fresh(q + e * 8), high = load_fresh(q + 32 + e * 8);
+    newest = threadIdx.x < 32 && page % SPLITS == unit.quarter;
+    if (!newest) return;
+    const i64 place = (i64)layer * a.layer_pages + shared.pages[index][page / SPLITS];
+    const i64 slot = ((place * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + 2 * lane;
+    query = load_fresh_u32(q + 2 * lane), key = load_fresh_u32(a.keys + slot), value = load_fresh_u32(a.values + slot);
+  }
+  __device__ __forceinline__ void add(Softmax& track) const {
+    const float score = warp_sum(low_float(query) * low_float(key) + high_float(query) * high_float(key)) * SCALE;
+    const float base = raise(track, fmaxf(track.top, score)), weight = power_of_two(score - base);
+    if (threadIdx.x % 32 < 4) track.sum += weight;
+    track.out.x = __fmaf_rn(weight, low_float(value), track.out.x);
+    track.out.y = __fmaf_rn(weight, high_float(value), track.out.y);
+  }
+};
 
 // Weights of parts whose softmaxes have these tops.
 template <int N>
@@ -85,81 +141,107 @@ __device__ __forceinline__ void merge(const float2 (&ends)[N], float (&weights)[
   }
 }
 
-__device__ __forceinline__ void attend_row(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, int layer, int row) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, e = lane % 4;
-  const int head = blockIdx.x / SPLITS, quarter = blockIdx.x % SPLITS;
-  const int position = a.position[row] + at.step, newest = position / PAGE;
-  const bf16* query = a.q + row * DIM + head * HEAD_DIM;
-  const uint4 low = load_fresh(query + e * 8), high = load_fresh(query + 32 + e * 8);
-  Softmax track;
-  if (warp == 0 && newest % SPLITS == quarter) {
-    const i64 page = (i64)layer * a.layer_pages + a.pages[row * a.row_pages + newest];
-    attend_newest(a, track, query, ((page * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM);
-  }
-  float q[16];
+template <int N>
+__device__ __forceinline__ float2 weighed(const float (&weights)[N], const float2 (&parts)[N]) {
+  float2 out = {0.f, 0.f};
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    q[2 * i] = low_float((&low.x)[i]), q[2 * i + 1] = high_float((&low.x)[i]);
-    q[8 + 2 * i] = low_float((&high.x)[i]), q[9 + 2 * i] = high_float((&high.x)[i]);
+  for (int i = 0; i < N; i++) {
+    out.x = __fmaf_rn(weights[i], parts[i].x, out.x);
+    out.y = __fmaf_rn(weights[i], parts[i].y, out.y);
   }
-  const int own = own_pages(position, quarter);
-  for (int first = 0; first < own; first += STAGE_PAGES) {
-    const unsigned char* stage = ring.get(a, at);
-    const int which = first + warp / 2, begin = (quarter + SPLITS * which) * PAGE + warp % 2 * 8;
-    const unsigned char* keys = stage + warp / 2 * PAGE_BYTES + warp % 2 * (8 * HEAD_DIM * 2);
-    if (warp / 2 < STAGE_PAGES && which < own && begin < position)
-      attend_positions(track, keys, keys + PAGE_BYTES / 2, q, min(8, position - begin));
-    ring.release();
-  }
-  track.sum += __shfl_xor_sync(~0u, track.sum, 4);
-  track.sum += __shfl_xor_sync(~0u, track.sum, 8);
-  track.sum += __shfl_xor_sync(~0u, track.sum, 16);
-  auto& parts = shared.parts[row % 2];
-  parts[warp][lane] = track.out;
-  if (lane == 0) parts[warp][HEAD_DIM / 2] = float2{track.top, track.sum};
-  workers_sync();
-  if (warp == 0) {
-    float2 ends[WARPS], out = {0.f, 0.f};
-    float weights[WARPS], top, sum;
+  return out;
+}
+
+// A unit's softmax, of its warps'; dimensions 2 lane and 2 lane + 1.
+struct Part {
+  float2 out, end;
+  __device__ __forceinline__ Part() {}
+  __device__ __forceinline__ Part(const Shared& shared, int unit) {
+    const auto* parts = reinterpret_cast<const float2(*)[WARPS][32]>(&shared.sums[0][0][0][0]);
+    float2 ends[WARPS], of[WARPS];
+    float weights[WARPS];
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) ends[i] = parts[i][HEAD_DIM / 2];
-    merge(ends, weights, top, sum);
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-      const float2 part = parts[i][lane];
-      out.x += weights[i] * part.x, out.y += weights[i] * part.y;
-    }
-    const int index = row * WORKERS + blockIdx.x;
-    reinterpret_cast<float2*>(a.part)[index * (HEAD_DIM / 2) + lane] = out;
-    if (lane == 0) a.ends[index] = float2{top, sum};
+    for (int i = 0; i < WARPS; i++) ends[i] = shared.ends[unit][i], of[i] = parts[unit][i][threadIdx.x % 32];
+    merge(ends, weights, end.x, end.y);
+    out = weighed(weights, of);
   }
+};
+
+// Two values of a head, of its quarters.
+__device__ __forceinline__ u32 merged_pair(const Part (&parts)[SPLITS]) {
+  float2 ends[SPLITS], of[SPLITS];
+  float weights[SPLITS], top, sum;
+#pragma unroll
+  for (int i = 0; i < SPLITS; i++) ends[i] = parts[i].end, of[i] = parts[i].out;
+  merge(ends, weights, top, sum);
+  const float2 out = weighed(weights, of);
+  return pack(__fdividef(out.x, sum), __fdividef(out.y, sum));
 }
 
 __device__ __forceinline__ void run_attend(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Instruction& it) {
-  for (int row = 0; row < a.rows; row++) attend_row(a, at, shared, ring, it.layer, row);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  auto* parts = reinterpret_cast<float2(*)[WARPS][32]>(&shared.sums[0][0][0][0]);
+  static_assert(sizeof(shared.sums) >= sizeof(float2) * TOKENS * WARPS * 32, "the parts of all units");
+  Fresh next;
+  next.load(a, shared, it.layer, at.step, 0);
+  for (int index = 0; index < a.rows; index++) {
+    const Fresh fresh = next;
+    if (index + 1 < a.rows) next.load(a, shared, it.layer, at.step, index + 1);
+    const Unit unit(index, a.rows);
+    float q[16];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      q[2 * i] = low_float((&fresh.low.x)[i]), q[2 * i + 1] = high_float((&fresh.low.x)[i]);
+      q[8 + 2 * i] = low_float((&fresh.high.x)[i]), q[9 + 2 * i] = high_float((&fresh.high.x)[i]);
+    }
+    Softmax track;
+    attend_cached(a, at, ring, track, q, a.position[unit.row] + at.step, unit.quarter);
+    if (fresh.newest) fresh.add(track);
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes <<= 1) track.sum += __shfl_xor_sync(~0u, track.sum, lanes);
+    parts[index][warp][lane] = track.out;
+    if (lane == 0) shared.ends[index][warp] = float2{track.top, track.sum};
+  }
+  workers_sync();
+  const int whole = a.rows / SPLITS;
+  for (int job = warp; job < whole + a.rows % SPLITS; job += WARPS) {
+    if (job < whole) {
+      Part quarters[SPLITS];
+#pragma unroll
+      for (int i = 0; i < SPLITS; i++) quarters[i] = Part(shared, job * SPLITS + i);
+      const int row = Unit(job * SPLITS, a.rows).row;
+      bf16* to = a.heads + row * DIM + blockIdx.x / SPLITS * HEAD_DIM + 2 * lane;
+      *reinterpret_cast<u32*>(to) = merged_pair(quarters);
+    } else {
+      const int row = whole * (SPLITS - 1) + job;
+      const Part part(shared, row);
+      const int place = row * WORKERS + blockIdx.x;
+      reinterpret_cast<float2*>(a.part)[place * 32 + lane] = part.out;
+      if (lane == 0) a.ends[place] = part.end;
+    }
+  }
 }
 
-// A warp's head of each chunk, merged of its quarters: as many tokens and chunks at once as registers hold.
-__device__ __forceinline__ void merge_heads(const Arguments& a, bf16 (*merged)[HEAD_DIM], int chunk, int token) {
-  const int lane = threadIdx.x % 32, head = chunk * (CHUNK / HEAD_DIM) + threadIdx.x / 32;
-  const int index = token * WORKERS + head * SPLITS;
-  float2 ends[SPLITS], parts[SPLITS], out = {0.f, 0.f};
-  float weights[SPLITS], top, sum;
+// A token's heads, of each chunk this warp's, merged of quarters that other workers computed.
+__device__ __forceinline__ void merge_heads(const Arguments& a, bf16 (*merged)[HEAD_DIM], int token) {
+  const int lane = threadIdx.x % 32;
+  Part quarters[CHUNKS][SPLITS];
 #pragma unroll
-  for (int i = 0; i < SPLITS; i++) {
-    ends[i] = load_fresh_float2(a.ends + index + i);
-    parts[i] = load_fresh_float2(reinterpret_cast<const float2*>(a.part) + (index + i) * (HEAD_DIM / 2) + lane);
+  for (int c = 0; c < CHUNKS; c++) {
+    const int head = c * (CHUNK / HEAD_DIM) + threadIdx.x / 32, place = token * WORKERS + head * SPLITS;
+#pragma unroll
+    for (int i = 0; i < SPLITS; i++) {
+      quarters[c][i].end = load_fresh_float2(a.ends + place + i);
+      quarters[c][i].out = load_fresh_float2(reinterpret_cast<const float2*>(a.part) + (place + i) * 32 + lane);
+    }
   }
-  merge(ends, weights, top, sum);
 #pragma unroll
-  for (int i = 0; i < SPLITS; i++) out.x += weights[i] * parts[i].x, out.y += weights[i] * parts[i].y;
-  *reinterpret_cast<u32*>(&merged[token][2 * lane]) = pack(out.x / sum, out.y / sum);
+  for (int c = 0; c < CHUNKS; c++) *reinterpret_cast<u32*>(&merged[c][2 * lane]) = merged_pair(quarters[c]);
 }
 
 __device__ __forceinline__ void run_out(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, float4 (&sum)[TILES], const Instruction& it) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, Sums& sums, const Instruction& it) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int row = it.block * BLOCK + g;
   const float* bias = a.out_bias + it.layer * DIM + row;
@@ -174,49 +256,34 @@ __device__ __forceinline__ void run_out(
     base[j][0] = live ? bias[0] + to_float(load_fresh_bf16(x + row)) : 0.f;
     base[j][1] = live ? bias[8] + to_float(load_fresh_bf16(x + row + 8)) : 0.f;
   }
-  // Each warp's sums are free: the heads that it merges lie there until it multiplies them.
-  auto* merged = reinterpret_cast<bf16(*)[HEAD_DIM]>(&shared.sums[warp][0][0][0]);
-  static_assert(BLOCKS_AT_ONCE * TILES * 512 >= TOKENS * HEAD_DIM * 2, "the heads of a chunk");
-  constexpr bool AT_ONCE = TILES == 1;  // one token's chunks: the latency of one
-  Inputs in[CHUNKS];
-  if (AT_ONCE && a.rows == 1) {
-    if (active()) {
-#pragma unroll
-      for (int c = 0; c < CHUNKS; c++) merge_heads(a, merged + c, c, 0);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        in[c].of[0][half] = g == 0 && active() ? *reinterpret_cast<const uint4*>(&merged[c][half * 32 + t * 8])
-                                               : uint4{0, 0, 0, 0};
-  } else {
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      if (active())
-#pragma unroll 2
-        for (int token = 0; token < a.rows; token++) merge_heads(a, merged, c, token);
-      __syncwarp();
-#pragma unroll
-      for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-          in[c].of[tile][half] = tile * 8 + g < a.rows && active()
-                                     ? *reinterpret_cast<const uint4*>(&merged[tile * 8 + g][half * 32 + t * 8])
-                                     : uint4{0, 0, 0, 0};
-      __syncwarp();
-    }
-  }
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    const unsigned char* stage = ring.get(a, at);
-    if (active()) multiply(sum, stage, in[c]);
-    ring.release();
-  }
+  // Each warp's sums are free: the heads that it merges lie there until it has loaded them.
+  auto* merged = reinterpret_cast<bf16(*)[CHUNKS][HEAD_DIM]>(&shared.sums[warp][0][0][0]);
+  static_assert(BLOCKS_AT_ONCE * TILES * 512 >= (SPLITS - 1) * CHUNKS * HEAD_DIM * 2, "a warp's heads");
+  const int whole = a.rows / SPLITS * SPLITS;
+  if (active())
+    for (int token = whole; token < a.rows; token++) merge_heads(a, merged[token - whole], token);
   __syncwarp();
+  Inputs in[CHUNKS];
 #pragma unroll
-  for (int tile = 0; tile < TILES; tile++) shared.sums[warp][0][tile][lane] = sum[tile];
+  for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int token = tile * 8 + g, input = half * 32 + t * 8;
+        const bf16* heads = a.heads + token * DIM + c * CHUNK + warp * GROUP + input;
+        uint4 value = {0, 0, 0, 0};
+        if (active() && token < whole) value = load_fresh(heads);
+        if (active() && token >= whole && token < a.rows)
+          value = *reinterpret_cast<const uint4*>(&merged[token - whole][c][input]);
+        in[c].of[tile][half] = value;
+      }
+  Reader reader;
+  reader.begin(a, at, ring);
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) reader.multiply(a, at, ring, sums, in[c], c + 1 < CHUNKS);
+  __syncwarp();
+  sums.store(shared, 0);
   workers_sync();
   if (warp >= TILES) return;
   const float4 all = total(shared, 0, warp);

@@ -21,19 +21,65 @@ struct Inputs {
 };
 
 // The warp's part of a stage, packed as `kernels.cuda.packing.pack` does.
-__device__ __forceinline__ void multiply(float4 (&sum)[TILES], const unsigned char* stage, const Inputs& in) {
-  const uint4* from = reinterpret_cast<const uint4*>(stage) + threadIdx.x / 32 * 128 + threadIdx.x % 32;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const uint4 a = from[half * 32], b = from[64 + half * 32];
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++) mma(sum[tile], a.x, b.x, a.y, b.y, in.of[tile][half].x, in.of[tile][half].y);
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++) mma(sum[tile], a.z, b.z, a.w, b.w, in.of[tile][half].z, in.of[tile][half].w);
+struct Fragment {
+  uint4 low[2], high[2];
+  __device__ __forceinline__ void load(const unsigned char* stage) {
+    const uint4* from = reinterpret_cast<const uint4*>(stage) + threadIdx.x / 32 * 128 + threadIdx.x % 32;
+    low[0] = from[0], low[1] = from[32], high[0] = from[64], high[1] = from[96];
   }
-}
+};
+
+// Sums of a block, in two chains that are added at the end.
+struct Sums {
+  float4 of[2][TILES];
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) of[0][tile] = of[1][tile] = float4{0.f, 0.f, 0.f, 0.f};
+  }
+  __device__ __forceinline__ void add(const Fragment& f, const Inputs& in) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint4 &a = f.low[half], &b = f.high[half], &x = in.of[tile][half];
+        mma(of[half][tile], a.x, b.x, a.y, b.y, x.x, x.y);
+      }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint4 &a = f.low[half], &b = f.high[half], &x = in.of[tile][half];
+        mma(of[half][tile], a.z, b.z, a.w, b.w, x.z, x.w);
+      }
+  }
+  __device__ __forceinline__ void store(Shared& shared, int block) const {
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+      const float4 &x = of[0][tile], &y = of[1][tile];
+      shared.sums[threadIdx.x / 32][block][tile][threadIdx.x % 32] =
+          float4{x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
+    }
+  }
+};
 
 __device__ __forceinline__ bool active() { return threadIdx.x / 32 * GROUP < CHUNK; }
+
+// Stages of the ring in registers, the next one ahead of the products of this one.
+struct Reader {
+  Fragment next;
+  __device__ __forceinline__ void begin(const Arguments& a, Place& at, Ring& ring) {
+    next.load(ring.get(a, at));
+    ring.release();
+  }
+  // `more`: there is a stage after this one.
+  __device__ __forceinline__ void multiply(
+      const Arguments& a, Place& at, Ring& ring, Sums& sums, const Inputs& in, bool more) {
+    const Fragment mine = next;
+    if (more) next.load(ring.get(a, at));
+    if (active()) sums.add(mine, in);
+    if (more) ring.release();
+  }
+};
 
 // What the warps multiplied of a block.
 __device__ __forceinline__ float4 total(const Shared& shared, int block, int tile) {
@@ -67,22 +113,20 @@ struct Held {
         }
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-      float sum = 0.f, squares = 0.f;
+      // Products of the tokens with ones, and with each other, of which the diagonal is wanted.
+      constexpr u32 ONES = 0x3f803f80u;
+      float4 sum = {0.f, 0.f, 0.f, 0.f}, squares = sum;
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-          const u32 pair = (&chunks[c].of[tile][i / 4].x)[i % 4];
-          const float low = low_float(pair), high = high_float(pair);
-          sum += low + high;
-          squares += low * low + high * high;
+        for (int half = 0; half < 2; half++) {
+          const uint4& x = chunks[c].of[tile][half];
+          mma(sum, ONES, 0u, ONES, 0u, x.x, x.y);
+          mma(squares, x.x, 0u, x.y, 0u, x.x, x.y);
+          mma(sum, ONES, 0u, ONES, 0u, x.z, x.w);
+          mma(squares, x.z, 0u, x.w, 0u, x.z, x.w);
         }
-#pragma unroll
-      for (int lanes = 1; lanes < 4; lanes <<= 1) {
-        sum += __shfl_xor_sync(~0u, sum, lanes);
-        squares += __shfl_xor_sync(~0u, squares, lanes);
-      }
-      if (t == 0) shared.moments[warp][tile * 8 + g] = float2{sum, squares};
+      if (g / 2 == t) shared.moments[warp][tile * 8 + g] = g % 2 ? float2{sum.y, squares.y} : float2{sum.x, squares.x};
     }
   }
 };
@@ -106,16 +150,15 @@ __device__ __forceinline__ float normed(float sum, float2 moments, float2 folded
 // Sums of up to BLOCKS_AT_ONCE blocks of the normed residual stream, into shared memory.
 __device__ __forceinline__ void multiply_blocks(
     const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& held, int blocks) {
+  Reader reader;
+  reader.begin(a, at, ring);
   for (int block = 0; block < blocks; block++) {
-    float4 sum[TILES] = {};
+    Sums sums;
+    sums.clear();
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      const unsigned char* stage = ring.get(a, at);
-      if (active()) multiply(sum, stage, held.chunks[c]);
-      ring.release();
-    }
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++) shared.sums[threadIdx.x / 32][block][tile][threadIdx.x % 32] = sum[tile];
+    for (int c = 0; c < CHUNKS; c++)
+      reader.multiply(a, at, ring, sums, held.chunks[c], c + 1 < CHUNKS || block + 1 < blocks);
+    sums.store(shared, block);
   }
 }
 
@@ -195,31 +238,27 @@ __device__ __forceinline__ void run_qkv(
       out[0] = to_bf16(x * c[i][j] - y * s[i][j]);
       out[gap] = to_bf16(x * s[i][j] + y * c[i][j]);
     }
+    asm volatile("fence.proxy.async;" ::: "memory");  // later steps' copies read the keys and values
   }
-  asm volatile("fence.proxy.async;" ::: "memory");  // later steps' copies read the keys and values
 }
 
 // Chunks of the inner activations whose inputs registers hold at once.
-constexpr int INNER_AT_ONCE = TILES == 1 ? FF / DIM * CHUNKS / 2 : 8 / TILES;
+constexpr int INNER_AT_ONCE = TILES <= 2 ? 8 : 4;
 
-__device__ __forceinline__ void run_fc2(
-    const Arguments& a, Place& at, Ring& ring, float4 (&sum)[TILES], const Instruction& it) {
-  if (it.chunk == 0) {
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++) sum[tile] = float4{0.f, 0.f, 0.f, 0.f};
-  }
+__device__ __forceinline__ void run_fc2(const Arguments& a, Place& at, Ring& ring, Sums& sums, const Instruction& it) {
+  if (it.chunk == 0) sums.clear();
   const bf16* from = a.act + it.chunk * CHUNK + threadIdx.x / 32 * GROUP;
+  Reader reader;
   for (int first = 0; first < it.num_chunks; first += INNER_AT_ONCE) {
     Inputs in[INNER_AT_ONCE];
 #pragma unroll
     for (int i = 0; i < INNER_AT_ONCE; i++)
       in[i].load(from + (first + i) * CHUNK, FF, active() && first + i < it.num_chunks ? a.rows : 0);
+    if (first == 0) reader.begin(a, at, ring);
 #pragma unroll
     for (int i = 0; i < INNER_AT_ONCE; i++) {
       if (first + i >= it.num_chunks) break;
-      const unsigned char* stage = ring.get(a, at);
-      if (active()) multiply(sum, stage, in[i]);
-      ring.release();
+      reader.multiply(a, at, ring, sums, in[i], first + i + 1 < it.num_chunks);
     }
   }
 }

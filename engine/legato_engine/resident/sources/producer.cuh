@@ -20,21 +20,22 @@ __device__ __forceinline__ void produce_weights(
   }
 }
 
-// One row's pages of a worker's quarter; lanes 2i and 2i + 1 copy keys and values of a stage's page i.
-__device__ __forceinline__ void produce_row(
-    const Arguments& a, Place& at, Ring& ring, int layer, int row, int position, u64 policy) {
-  const int lane = threadIdx.x % 32, quarter = blockIdx.x % SPLITS, head = blockIdx.x / SPLITS;
-  const int own = own_pages(position, quarter);
+// A unit's pages; lanes 2i and 2i + 1 copy keys and values of a stage's page i.
+__device__ __forceinline__ void produce_unit(
+    const Arguments& a, Place& at, Ring& ring, int layer, int index, u64 policy) {
+  const Unit unit(index, a.rows);
+  const int lane = threadIdx.x % 32, head = blockIdx.x / SPLITS;
+  const int position = a.position[unit.row] + at.step, own = own_pages(position, unit.quarter);
   const bf16* from = lane % 2 ? a.values : a.keys;
   for (int first = 0; first < own; first += STAGE_PAGES) {
     const int which = first + lane / 2;
     const bool mine = lane / 2 < STAGE_PAGES && which < own;
-    const int filled = mine ? min(PAGE, position - (quarter + SPLITS * which) * PAGE) : 0;
+    const int filled = mine ? min(PAGE, position - (unit.quarter + SPLITS * which) * PAGE) : 0;
     const u32 bytes = filled * HEAD_DIM * 2, total = __reduce_add_sync(~0u, bytes);
     if (lane == 0) acquire(a, at, ring, total);
     at.dead = __shfl_sync(~0u, at.dead, 0);
     if (mine && !at.dead) {
-      const i64 page = (i64)layer * a.layer_pages + ring.shared.pages[row][which];
+      const i64 page = (i64)layer * a.layer_pages + ring.shared.pages[index][which];
       const bf16* source = from + (page * HEADS + head) * (PAGE * HEAD_DIM);
       copy_bulk(ring.shared.ring[ring.slot] + lane / 2 * PAGE_BYTES + lane % 2 * (PAGE_BYTES / 2), source, bytes,
                 ring.shared.full + ring.slot, policy);
@@ -57,8 +58,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared) {
       if (op == OP_ATTEND) {
         // Ordinary stores of other workers, which this one waited for long ago, before the copies that read them.
         asm volatile("fence.proxy.async;" ::: "memory");
-        for (int row = 0; row < a.rows; row++)
-          produce_row(a, at, ring, it.layer, row, a.position[row] + at.step, policy);
+        for (int unit = 0; unit < a.rows; unit++) produce_unit(a, at, ring, it.layer, unit, policy);
       } else if (op >= 0) {
         produce_weights(a, at, ring, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }
@@ -67,5 +67,31 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared) {
         __nanosleep(1000000);  // copies under way end before their memory is another's
         return;
       }
+    }
+}
+
+// The watcher: one thread that sees counters reach what the program waits for, ahead of the warps that compute.
+__device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
+  Place at;
+  const Instruction* table = a.table + blockIdx.x * a.count;
+  for (at.step = 0; at.step < a.steps; at.step++)
+    for (at.index = 0; at.index < a.count; at.index++) {
+      const Instruction& it = table[at.index];
+      if (it.wait == NONE) continue;
+      wait_counter(a, at, it.wait, it.wait_count + at.step * it.wait_stride);
+      at.waits++;
+      asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&shared.passed)), "r"(at.waits) : "memory");
+    }
+}
+
+// The teller: one warp that signals what the warps that compute have done, so that they need not wait for the fence.
+__device__ __forceinline__ void tell(const Arguments& a) {
+  const Instruction* table = a.table + blockIdx.x * a.count;
+  for (int step = 0; step < a.steps; step++)
+    for (int index = 0; index < a.count; index++) {
+      const int counter = table[index].signal;
+      if (counter == NONE) continue;
+      telling_sync();
+      if (threadIdx.x % 32 == 0) signal(a.counters + counter * COUNTER_WORDS);
     }
 }

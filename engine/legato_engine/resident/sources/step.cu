@@ -21,7 +21,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
   Ring ring{shared};
   Place at;
   Held held;
-  float4 sum[TILES];
+  Sums sums;
   const Instruction* table = a.table + blockIdx.x * a.count;
   Instruction next = load_instruction(table);
   for (at.step = 0; at.step < a.steps; at.step++)
@@ -29,54 +29,63 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
       const Instruction it = next;
       next = load_instruction(table + (at.index + 1 == a.count ? 0 : at.index + 1));
       note_time(a, at, 0);
-      if (it.wait != NONE) {
-        if (threadIdx.x == 0) wait_counter(a, at, it.wait, it.wait_count + at.step * it.wait_stride);
-        workers_sync();
-      }
+      if (it.wait != NONE) wait_passed(shared, at);
       note_time(a, at, 1);
       switch (it.op) {
         case OP_NORM: held.load(a, shared, it.src); break;
         case OP_FC1: run_fc1(a, at, shared, ring, held, it); break;
         case OP_QKV: run_qkv(a, at, shared, ring, held, it); break;
-        case OP_FC2: run_fc2(a, at, ring, sum, it); break;
+        case OP_FC2: run_fc2(a, at, ring, sums, it); break;
         case OP_ATTEND: run_attend(a, at, shared, ring, it); break;
-        case OP_OUT: run_out(a, at, shared, ring, sum, it); break;
+        case OP_OUT: run_out(a, at, shared, ring, sums, it); break;
         case OP_HEAD: run_head(a, at, shared, ring, held, it); break;
         case OP_SELECT: run_select(a, at, shared); break;
       }
-      if (it.op != OP_FC2 && it.op != OP_NORM) workers_sync();
-      if (it.signal != NONE && threadIdx.x == 0) {
-        __threadfence();
-        signal(a.counters + it.signal * COUNTER_WORDS);
-      }
+      if (it.signal != NONE)
+        telling_sync();
+      else if (it.op != OP_FC2 && it.op != OP_NORM)
+        workers_sync();
       note_time(a, at, 2);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) steps(
+// Warps of the first two warpgroups compute; of the third the first three have tasks of their own. Registers go
+// from these to those.
+constexpr int ALL_THREADS = THREADS + 128;
+
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     const Instruction* table, u32* counters, u32* abort, int* report, const bf16* weights, const float2* folded,
     const float2* head_folded, const float* out_bias, const bf16* embedding, bf16* x0, bf16* x1, bf16* act, bf16* q,
-    float* part, float2* ends, uint2* best, bf16* keys, bf16* values, const int* pages, const int* position,
-    const float* cosines, const float* sines, const int* first_token, int* tokens, float* logits, bf16* trace,
-    i64* profile, int count, int stream_stages, int layer_pages, int row_pages, int rows, int num_steps,
+    bf16* heads, float* part, float2* ends, uint2* best, bf16* keys, bf16* values, const int* pages,
+    const int* position, const float* cosines, const float* sines, const int* first_token, int* tokens, float* logits,
+    bf16* trace, i64* profile, int count, int stream_stages, int layer_pages, int row_pages, int rows, int num_steps,
     int patience_ms) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Arguments a = {table, counters, abort, report, weights, folded, head_folded, out_bias, embedding, x0, x1, act,
-                       q, part, ends, best, keys, values, pages, position, cosines, sines, first_token, tokens, logits,
-                       trace, profile, count, stream_stages, layer_pages, row_pages, rows, num_steps, patience_ms};
+                       q, heads, part, ends, best, keys, values, pages, position, cosines, sines, first_token, tokens,
+                       logits, trace, profile, count, stream_stages, layer_pages, row_pages, rows, num_steps,
+                       patience_ms};
   if (threadIdx.x == 0) {
     for (int i = 0; i < RING; i++) barrier_init(shared.full + i, 1), barrier_init(shared.empty + i, WARPS);
     barriers_ready();
+    shared.passed = 0;
   }
   for (int i = threadIdx.x; i < rows; i += blockDim.x) shared.token[i] = first_token[i];
   for (int i = threadIdx.x; i < rows * OWN_PAGES; i += blockDim.x) {
-    const int page = blockIdx.x % SPLITS + i % OWN_PAGES * SPLITS;
-    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? pages[i / OWN_PAGES * row_pages + page] : 0;
+    const Unit unit(i / OWN_PAGES, rows);
+    const int page = unit.quarter + i % OWN_PAGES * SPLITS;
+    shared.pages[i / OWN_PAGES][i % OWN_PAGES] = page < row_pages ? pages[unit.row * row_pages + page] : 0;
   }
   __syncthreads();
-  if (threadIdx.x / 32 == WARPS)
-    produce(a, shared);
-  else
+  const int warp = threadIdx.x / 32;
+  if (warp < WARPS) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     compute(a, shared);
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (warp == WARPS) produce(a, shared);
+    if (warp == WARPS + 1 && threadIdx.x % 32 == 0) watch(a, shared);
+    if (warp == WARPS + 2) tell(a);
+  }
 }

@@ -6,7 +6,7 @@
 #include "common.cuh"
 #include "program.cuh"
 
-constexpr int THREADS = WARPS * 32;  // that compute; one more warp is the producer
+constexpr int THREADS = WARPS * 32;  // that compute; warps after them are the producer, the watcher and the teller
 constexpr int TOKENS = TILES * 8;
 constexpr int WORKERS = DIM / BLOCK;
 constexpr int HEADS = DIM / HEAD_DIM;
@@ -28,7 +28,8 @@ struct Arguments {
   const float* out_bias;      // [LAYERS, DIM]
   const bf16* embedding;      // [VOCAB, DIM]
   bf16 *x0, *x1, *act, *q;    // [TOKENS, DIM], and act [TOKENS, FF]
-  float* part;   // [TOKENS, WORKERS, HEAD_DIM]
+  bf16* heads;   // [TOKENS, DIM]: what attention gives for rows that one worker per head has whole
+  float* part;   // [TOKENS, WORKERS, HEAD_DIM]: of other rows, a worker's quarter
   float2* ends;  // [TOKENS, WORKERS]: top and sum of each part
   uint2* best;   // [WORKERS, TOKENS]: key and id
   bf16 *keys, *values;        // [LAYERS, pages, HEADS, PAGE, HEAD_DIM]
@@ -45,18 +46,20 @@ struct Arguments {
 
 struct Shared {
   unsigned char ring[RING][SLOT_BYTES];
-  float4 sums[WARPS][BLOCKS_AT_ONCE][TILES][32];  // each warp's own; OUT's merged heads lie in them before
+  float4 sums[WARPS][BLOCKS_AT_ONCE][TILES][32];  // each warp's own; also attention's parts, and heads that OUT merges
   float2 moments[WARPS][TOKENS];
-  float2 parts[2][WARPS][HEAD_DIM / 2 + 1];
+  float2 ends[TOKENS][WARPS];
   uint2 best[WARPS][TOKENS];
   u64 full[RING], empty[RING];
   int token[TOKENS];
   int pages[TOKENS][OWN_PAGES];
+  u32 passed;  // waits of the program that are over
 };
 
 // What a thread knows of its place in the program, for reports; `dead` threads wait for nothing any more.
 struct Place {
   int step = 0, index = 0;
+  u32 waits = 0;
   bool dead = false;
 };
 
@@ -78,7 +81,8 @@ __device__ __noinline__ bool overdue(u32* abort, int* report, int patience_ms, i
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(aborted) : "l"(abort) : "memory");
   if (aborted) return true;
   const u64 time = now();
-  if (*deadline == 0) *deadline = time + (u64)patience_ms * 1000000;
+  // Stages come late when a counter does: that wait is the one to report.
+  if (*deadline == 0) *deadline = time + (u64)patience_ms * (waited.kind == 0 ? 1000000 : 3000000);
   if (time < *deadline) return false;
   if (atomicCAS(abort, 0u, 1u) == 0u) {
     volatile int* to = report;
@@ -123,6 +127,17 @@ __device__ __forceinline__ void wait_barrier(
     if (polls % 256 == 0) at.dead = give_up(a, at, deadline, Waited{kind, slot, phase, 0});
 }
 
+// The warps that compute wait for what the watcher saw; when it has given up it lets all pass.
+__device__ __forceinline__ void wait_passed(Shared& shared, Place& at) {
+  at.waits++;
+  u32 passed;
+  do
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(passed) : "r"(shared_address(&shared.passed)) : "memory");
+  while ((int)(passed - at.waits) < 0);
+}
+
+constexpr int TELLING = THREADS + 32;  // threads of the barrier with the teller
+__device__ __forceinline__ void telling_sync() { asm volatile("bar.sync 2, %0;" ::"n"(TELLING) : "memory"); }
 __device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 // Stages in shared memory, between the producer and the warps that compute.
@@ -157,8 +172,20 @@ __device__ __forceinline__ u32 load_fresh_u32(const void* address) {
   return v;
 }
 
-// Pages of a row that hold positions before `position`, and how many of them are of a worker's quarter.
-__device__ __forceinline__ int pages_before(int position) { return (position + PAGE - 1) / PAGE; }
+// Attention's work of a worker, as many units as there are rows: a unit is a row and a quarter of its pages. Of each
+// four rows a worker has all quarters of one; of what is left over, its own quarter of each.
+struct Unit {
+  int row, quarter;
+  bool whole;
+  __device__ __forceinline__ Unit(int index, int rows) {
+    whole = index < rows / SPLITS * SPLITS;
+    const int own = blockIdx.x % SPLITS;
+    row = whole ? index / SPLITS * SPLITS + own : index;
+    quarter = whole ? index % SPLITS : own;
+  }
+};
+
+// Pages of a quarter that hold positions before `position`.
 __device__ __forceinline__ int own_pages(int position, int quarter) {
-  return max(0, (pages_before(position) - quarter + SPLITS - 1) / SPLITS);
+  return max(0, ((position + PAGE - 1) / PAGE - quarter + SPLITS - 1) / SPLITS);
 }
