@@ -14,7 +14,7 @@ import torch
 from cuda.bindings import driver, nvrtc
 from legato_engine.kernels.cuda.packing import fold_norm
 from legato_engine.resident.header import defines
-from legato_engine.resident.program import Program, build_program
+from legato_engine.resident.program import WORDS, Program, build_program
 from legato_engine.resident.sizes import BLOCK, GROUP, PAGE_BYTES, WARPS, ModelSizes
 from legato_engine.resident.stream import Matrix, Stage, qkv_rows, worker_stages
 
@@ -98,11 +98,11 @@ class ResidentKernel:
         code = _compile(defines(sizes, RING_STAGES[tiles], tiles))
         self._module = _checked(driver.cuModuleLoadData(code))
         self._function = _checked(driver.cuModuleGetFunction(self._module, b"steps"))
-        self._shared = _shared_bytes(sizes, tiles)
+        self.count = max(map(len, self.program.workers))
+        self._shared = _shared_bytes(sizes, tiles, self.count)
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(self._function, limit, self._shared))
         self.table = torch.tensor(self.program.table(), dtype=torch.int32, device=DEVICE)
-        self.count = max(map(len, self.program.workers))
         tokens, workers = 8 * tiles, sizes.num_workers
         self.counters = torch.zeros(
             self.program.num_counters + 1, COUNTER_WORDS, dtype=torch.int32, device=DEVICE
@@ -164,13 +164,13 @@ class ResidentKernel:
         return ", ".join(f"{name} {value}" for name, value in zip(REPORT, values, strict=False))
 
 
-def _shared_bytes(sizes: ModelSizes, tiles: int) -> int:
-    """The size of `Shared` in worker.cuh."""
+def _shared_bytes(sizes: ModelSizes, tiles: int, count: int) -> int:
+    """The size of `Shared` in worker.cuh, and of a worker's instructions."""
     stages, tokens = RING_STAGES[tiles], 8 * tiles
     ring = stages * max(sizes.stage_bytes, PAGE_BYTES)
     sums = WARPS * 4 * tiles * 512
-    rest = 3 * WARPS * tokens * 8 + 2 * stages * 8 + tokens * 4 * 33 + 8
-    return -(-(ring + sums + rest) // 128) * 128
+    rest = 3 * WARPS * tokens * 8 + 2 * stages * 8 + tokens * 4 * 34 + 16
+    return -(-(ring + sums + rest) // 16) * 16 + count * 4 * WORDS
 
 
 def _compile(constants: dict[str, int]) -> bytes:

@@ -12,7 +12,6 @@ import dataclasses
 
 import numpy as np
 import numpy.typing as npt
-
 from legato_engine.resident.program import NONE, Program
 
 Ints = npt.NDArray[np.int32]
@@ -20,13 +19,13 @@ Ints = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """An instruction of a step; `index` counts a worker's events from the launch's first step on."""
+    """An instruction of a step; `index` counts a worker's events from the first step on."""
 
     worker: int
     index: int
 
 
-class Stuck(Exception):  # noqa: N818 - it names what is wrong
+class Stuck(Exception):
     """An execution that does not end; the text says which worker waits for which counter."""
 
 

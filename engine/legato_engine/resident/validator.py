@@ -13,17 +13,17 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-
 from legato_engine.resident.effects import Access, Buffer, Version, reads, writes
 from legato_engine.resident.operands import check_operands
 from legato_engine.resident.order import Event, Order, Stuck
 from legato_engine.resident.program import Instruction, Op, Program, Source
+from legato_engine.resident.ring import RunAhead
 
 STEPS = 3
 _UNWRITTEN = (-1, -1)
 
 
-class InvalidProgram(Exception):  # noqa: N818 - it names what is wrong
+class InvalidProgram(Exception):
     """A program that must not run; the text says where and why."""
 
 
@@ -91,7 +91,7 @@ class _Execution:
         }
         self._workers = [_Worker() for _ in range(num)]
         self._chosen: list[range] = [range(0)] * num  # blocks behind each worker's BEST
-        self._stages = [_stage_ends(program, worker) for worker in range(num)]
+        self._ahead = [RunAhead(program, worker) for worker in range(num)]
 
     def run(self, event: Event) -> None:
         """Do an event's reads and writes."""
@@ -114,7 +114,10 @@ class _Execution:
     def _read(self, event: Event, access: Access, where: str) -> None:
         cells = self._find(access)
         index = _indices(access)
-        before = self._order.before(self._copy_begin(event) if access.copied else event)
+        begin = event
+        if access.copied:
+            begin = Event(event.worker, self._ahead[event.worker].begin(event.index))
+        before = self._order.before(begin)
         if (cells.event[index] >= before[cells.writer[index]]).any():
             raise InvalidProgram(f"{where}: reads {access.buffer.name} that may not be written yet")
         for cell in range(access.first, access.first + access.count * access.stride, access.stride):
@@ -169,29 +172,6 @@ class _Execution:
             num = self._sizes.num_workers
             self._cells[key] = _Cells.make(num, num)
         return self._cells[key]
-
-    def _copy_begin(self, event: Event) -> Event:
-        """The event during which the producer may begin to copy for this one.
-
-        Stages of keys and values before it are not counted: the fewer there are, the farther ahead
-        the ring reaches.
-        """
-        instructions = self._program.workers[event.worker]
-        step, index = divmod(event.index, len(instructions))
-        ends = self._stages[event.worker]
-        whole = ends[-1]
-        before = step * whole + (ends[index - 1] if index else 0)
-        freed = before - self._program.ring_stages
-        if freed < 0 or not whole:
-            return Event(event.worker, 0)
-        step, stage = divmod(freed, whole)
-        first = int(np.searchsorted(ends, stage, side="right"))
-        return Event(event.worker, step * len(instructions) + first)
-
-
-def _stage_ends(program: Program, worker: int) -> list[int]:
-    """Stages that a worker has used up after each instruction."""
-    return np.cumsum([it.num_stages for it in program.workers[worker]]).tolist()
 
 
 def _indices(access: Access) -> slice:

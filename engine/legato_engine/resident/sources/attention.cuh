@@ -108,7 +108,7 @@ struct Fresh {
   __device__ __forceinline__ void load(const Arguments& a, const Shared& shared, int layer, int step, int index) {
     const int lane = threadIdx.x % 32, e = lane % 4, head = blockIdx.x / SPLITS;
     const Unit unit(index, a.rows);
-    const int position = a.position[unit.row] + step, page = position / PAGE;
+    const int position = shared.position[unit.row] + step, page = position / PAGE;
     const bf16* q = a.q + unit.row * DIM + head * HEAD_DIM;
     low = load_fresh(q + e * 8), high = load_fresh(q + 32 + e * 8);
     newest = threadIdx.x < 32 && page % SPLITS == unit.quarter;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void run_attend(
       q[8 + 2 * i] = low_float((&fresh.high.x)[i]), q[9 + 2 * i] = high_float((&fresh.high.x)[i]);
     }
     Softmax track;
-    attend_cached(a, at, ring, track, q, a.position[unit.row] + at.step, unit.quarter);
+    attend_cached(a, at, ring, track, q, shared.position[unit.row] + at.step, unit.quarter);
     if (fresh.newest) fresh.add(track);
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes <<= 1) track.sum += __shfl_xor_sync(~0u, track.sum, lanes);

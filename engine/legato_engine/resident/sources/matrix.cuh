@@ -20,12 +20,13 @@ struct Inputs {
   }
 };
 
-// The warp's part of a stage, packed as `kernels.cuda.packing.pack` does.
+// The warp's part of a stage: fragments of 16 rows by 16 inputs, as lanes hold them (the benchmark packs them so).
 struct Fragment {
-  uint4 low[2], high[2];
+  uint4 of[4];
   __device__ __forceinline__ void load(const unsigned char* stage) {
     const uint4* from = reinterpret_cast<const uint4*>(stage) + threadIdx.x / 32 * 128 + threadIdx.x % 32;
-    low[0] = from[0], low[1] = from[32], high[0] = from[64], high[1] = from[96];
+#pragma unroll
+    for (int i = 0; i < 4; i++) of[i] = from[i * 32];
   }
 };
 
@@ -41,15 +42,15 @@ struct Sums {
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const uint4 &a = f.low[half], &b = f.high[half], &x = in.of[tile][half];
-        mma(of[half][tile], a.x, b.x, a.y, b.y, x.x, x.y);
+        const uint4 &a = f.of[half * 2], &x = in.of[tile][half];
+        mma(of[half][tile], a.x, a.y, a.z, a.w, x.x, x.y);
       }
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const uint4 &a = f.low[half], &b = f.high[half], &x = in.of[tile][half];
-        mma(of[half][tile], a.z, b.z, a.w, b.w, x.z, x.w);
+        const uint4 &a = f.of[half * 2 + 1], &x = in.of[tile][half];
+        mma(of[half][tile], a.x, a.y, a.z, a.w, x.z, x.w);
       }
   }
   __device__ __forceinline__ void store(Shared& shared, int block) const {
@@ -62,7 +63,9 @@ struct Sums {
   }
 };
 
-__device__ __forceinline__ bool active() { return threadIdx.x / 32 * GROUP < CHUNK; }
+__device__ __forceinline__ bool active() {
+  return CHUNK == WARPS * GROUP || threadIdx.x / 32 * GROUP < CHUNK;
+}
 
 // Stages of the ring in registers, the next one ahead of the products of this one.
 struct Reader {
@@ -214,7 +217,7 @@ __device__ __forceinline__ void run_qkv(
     for (int j = 0; j < 2; j++) {
       const int token = tile * 8 + t * 2 + j;
       if (token >= a.rows) continue;
-      const int position = a.position[token] + at.step;
+      const int position = shared.position[token] + at.step;
       c[i][j] = rotated && index < 2 ? a.cosines[position * HALF + dim] : 1.f;
       s[i][j] = rotated && index < 2 ? a.sines[position * HALF + dim] : 0.f;
       const i64 page = (i64)it.layer * a.layer_pages + a.pages[token * a.row_pages + position / PAGE];
@@ -238,7 +241,6 @@ __device__ __forceinline__ void run_qkv(
       out[0] = to_bf16(x * c[i][j] - y * s[i][j]);
       out[gap] = to_bf16(x * s[i][j] + y * c[i][j]);
     }
-    asm volatile("fence.proxy.async;" ::: "memory");  // later steps' copies read the keys and values
   }
 }
 

@@ -1,7 +1,19 @@
-// The producer: one warp that keeps the ring full with the weights, keys and values of the program, in its order.
-// It waits for free stages alone. The keys and values that it copies were written in earlier steps.
+// The warps beside those that compute. Producers keep the ring full with the weights, keys and values of the program,
+// in its order: they wait for free stages alone, and take turns by stages. What they copy of keys and values was
+// written in earlier steps.
 #pragma once
 #include "worker.cuh"
+
+// Whose turn a stage is.
+struct Turn {
+  const int own;
+  int next = 0;
+  __device__ __forceinline__ bool mine() {
+    const bool is = next == own;
+    if (++next == PRODUCERS) next = 0;
+    return is;
+  }
+};
 
 __device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at, Ring& ring, u32 bytes) {
   wait_barrier(a, at, ring.shared.empty + ring.slot, ring.phase ^ 1, 2, ring.slot);
@@ -10,9 +22,9 @@ __device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at,
 }
 
 __device__ __forceinline__ void produce_weights(
-    const Arguments& a, Place& at, Ring& ring, const unsigned char* from, int stages, u64 policy) {
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, const unsigned char* from, int stages, u64 policy) {
   for (int i = 0; i < stages; i++, from += STAGE_BYTES) {
-    if (threadIdx.x % 32 == 0) {
+    if (turn.mine() && threadIdx.x % 32 == 0) {
       unsigned char* stage = acquire(a, at, ring, STAGE_BYTES);
       if (!at.dead) copy_bulk(stage, from, STAGE_BYTES, ring.shared.full + ring.slot, policy);
     }
@@ -22,12 +34,13 @@ __device__ __forceinline__ void produce_weights(
 
 // A unit's pages; lanes 2i and 2i + 1 copy keys and values of a stage's page i.
 __device__ __forceinline__ void produce_unit(
-    const Arguments& a, Place& at, Ring& ring, int layer, int index, u64 policy) {
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, int layer, int index, u64 policy) {
   const Unit unit(index, a.rows);
   const int lane = threadIdx.x % 32, head = blockIdx.x / SPLITS;
-  const int position = a.position[unit.row] + at.step, own = own_pages(position, unit.quarter);
+  const int position = ring.shared.position[unit.row] + at.step, own = own_pages(position, unit.quarter);
   const bf16* from = lane % 2 ? a.values : a.keys;
-  for (int first = 0; first < own; first += STAGE_PAGES) {
+  for (int first = 0; first < own; first += STAGE_PAGES, ring.next()) {
+    if (!turn.mine()) continue;
     const int which = first + lane / 2;
     const bool mine = lane / 2 < STAGE_PAGES && which < own;
     const int filled = mine ? min(PAGE, position - (unit.quarter + SPLITS * which) * PAGE) : 0;
@@ -40,15 +53,15 @@ __device__ __forceinline__ void produce_unit(
       copy_bulk(ring.shared.ring[ring.slot] + lane / 2 * PAGE_BYTES + lane % 2 * (PAGE_BYTES / 2), source, bytes,
                 ring.shared.full + ring.slot, policy);
     }
-    ring.next();
   }
 }
 
-__device__ __forceinline__ void produce(const Arguments& a, Shared& shared) {
+__device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int number) {
   Ring ring{shared};
+  Turn turn{number};
   Place at;
   const u64 policy = stream_policy();
-  const Instruction* table = a.table + blockIdx.x * a.count;
+  const Instruction* table = instructions(shared);
   const unsigned char* weights =
       reinterpret_cast<const unsigned char*>(a.weights) + (i64)blockIdx.x * a.stream_stages * STAGE_BYTES;
   for (at.step = 0; at.step < a.steps; at.step++)
@@ -56,11 +69,9 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared) {
       const Instruction& it = table[at.index];
       const int op = it.op, stages = it.num_blocks * it.num_chunks;
       if (op == OP_ATTEND) {
-        // Ordinary stores of other workers, which this one waited for long ago, before the copies that read them.
-        asm volatile("fence.proxy.async;" ::: "memory");
-        for (int unit = 0; unit < a.rows; unit++) produce_unit(a, at, ring, it.layer, unit, policy);
+        for (int unit = 0; unit < a.rows; unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
       } else if (op >= 0) {
-        produce_weights(a, at, ring, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
+        produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }
       at.dead = __shfl_sync(~0u, at.dead, 0);
       if (at.dead) {
@@ -73,7 +84,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared) {
 // The watcher: one thread that sees counters reach what the program waits for, ahead of the warps that compute.
 __device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
   Place at;
-  const Instruction* table = a.table + blockIdx.x * a.count;
+  const Instruction* table = instructions(shared);
   for (at.step = 0; at.step < a.steps; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
       const Instruction& it = table[at.index];
@@ -85,13 +96,16 @@ __device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
 }
 
 // The teller: one warp that signals what the warps that compute have done, so that they need not wait for the fence.
-__device__ __forceinline__ void tell(const Arguments& a) {
-  const Instruction* table = a.table + blockIdx.x * a.count;
+__device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
+  const Instruction* table = instructions(shared);
   for (int step = 0; step < a.steps; step++)
     for (int index = 0; index < a.count; index++) {
       const int counter = table[index].signal;
       if (counter == NONE) continue;
       telling_sync();
-      if (threadIdx.x % 32 == 0) signal(a.counters + counter * COUNTER_WORDS);
+      if (threadIdx.x % 32) continue;
+      // Later steps' copies read the keys and values, which ordinary stores wrote.
+      if (table[index].op == OP_QKV) asm volatile("fence.proxy.async;" ::: "memory");
+      signal(a.counters + counter * COUNTER_WORDS);
     }
 }

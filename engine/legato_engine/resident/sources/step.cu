@@ -3,14 +3,6 @@
 #include "output.cuh"
 #include "producer.cuh"
 
-__device__ __forceinline__ Instruction load_instruction(const Instruction* from) {
-  Instruction it;
-  const int4* words = reinterpret_cast<const int4*>(from);
-#pragma unroll
-  for (int i = 0; i < 4; i++) reinterpret_cast<int4*>(&it)[i] = __ldg(words + i);
-  return it;
-}
-
 __device__ __forceinline__ void note_time(const Arguments& a, const Place& at, int which) {
   if (a.profile == nullptr || threadIdx.x || blockIdx.x % (WORKERS / 2)) return;
   const i64 index = ((i64)blockIdx.x / (WORKERS / 2) * a.steps + at.step) * a.count + at.index;
@@ -22,12 +14,10 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
   Place at;
   Held held;
   Sums sums;
-  const Instruction* table = a.table + blockIdx.x * a.count;
-  Instruction next = load_instruction(table);
+  const Instruction* table = instructions(shared);
   for (at.step = 0; at.step < a.steps; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
-      const Instruction it = next;
-      next = load_instruction(table + (at.index + 1 == a.count ? 0 : at.index + 1));
+      const Instruction it = table[at.index];
       note_time(a, at, 0);
       if (it.wait != NONE) wait_passed(shared, at);
       note_time(a, at, 1);
@@ -49,8 +39,8 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
     }
 }
 
-// Warps of the first two warpgroups compute; of the third the first three have tasks of their own. Registers go
-// from these to those.
+// Warps of the first two warpgroups compute; of the third each has a task of its own. Registers go from these to
+// those.
 constexpr int ALL_THREADS = THREADS + 128;
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
@@ -71,7 +61,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     barriers_ready();
     shared.passed = 0;
   }
-  for (int i = threadIdx.x; i < rows; i += blockDim.x) shared.token[i] = first_token[i];
+  for (int i = threadIdx.x; i < rows; i += blockDim.x) shared.token[i] = first_token[i], shared.position[i] = position[i];
+  for (int i = threadIdx.x; i < count * 4; i += blockDim.x)
+    reinterpret_cast<int4*>(instructions(shared))[i] = reinterpret_cast<const int4*>(table + blockIdx.x * count)[i];
   for (int i = threadIdx.x; i < rows * OWN_PAGES; i += blockDim.x) {
     const Unit unit(i / OWN_PAGES, rows);
     const int page = unit.quarter + i % OWN_PAGES * SPLITS;
@@ -84,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) steps(
     compute(a, shared);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (warp == WARPS) produce(a, shared);
-    if (warp == WARPS + 1 && threadIdx.x % 32 == 0) watch(a, shared);
-    if (warp == WARPS + 2) tell(a);
+    if (warp < WARPS + PRODUCERS) produce(a, shared, warp - WARPS);
+    if (warp == WARPS + PRODUCERS && threadIdx.x % 32 == 0) watch(a, shared);
+    if (warp == WARPS + PRODUCERS + 1) tell(a, shared);
   }
 }

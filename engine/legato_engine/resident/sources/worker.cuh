@@ -6,7 +6,8 @@
 #include "common.cuh"
 #include "program.cuh"
 
-constexpr int THREADS = WARPS * 32;  // that compute; warps after them are the producer, the watcher and the teller
+constexpr int THREADS = WARPS * 32;  // that compute; warps after them are two producers, the watcher and the teller
+constexpr int PRODUCERS = 2;
 constexpr int TOKENS = TILES * 8;
 constexpr int WORKERS = DIM / BLOCK;
 constexpr int HEADS = DIM / HEAD_DIM;
@@ -44,7 +45,7 @@ struct Arguments {
   int count, stream_stages, layer_pages, row_pages, rows, steps, patience_ms;
 };
 
-struct Shared {
+struct __align__(16) Shared {
   unsigned char ring[RING][SLOT_BYTES];
   float4 sums[WARPS][BLOCKS_AT_ONCE][TILES][32];  // each warp's own; also attention's parts, and heads that OUT merges
   float2 moments[WARPS][TOKENS];
@@ -52,9 +53,15 @@ struct Shared {
   uint2 best[WARPS][TOKENS];
   u64 full[RING], empty[RING];
   int token[TOKENS];
+  int position[TOKENS];
   int pages[TOKENS][OWN_PAGES];
   u32 passed;  // waits of the program that are over
 };
+
+// Behind the rest in shared memory: the worker's instructions.
+__device__ __forceinline__ Instruction* instructions(Shared& shared) {
+  return reinterpret_cast<Instruction*>(&shared + 1);
+}
 
 // What a thread knows of its place in the program, for reports; `dead` threads wait for nothing any more.
 struct Place {
