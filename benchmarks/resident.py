@@ -222,25 +222,30 @@ def _time(
 def _profile(
     kernel: ResidentKernel, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """Clocks by instruction: waiting for its counter, and running."""
-    steps = 6
-    profile = torch.zeros(2, steps, kernel.count, 3, dtype=torch.int64, device=DEVICE)
+    """Clocks of waiting and running, by instruction: the workers' least, median and most."""
+    steps, workers = 6, kernel.sizes.num_workers
+    profile = torch.zeros(workers, steps, kernel.count, 3, dtype=torch.int64, device=DEVICE)
     kernel.run(cache, tokens, positions, steps, _int(steps, len(tokens)), profile=profile)
     if not _ended(kernel, "profile"):
         return
     clocks = profile[:, 2:].cpu().double()
-    for worker in range(2):
-        total = (clocks[worker, 1:, 0, 0] - clocks[worker, :-1, 0, 0]).mean()
-        said = []
-        seen: dict[tuple[int, int], list[int]] = {}
-        for index, it in enumerate(kernel.program.workers[0]):
-            seen.setdefault((it.op, it.chunk), []).append(index)
-        for (op, chunk), indices in seen.items():
-            times = clocks[worker][:, indices]
-            wait = (times[..., 1] - times[..., 0]).mean(0).sum() / len(indices)
-            run = (times[..., 2] - times[..., 1]).mean(0).sum() / len(indices)
-            said.append(f"{Op(op).name}{chunk or ''} {len(indices)}x {wait:.0f}+{run:.0f}")
-        print(f"  worker {worker * 64}: {total:.0f} clocks a step; {', '.join(said)}")
+    total = (clocks[0, 1:, 0, 0] - clocks[0, :-1, 0, 0]).mean()
+    gaps = (clocks[:, :, 1:, 0] - clocks[:, :, :-1, 2]).mean()
+    seen: dict[tuple[int, int], list[int]] = {}
+    for index, it in enumerate(kernel.program.workers[0]):
+        seen.setdefault((it.op, it.chunk), []).append(index)
+    said = []
+    for (op, chunk), indices in seen.items():
+        times = clocks[:, :, indices]
+        for name, first, last in ((" waits", 0, 1), ("", 1, 2)):
+            each = (times[..., last] - times[..., first]).mean((1, 2))
+            low, middle, high = each.min(), each.median(), each.max()
+            if high > 200:
+                said.append(f"{Op(op).name}{chunk or ''}{name} {low:.0f}/{middle:.0f}/{high:.0f}")
+    print(f"  {total:.0f} clocks a step, {gaps:.0f} between two instructions;", ", ".join(said))
+    runs = clocks[:, :, seen[Op.HEAD, 0][0]]
+    order = (runs[..., 2] - runs[..., 1]).mean(1).argsort().tolist()
+    print(f"  fastest heads {order[:8]}, slowest {order[-8:]}")
 
 
 def _rows(sizes: ModelSizes, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

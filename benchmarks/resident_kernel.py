@@ -70,11 +70,11 @@ class Weights:
     ) -> None:
         outputs, inputs = weight.shape
         chunks = inputs // sizes.chunk
-        # Rows 16b + 8h + r, inputs of chunk c, warp w, half i, lane t: as `packing.pack` orders.
-        shape = (outputs // BLOCK, 2, 8, chunks, sizes.chunk // GROUP, 2, 4, 8)
-        packed = (
-            weight.reshape(shape).permute(0, 3, 4, 1, 5, 2, 6, 7).reshape(-1, BLOCK * sizes.chunk)
-        )
+        # Rows 16b + 8h + r; inputs of chunk c, warp w, half i, lane t, quad q, pair p. A lane's 16
+        # bytes are both rows' pairs of a quad: a fragment of a tensor-core product.
+        shape = (outputs // BLOCK, 2, 8, chunks, sizes.chunk // GROUP, 2, 4, 2, 2, 2)
+        order = (0, 3, 4, 5, 7, 2, 6, 8, 1, 9)
+        packed = weight.reshape(shape).permute(order).reshape(-1, BLOCK * sizes.chunk)
         to = torch.tensor([place for place, _ in places], device=DEVICE)
         source = [stage.block * chunks + stage.chunk for _, stage in places]
         self.stream[to] = packed[torch.tensor(source, device=DEVICE)]

@@ -41,7 +41,7 @@ struct Arguments {
   int* tokens;                // [steps, B]
   float* logits;              // [steps, TOKENS, VOCAB], or null
   bf16* trace;                // [steps, LAYERS, TOKENS, DIM]: the residual stream after each layer, or null
-  i64* profile;               // [2, steps, count, 3]: clocks of workers 0 and WORKERS / 2, or null
+  i64* profile;               // [WORKERS, steps, count, 3]: clocks, or null
   int count, stream_stages, layer_pages, row_pages, rows, steps, patience_ms;
 };
 
