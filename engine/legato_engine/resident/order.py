@@ -57,15 +57,16 @@ def run_events(program: Program, steps: int) -> list[Event]:
             if it.signal != NONE:
                 counters[it.signal] += 1
                 ready += blocked.pop(it.signal, [])
-    for worker, (position, length) in enumerate(zip(at, lengths, strict=True)):
-        if position < length:
-            step, index = divmod(position, len(program.workers[worker]))
-            it = program.workers[worker][index]
-            want = it.wait_count + step * it.wait_stride
-            raise Stuck(
-                f"worker {worker} waits at instruction {index} of step {step} for {want} signals "
-                f"of counter {it.wait}, which gets {counters[it.wait]}"
-            )
+    stuck = [worker for worker, length in enumerate(lengths) if at[worker] < length]
+    if stuck:
+        worker = min(stuck, key=lambda each: at[each])  # the others wait for what it would do
+        step, index = divmod(at[worker], len(program.workers[worker]))
+        it = program.workers[worker][index]
+        want = it.wait_count + step * it.wait_stride
+        raise Stuck(
+            f"worker {worker} waits at instruction {index} of step {step} for {want} signals "
+            f"of counter {it.wait}, which gets {counters[it.wait]}"
+        )
     return events
 
 
