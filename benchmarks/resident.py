@@ -201,6 +201,12 @@ def time_steps(tiles: list[int]) -> None:
                 flush=True,
             )
             _profile(kernel, cache, tokens, positions)
+            if each > 1:
+                continue
+            for constants in ({"NO_FENCE": 1}, {"PRODUCERS": 1}):
+                other = ResidentKernel(model, each, weights=weights, constants=constants)
+                took = _time(other, cache, tokens, positions, steps)
+                print(f"  {constants}: {took:.4f} ms", flush=True)
 
 
 def _time(
@@ -246,6 +252,42 @@ def _profile(
     runs = clocks[:, :, seen[Op.HEAD, 0][0]]
     order = (runs[..., 2] - runs[..., 1]).mean(1).argsort().tolist()
     print(f"  fastest heads {order[:8]}, slowest {order[-8:]}")
+    _arrivals(kernel, clocks)
+
+
+def _arrivals(kernel: ResidentKernel, clocks: torch.Tensor) -> None:
+    """How late the last worker signals, and how long after it the others know: clocks.
+
+    The workers' clocks are brought together by when each passes the wait for the residual stream.
+    """
+    program = kernel.program.workers[0]
+    norms = [i for i, it in enumerate(program) if it.op == Op.NORM and it.layer > 0]
+    passes = clocks[:, :, norms, 1].flatten(1)
+    offsets = (passes - passes.median(0).values).median(1).values
+    clocks = clocks - offsets[:, None, None, None]
+    for waiting, it in enumerate(program):
+        if it.wait < 0 or it.layer not in (7, 8):
+            continue
+        matching = [i for i, each in enumerate(program) if each.signal == it.wait]
+        if not matching or it.op == Op.ATTEND:
+            continue
+        ends = clocks[:, :, matching[0], 2]
+        last, worker = ends.max(0)
+        late = last - ends.median(0).values
+        hop = clocks[:, :, waiting, 1].min(0).values - last
+        begun = clocks[:, :, matching[0], 0].gather(0, worker[None])[0]
+        took, usual = last - begun, (ends - clocks[:, :, matching[0], 0]).median(0).values
+        said = [
+            f"{name} {[round(x) for x in values.tolist()]}"
+            for name, values in (
+                ("last worker", worker),
+                ("late by", late),
+                ("took", took),
+                ("usual", usual),
+                ("then", hop),
+            )
+        ]
+        print(f"  {Op(it.op).name} of layer {it.layer}:", ", ".join(said))
 
 
 def _rows(sizes: ModelSizes, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -89,13 +89,16 @@ class ResidentKernel:
         tiles: int,
         program: Program | None = None,
         weights: Weights | None = None,
+        constants: dict[str, int] | None = None,
     ) -> None:
-        """`program` other than the model's own: for faults that are planted."""
+        """`program` other than the model's own: for faults that are planted. `constants`: more of
+        the build's.
+        """
         sizes = self.sizes = model.sizes
         self.model, self.tiles = model, tiles
         self.program = program or build_program(sizes, RING_STAGES[tiles])
         self.weights = weights or Weights(model, self.program)
-        code = _compile(defines(sizes, RING_STAGES[tiles], tiles))
+        code = _compile(defines(sizes, RING_STAGES[tiles], tiles) | (constants or {}))
         self._module = _checked(driver.cuModuleLoadData(code))
         self._function = _checked(driver.cuModuleGetFunction(self._module, b"steps"))
         self.count = max(map(len, self.program.workers))

@@ -32,28 +32,45 @@ __device__ __forceinline__ float dot8(const uint4& k, const float* q) {
 
 constexpr int STAGES_AT_ONCE = 4;  // whose scores registers hold
 
+// A lane's part of a query. In odd positions its halves are in the other order, as are their keys' reads: so no
+// two lanes read from one bank.
+struct Query {
+  float of[16];
+  __device__ __forceinline__ Query(const uint4& low, const uint4& high) {
+    const bool odd = threadIdx.x / 4 % 2;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const u32 first = odd ? (&high.x)[i] : (&low.x)[i], second = odd ? (&low.x)[i] : (&high.x)[i];
+      of[2 * i] = low_float(first), of[2 * i + 1] = high_float(first);
+      of[8 + 2 * i] = low_float(second), of[9 + 2 * i] = high_float(second);
+    }
+  }
+};
+
 // 8 positions of a stage that are this warp's, of which the first `count` are there.
 struct Positions {
   const unsigned char* keys;
   int count;
-  __device__ __forceinline__ float score(const float (&q)[16]) const {
-    const int p = threadIdx.x % 32 / 4, e = threadIdx.x % 4;
+  __device__ __forceinline__ float score(const Query& q) const {
+    const int p = threadIdx.x % 32 / 4, e = threadIdx.x % 4 + p % 2 * 4;
     const uint4* key = reinterpret_cast<const uint4*>(keys + p * (HEAD_DIM * 2));
-    const bool odd = p % 2;  // the halves in another order: no bank conflicts
-    const uint4 first = key[e + (odd ? 4 : 0)], second = key[e + (odd ? 0 : 4)];
-    float sum = dot8(odd ? second : first, q) + dot8(odd ? first : second, q + 8);
+    const uint4 first = key[e], second = key[e ^ 4];
+    float sum = dot8(first, q.of) + dot8(second, q.of + 8);
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     return p < count ? sum * SCALE : -INFINITY;
   }
+  template <bool WHOLE>
   __device__ __forceinline__ void add(Softmax& track, float weight) const {
     const unsigned char* values = keys + PAGE_BYTES / 2 + threadIdx.x % 32 * 4;
+    u32 v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = WHOLE || i < count ? *reinterpret_cast<const u32*>(values + i * (HEAD_DIM * 2)) : 0u;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      const u32 v = i < count ? *reinterpret_cast<const u32*>(values + i * (HEAD_DIM * 2)) : 0u;
       const float w = __shfl_sync(~0u, weight, i * 4);
-      track.out.x = __fmaf_rn(w, low_float(v), track.out.x);
-      track.out.y = __fmaf_rn(w, high_float(v), track.out.y);
+      track.out.x = __fmaf_rn(w, low_float(v[i]), track.out.x);
+      track.out.y = __fmaf_rn(w, high_float(v[i]), track.out.y);
     }
   }
 };
@@ -68,7 +85,7 @@ __device__ __forceinline__ float raise(Softmax& track, float top) {
 
 // The cached positions of a unit, from the ring.
 __device__ __forceinline__ void attend_cached(
-    const Arguments& a, Place& at, Ring& ring, Softmax& track, const float (&q)[16], int position, int quarter) {
+    const Arguments& a, Place& at, Ring& ring, Softmax& track, const Query& q, int position, int quarter) {
   const int warp = threadIdx.x / 32, own = own_pages(position, quarter);
   for (int first = 0; first < own; first += STAGES_AT_ONCE * STAGE_PAGES) {
     const int stages = min(STAGES_AT_ONCE, (own - first + STAGE_PAGES - 1) / STAGE_PAGES);
@@ -94,7 +111,10 @@ __device__ __forceinline__ void attend_cached(
     for (int i = 0; i < STAGES_AT_ONCE; i++) {
       const float weight = power_of_two(scores[i] - base);
       track.sum += weight;
-      if (here[i].count) here[i].add(track, weight);
+      if (here[i].count == 8)
+        here[i].add<true>(track, weight);
+      else if (here[i].count)
+        here[i].add<false>(track, weight);
     }
     for (int i = 0; i < stages; i++) ring.release();
   }
@@ -189,12 +209,7 @@ __device__ __forceinline__ void run_attend(
     const Fresh fresh = next;
     if (index + 1 < a.rows) next.load(a, shared, it.layer, at.step, index + 1);
     const Unit unit(index, a.rows);
-    float q[16];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      q[2 * i] = low_float((&fresh.low.x)[i]), q[2 * i + 1] = high_float((&fresh.low.x)[i]);
-      q[8 + 2 * i] = low_float((&fresh.high.x)[i]), q[9 + 2 * i] = high_float((&fresh.high.x)[i]);
-    }
+    const Query q(fresh.low, fresh.high);
     Softmax track;
     attend_cached(a, at, ring, track, q, shared.position[unit.row] + at.step, unit.quarter);
     if (fresh.newest) fresh.add(track);

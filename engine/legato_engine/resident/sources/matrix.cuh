@@ -118,18 +118,20 @@ struct Held {
     for (int tile = 0; tile < TILES; tile++) {
       // Products of the tokens with ones, and with each other, of which the diagonal is wanted.
       constexpr u32 ONES = 0x3f803f80u;
-      float4 sum = {0.f, 0.f, 0.f, 0.f}, squares = sum;
+      float4 sums[2] = {}, squares[2] = {};
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const uint4& x = chunks[c].of[tile][half];
-          mma(sum, ONES, 0u, ONES, 0u, x.x, x.y);
-          mma(squares, x.x, 0u, x.y, 0u, x.x, x.y);
-          mma(sum, ONES, 0u, ONES, 0u, x.z, x.w);
-          mma(squares, x.z, 0u, x.w, 0u, x.z, x.w);
+          mma(sums[half], ONES, 0u, ONES, 0u, x.x, x.y);
+          mma(squares[half], x.x, 0u, x.y, 0u, x.x, x.y);
+          mma(sums[half], ONES, 0u, ONES, 0u, x.z, x.w);
+          mma(squares[half], x.z, 0u, x.w, 0u, x.z, x.w);
         }
-      if (g / 2 == t) shared.moments[warp][tile * 8 + g] = g % 2 ? float2{sum.y, squares.y} : float2{sum.x, squares.x};
+      if (g / 2 == t)
+        shared.moments[warp][tile * 8 + g] = g % 2 ? float2{sums[0].y + sums[1].y, squares[0].y + squares[1].y}
+                                                   : float2{sums[0].x + sums[1].x, squares[0].x + squares[1].x};
     }
   }
 };

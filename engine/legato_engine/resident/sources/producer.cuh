@@ -95,6 +95,11 @@ __device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
     }
 }
 
+#ifdef NO_FENCE
+constexpr bool defined_no_fence = true;
+#else
+constexpr bool defined_no_fence = false;
+#endif
 // The teller: one warp that signals what the warps that compute have done, so that they need not wait for the fence.
 __device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
   const Instruction* table = instructions(shared);
@@ -105,7 +110,7 @@ __device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
       telling_sync();
       if (threadIdx.x % 32) continue;
       // Later steps' copies read the keys and values, which ordinary stores wrote.
-      if (table[index].op == OP_QKV) asm volatile("fence.proxy.async;" ::: "memory");
+      if (table[index].op == OP_QKV && !defined_no_fence) asm volatile("fence.proxy.async;" ::: "memory");
       signal(a.counters + counter * COUNTER_WORDS);
     }
 }

@@ -7,7 +7,9 @@
 #include "program.cuh"
 
 constexpr int THREADS = WARPS * 32;  // that compute; warps after them are two producers, the watcher and the teller
-constexpr int PRODUCERS = 2;
+#ifndef PRODUCERS
+#define PRODUCERS 2
+#endif
 constexpr int TOKENS = TILES * 8;
 constexpr int WORKERS = DIM / BLOCK;
 constexpr int HEADS = DIM / HEAD_DIM;
