@@ -12,6 +12,7 @@ import dataclasses
 
 import numpy as np
 import numpy.typing as npt
+
 from legato_engine.resident.program import NONE, Program
 
 Ints = npt.NDArray[np.int32]

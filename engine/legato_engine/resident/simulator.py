@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 
 import numpy as np
+
 from legato_engine.resident.order import Stuck
 from legato_engine.resident.program import NONE, Instruction, Op, Program, Source
 from legato_engine.resident.ring import RunAhead
@@ -297,8 +298,10 @@ class _Simulation:
     def _source(self, worker: _Worker, it: Instruction) -> Floats:
         """The residual stream [B, D] that an instruction reads."""
         if it.src == Source.EMBED:
-            return self._weights.embedding[worker.token]
-        return self._memory.x[it.src]
+            embedded: Floats = self._weights.embedding[worker.token]
+            return embedded
+        stream: Floats = self._memory.x[it.src]
+        return stream
 
     def _project(self, worker: _Worker, it: Instruction, rows: list[int]) -> Floats:
         """Rows of a map of the norm, whose scale is in the weights: as the device computes it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+
 from legato_engine.resident.effects import Access, Buffer, Version, reads, writes
 from legato_engine.resident.operands import check_operands
 from legato_engine.resident.order import Event, Order, Stuck

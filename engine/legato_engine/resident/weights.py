@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from legato_engine.resident.sizes import HEAD_DIM, ROTARY_DIM, ModelSizes
 from legato_engine.resident.stream import Matrix
 
@@ -115,7 +116,7 @@ class Cache:
     @property
     def length(self) -> int:
         """Positions."""
-        return self.keys.shape[1]
+        return int(self.keys.shape[1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
