@@ -20,6 +20,7 @@ from benchmarks.resident_model import DEVICE, Cache, Model, forward
 
 POSITIONS = 1024
 CONTEXT = 850
+VARIANTS = ({"PREFETCH": 4}, {"PREFETCH": 8}, {"PREFETCH": 12}, {"PREFETCH": 20}, {"PRODUCERS": 1})
 UNEVEN = (850, 17, 1, 0, 300, 849, 63, 64)
 
 
@@ -32,7 +33,7 @@ def main(options: list[str] | None = None) -> int:
     started = time.monotonic()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    parts = (check_layer, check_model, check_watchdog, check_repeats, time_steps)
+    parts = (check_layer, check_model, check_watchdog, check_repeats, time_steps, time_graph)
     for part in parts:
         left = arguments.seconds - (time.monotonic() - started)
         if left < 5:
@@ -203,10 +204,25 @@ def time_steps(tiles: list[int]) -> None:
             _profile(kernel, cache, tokens, positions)
             if each > 1:
                 continue
-            for constants in ({"NO_FENCE": 1}, {"PRODUCERS": 1}):
+            for constants in VARIANTS:
                 other = ResidentKernel(model, each, weights=weights, constants=constants)
                 took = _time(other, cache, tokens, positions, steps)
                 print(f"  {constants}: {took:.4f} ms", flush=True)
+
+
+def time_graph(tiles: list[int]) -> None:
+    """Milliseconds of a step of today's graph path, without sampling."""
+    del tiles
+    from legato_engine.device.cuda import CudaDevice
+
+    from benchmarks.kernels import steps
+    from benchmarks.step_bench import Bench
+
+    with torch.inference_mode():
+        bench, device = Bench.make("moondream2"), CudaDevice(0)
+        for rows in (1, 8, 32):
+            figures = steps(bench, device, (rows, 1))
+            print(f"graph path, {rows} rows: {figures['step']:.4f} ms", flush=True)
 
 
 def _time(

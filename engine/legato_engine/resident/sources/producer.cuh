@@ -1,10 +1,10 @@
 // The warps beside those that compute. Producers keep the ring full with the weights, keys and values of the program,
-// in its order: they wait for free stages alone, and take turns by stages. What they copy of keys and values was
-// written in earlier steps.
+// in its order: they wait for free stages alone. Weights are the first one's; stages of keys and values, whose many
+// small copies take longer, are theirs in turns. What they copy of those was written in earlier steps.
 #pragma once
 #include "worker.cuh"
 
-// Whose turn a stage is.
+// Whose turn a stage of keys and values is.
 struct Turn {
   const int own;
   int next = 0;
@@ -21,12 +21,32 @@ __device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at,
   return ring.shared.ring[ring.slot];
 }
 
+#ifndef PREFETCH
+#define PREFETCH 0
+#endif
+
+// Weights come to L2 this many stages before they are copied: while the ring is full, memory goes on.
+__device__ __forceinline__ void prefetch(const unsigned char* from) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(STAGE_BYTES) : "memory");
+}
+
+// The worker's stream: after its end it begins again, for the next step.
+struct Stream {
+  const unsigned char *begin, *end;
+  __device__ __forceinline__ const unsigned char* later(const unsigned char* at) const {
+    const unsigned char* to = at + PREFETCH * STAGE_BYTES;
+    return to < end ? to : begin + (to - end);
+  }
+};
+
 __device__ __forceinline__ void produce_weights(
-    const Arguments& a, Place& at, Ring& ring, Turn& turn, const unsigned char* from, int stages, u64 policy) {
+    const Arguments& a, Place& at, Ring& ring, const Stream& stream, int first, int stages, u64 policy) {
+  const unsigned char* from = stream.begin + (i64)first * STAGE_BYTES;
   for (int i = 0; i < stages; i++, from += STAGE_BYTES) {
-    if (turn.mine() && threadIdx.x % 32 == 0) {
+    if (threadIdx.x % 32 == 0) {
       unsigned char* stage = acquire(a, at, ring, STAGE_BYTES);
       if (!at.dead) copy_bulk(stage, from, STAGE_BYTES, ring.shared.full + ring.slot, policy);
+      if (PREFETCH && !at.dead) prefetch(stream.later(from));
     }
     ring.next();
   }
@@ -62,16 +82,19 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
   Place at;
   const u64 policy = stream_policy();
   const Instruction* table = instructions(shared);
-  const unsigned char* weights =
-      reinterpret_cast<const unsigned char*>(a.weights) + (i64)blockIdx.x * a.stream_stages * STAGE_BYTES;
+  const i64 bytes = (i64)a.stream_stages * STAGE_BYTES;
+  const unsigned char* weights = reinterpret_cast<const unsigned char*>(a.weights) + blockIdx.x * bytes;
+  const Stream stream = {weights, weights + bytes};
   for (at.step = 0; at.step < a.steps; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
       const Instruction& it = table[at.index];
       const int op = it.op, stages = it.num_blocks * it.num_chunks;
       if (op == OP_ATTEND) {
         for (int unit = 0; unit < a.rows; unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
+      } else if (op >= 0 && number == 0) {
+        produce_weights(a, at, ring, stream, it.stage, stages, policy);
       } else if (op >= 0) {
-        produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
+        for (int i = 0; i < stages; i++) ring.next();
       }
       at.dead = __shfl_sync(~0u, at.dead, 0);
       if (at.dead) {
@@ -95,11 +118,6 @@ __device__ __forceinline__ void watch(const Arguments& a, Shared& shared) {
     }
 }
 
-#ifdef NO_FENCE
-constexpr bool defined_no_fence = true;
-#else
-constexpr bool defined_no_fence = false;
-#endif
 // The teller: one warp that signals what the warps that compute have done, so that they need not wait for the fence.
 __device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
   const Instruction* table = instructions(shared);
@@ -108,9 +126,11 @@ __device__ __forceinline__ void tell(const Arguments& a, Shared& shared) {
       const int counter = table[index].signal;
       if (counter == NONE) continue;
       telling_sync();
-      if (threadIdx.x % 32) continue;
-      // Later steps' copies read the keys and values, which ordinary stores wrote.
-      if (table[index].op == OP_QKV && !defined_no_fence) asm volatile("fence.proxy.async;" ::: "memory");
-      signal(a.counters + counter * COUNTER_WORDS);
+      if (threadIdx.x % 32 == 0) {
+        // Later steps' copies read the keys and values, which ordinary stores wrote.
+        if (table[index].op == OP_QKV) asm volatile("fence.proxy.async;" ::: "memory");
+        signal(a.counters + counter * COUNTER_WORDS);
+      }
+      __syncwarp();  // or the other lanes would wait at the next barrier, and this one's signal with them
     }
 }
