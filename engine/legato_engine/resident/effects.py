@@ -51,7 +51,7 @@ def reads(sizes: ModelSizes, worker: int, it: Instruction, step: int) -> list[Ac
     everybody, version = sizes.num_workers, (step, it.layer)
     head = worker // SPLITS * SPLITS
     match it.op:
-        case Op.NORM if it.src != Source.EMBED:
+        case Op.NORM | Op.FC1 | Op.QKV | Op.HEAD if it.src != Source.EMBED:
             return [Access(Buffer(it.src), 0, everybody, version)]
         case Op.FC2:
             blocks = sizes.chunk // BLOCK

@@ -14,12 +14,12 @@ BLOCKS_AT_ONCE = 4
 _UNUSED = Instruction(Op.NORM)
 _USED = {
     Op.NORM: {"src"},
-    Op.FC1: {"block", "num_blocks", "num_chunks", "stage"},
-    Op.QKV: {"block", "num_blocks", "num_chunks", "stage"},
+    Op.FC1: {"src", "block", "num_blocks", "num_chunks", "stage"},
+    Op.QKV: {"src", "block", "num_blocks", "num_chunks", "stage"},
     Op.FC2: {"block", "num_blocks", "chunk", "num_chunks", "stage"},
     Op.ATTEND: {"block"},
     Op.OUT: {"src", "dst", "block", "num_blocks", "num_chunks", "stage"},
-    Op.HEAD: {"block", "num_blocks", "num_chunks", "stage"},
+    Op.HEAD: {"src", "block", "num_blocks", "num_chunks", "stage"},
     Op.SELECT: set(),
 }
 _FREE = {"op", "layer", "wait", "wait_count", "wait_stride", "signal"}

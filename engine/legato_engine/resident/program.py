@@ -25,15 +25,18 @@ NONE = -1
 
 
 class Op(enum.IntEnum):
-    """What an instruction does. HELD and SUMS are a worker's own, in registers."""
+    """What an instruction does. MOMENTS and SUMS are a worker's own.
 
-    NORM = 0  # HELD = X[src], and its moments
-    FC1 = 1  # ACT[blocks] = gelu(norm(HELD) @ fc1)
-    QKV = 2  # Q[block], keys and values of the step's position = rotate(norm(HELD) @ qkv)
+    A worker may keep X[src] from NORM on, in registers, or read it again.
+    """
+
+    NORM = 0  # MOMENTS = mean and deviation of X[src]
+    FC1 = 1  # ACT[blocks] = gelu(norm(X[src]) @ fc1)
+    QKV = 2  # Q[block], keys and values of the step's position = rotate(norm(X[src]) @ qkv)
     FC2 = 3  # SUMS += ACT[chunks] @ fc2; SUMS = 0 before chunk 0
     ATTEND = 4  # PART[block] = softmax(Q[head] @ keys) @ values over the worker's pages
     OUT = 5  # X[dst][block] = X[src][block] + SUMS + merged(PART) @ proj + biases
-    HEAD = 6  # BEST[worker] = argmax over blocks of norm(HELD) @ lm_head
+    HEAD = 6  # BEST[worker] = argmax over blocks of norm(X[src]) @ lm_head
     SELECT = 7  # TOKEN = argmax over BEST
 
 
@@ -148,6 +151,7 @@ def _worker(sizes: ModelSizes, worker: int) -> Iterator[Instruction]:
         Op.HEAD,
         last,
         signal=best,
+        src=_x(last),
         block=worker,
         num_blocks=sizes.head_blocks(worker),
         num_chunks=sizes.chunks,
@@ -170,12 +174,13 @@ def _layer(sizes: ModelSizes, worker: int, layer: int) -> Iterator[Instruction]:
         Op.FC1,
         layer,
         signal=at(Kind.ACT),
+        src=source,
         block=worker,
         num_blocks=sizes.ff_ratio,
         num_chunks=chunks,
     )
     yield Instruction(
-        Op.QKV, layer, signal=at(Kind.Q), block=worker, num_blocks=3, num_chunks=chunks
+        Op.QKV, layer, signal=at(Kind.Q), src=source, block=worker, num_blocks=3, num_chunks=chunks
     )
     part = {"block": worker, "num_blocks": 1}
     act = _wait(sizes, at(Kind.ACT))

@@ -305,11 +305,14 @@ class _Simulation:
 
     def _project(self, worker: _Worker, it: Instruction, rows: list[int]) -> Floats:
         """Rows of a map of the norm, whose scale is in the weights: as the device computes it."""
-        x, layer, whole = worker.held, self._weights.layers[it.layer], self._map(it)
+        layer, whole = self._weights.layers[it.layer], self._map(it)
+        # Kept by the worker since its norm, or read again.
+        x = worker.held if self._chance.random() < 0.5 else self._source(worker, it)
         weight = whole.weight[rows]
         scaled = weight * layer.norm[0]
-        mean = x.mean(-1, keepdims=True)
-        deviation = np.sqrt((x * x).mean(-1, keepdims=True) - mean * mean + EPSILON)
+        mean = worker.held.mean(-1, keepdims=True)
+        squares = (worker.held**2).mean(-1, keepdims=True)
+        deviation = np.sqrt(squares - mean * mean + EPSILON)
         bias = weight @ layer.norm[1] + whole.bias[rows]
         out: Floats = (x @ scaled.T - mean * scaled.sum(-1)) / deviation + bias
         return out

@@ -68,9 +68,9 @@ class _Cells:
 
 @dataclasses.dataclass(slots=True)
 class _Worker:
-    """What a worker holds: a residual stream, sums up to a chunk, and a step's token."""
+    """What a worker holds: a residual stream's moments, sums up to a chunk, a step's token."""
 
-    held: Version = _UNWRITTEN
+    moments: Version = _UNWRITTEN
     sums: Version = _UNWRITTEN
     next_chunk: int = 0
     token: int = 0
@@ -144,12 +144,12 @@ class _Execution:
     def _run_own(self, number: int, it: Instruction, step: int, where: str) -> None:
         """Check and change what the worker holds itself."""
         worker, version = self._workers[number], (step, it.layer)
-        if it.op in (Op.NORM, Op.OUT) and it.src == Source.EMBED:
+        if it.src == Source.EMBED:
             _require(it.layer == 0 and worker.token == step, where, "embeds another step's token")
         if it.op == Op.NORM:
-            worker.held = version
+            worker.moments = version
         elif it.op in (Op.FC1, Op.QKV, Op.HEAD):
-            _require(worker.held == version, where, f"holds the norm of {worker.held}")
+            _require(worker.moments == version, where, f"has the moments of {worker.moments}")
         elif it.op == Op.FC2:
             begun = worker.sums == version and worker.next_chunk == it.chunk
             _require(it.chunk == 0 or begun, where, f"adds to {worker.sums}")

@@ -95,10 +95,14 @@ __device__ __forceinline__ float4 total(const Shared& shared, int block, int til
   return all;
 }
 
-// The residual stream of the tokens, as a warp holds it, and its moments in shared memory.
+// Whether the residual stream stays in registers from its norm on. More tiles of it would be spilled while other
+// instructions run, so that it is read again.
+constexpr bool KEPT = TILES == 1;
+
+// The residual stream of the tokens, as a warp holds it.
 struct Held {
   Inputs chunks[CHUNKS];
-  __device__ __forceinline__ void load(const Arguments& a, Shared& shared, int source) {
+  __device__ __forceinline__ void load(const Arguments& a, const Shared& shared, int source) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const bf16* x = source == SOURCE_X0 ? a.x0 : a.x1;
 #pragma unroll
@@ -114,6 +118,10 @@ struct Held {
                                                     : x + (live ? token * DIM : 0);
           chunks[c].of[tile][half] = live ? load_fresh(from + (live ? input : 0)) : uint4{0, 0, 0, 0};
         }
+  }
+  // The warp's part of the moments.
+  __device__ __forceinline__ void sum(Shared& shared) const {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
       // Products of the tokens with ones, and with each other, of which the diagonal is wanted.
@@ -167,8 +175,15 @@ __device__ __forceinline__ void multiply_blocks(
   }
 }
 
+__device__ __forceinline__ void run_norm(const Arguments& a, Shared& shared, Held& kept, const Instruction& it) {
+  Held here;
+  Held& held = KEPT ? kept : here;
+  held.load(a, shared, it.src);
+  held.sum(shared);
+}
+
 __device__ __forceinline__ void run_fc1(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& held, const Instruction& it) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& kept, const Instruction& it) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const float2* folded = a.folded + (i64)it.layer * (3 * DIM + FF) + 3 * DIM;
   constexpr int RATIO = FF / DIM;
@@ -178,7 +193,9 @@ __device__ __forceinline__ void run_fc1(
     const int block = it.block + (warp + i * WARPS) / TILES * WORKERS;
     if (warp + i * WARPS < RATIO * TILES) low[i] = folded[block * BLOCK + g], high[i] = folded[block * BLOCK + g + 8];
   }
-  multiply_blocks(a, at, shared, ring, held, it.num_blocks);
+  Held here;
+  if (!KEPT) here.load(a, shared, it.src);
+  multiply_blocks(a, at, shared, ring, KEPT ? kept : here, it.num_blocks);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < (RATIO * TILES + WARPS - 1) / WARPS; i++) {
@@ -199,7 +216,7 @@ __device__ __forceinline__ void run_fc1(
 }
 
 __device__ __forceinline__ void run_qkv(
-    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& held, const Instruction& it) {
+    const Arguments& a, Place& at, Shared& shared, Ring& ring, const Held& kept, const Instruction& it) {
   constexpr int MORE = (3 * TILES + WARPS - 1) / WARPS, HALF = ROTARY_DIM / 2;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int head = it.block / SPLITS, quarter = it.block % SPLITS;
@@ -226,7 +243,9 @@ __device__ __forceinline__ void run_qkv(
       slot[i][j] = ((page * HEADS + head) * PAGE + position % PAGE) * HEAD_DIM + dim;
     }
   }
-  multiply_blocks(a, at, shared, ring, held, 3);
+  Held here;
+  if (!KEPT) here.load(a, shared, it.src);
+  multiply_blocks(a, at, shared, ring, KEPT ? kept : here, 3);
   workers_sync();
 #pragma unroll
   for (int i = 0; i < MORE; i++) {
@@ -247,7 +266,7 @@ __device__ __forceinline__ void run_qkv(
 }
 
 // Chunks of the inner activations whose inputs registers hold at once.
-constexpr int INNER_AT_ONCE = TILES <= 2 ? 8 : 4;
+constexpr int INNER_AT_ONCE = TILES == 1 ? 8 : TILES == 2 ? 4 : 2;
 
 __device__ __forceinline__ void run_fc2(const Arguments& a, Place& at, Ring& ring, Sums& sums, const Instruction& it) {
   if (it.chunk == 0) sums.clear();

@@ -22,7 +22,7 @@ __device__ __forceinline__ void compute(const Arguments& a, Shared& shared) {
       if (it.wait != NONE) wait_passed(shared, at);
       note_time(a, at, 1);
       switch (it.op) {
-        case OP_NORM: held.load(a, shared, it.src); break;
+        case OP_NORM: run_norm(a, shared, held, it); break;
         case OP_FC1: run_fc1(a, at, shared, ring, held, it); break;
         case OP_QKV: run_qkv(a, at, shared, ring, held, it); break;
         case OP_FC2: run_fc2(a, at, ring, sums, it); break;
