@@ -1,16 +1,16 @@
 // The warps beside those that compute. Producers keep the ring full with the weights, keys and values of the program,
-// in its order: they wait for free stages alone. Weights are the first one's; stages of keys and values, whose many
-// small copies take longer, are theirs in turns. What they copy of those was written in earlier steps.
+// in its order: they wait for free stages alone. With many rows there are two, which take turns by stages, as the
+// many small copies of keys and values take one too long. What they copy of those was written in earlier steps.
 #pragma once
 #include "worker.cuh"
 
-// Whose turn a stage of keys and values is.
+// Whose turn a stage is.
 struct Turn {
-  const int own;
+  const int own, producers;
   int next = 0;
   __device__ __forceinline__ bool mine() {
     const bool is = next == own;
-    if (++next == PRODUCERS) next = 0;
+    if (++next == producers) next = 0;
     return is;
   }
 };
@@ -40,10 +40,10 @@ struct Stream {
 };
 
 __device__ __forceinline__ void produce_weights(
-    const Arguments& a, Place& at, Ring& ring, const Stream& stream, int first, int stages, u64 policy) {
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, const Stream& stream, int first, int stages, u64 policy) {
   const unsigned char* from = stream.begin + (i64)first * STAGE_BYTES;
   for (int i = 0; i < stages; i++, from += STAGE_BYTES) {
-    if (threadIdx.x % 32 == 0) {
+    if (turn.mine() && threadIdx.x % 32 == 0) {
       unsigned char* stage = acquire(a, at, ring, STAGE_BYTES);
       if (!at.dead) copy_bulk(stage, from, STAGE_BYTES, ring.shared.full + ring.slot, policy);
       if (PREFETCH && !at.dead) prefetch(stream.later(from));
@@ -77,8 +77,10 @@ __device__ __forceinline__ void produce_unit(
 }
 
 __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int number) {
+  const int producers = a.rows < ROWS_OF_TWO ? 1 : PRODUCERS;
+  if (number >= producers) return;
   Ring ring{shared};
-  Turn turn{number};
+  Turn turn{number, producers};
   Place at;
   const u64 policy = stream_policy();
   const Instruction* table = instructions(shared);
@@ -91,10 +93,8 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       const int op = it.op, stages = it.num_blocks * it.num_chunks;
       if (op == OP_ATTEND) {
         for (int unit = 0; unit < a.rows; unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
-      } else if (op >= 0 && number == 0) {
-        produce_weights(a, at, ring, stream, it.stage, stages, policy);
       } else if (op >= 0) {
-        for (int i = 0; i < stages; i++) ring.next();
+        produce_weights(a, at, ring, turn, stream, it.stage, stages, policy);
       }
       at.dead = __shfl_sync(~0u, at.dead, 0);
       if (at.dead) {

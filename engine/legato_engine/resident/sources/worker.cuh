@@ -7,8 +7,9 @@
 #include "program.cuh"
 
 constexpr int THREADS = WARPS * 32;  // that compute; warps after them are two producers, the watcher and the teller
-#ifndef PRODUCERS
-#define PRODUCERS 2
+constexpr int PRODUCERS = 2;
+#ifndef ROWS_OF_TWO
+#define ROWS_OF_TWO 4  // rows from which on both producers have work
 #endif
 constexpr int TOKENS = TILES * 8;
 constexpr int WORKERS = DIM / BLOCK;
