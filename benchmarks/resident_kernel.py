@@ -166,6 +166,20 @@ class ResidentKernel:
             return None
         return ", ".join(f"{name} {value}" for name, value in zip(REPORT, values, strict=False))
 
+    def ended(self, what: str) -> bool:
+        """Wait for the last launch; say so if it gave up a wait."""
+        torch.cuda.synchronize()
+        if failure := self.failure():
+            print(f"{what}: STUCK {failure}", flush=True)
+            self.report.zero_()
+            return False
+        return True
+
+
+def integers(*shape: int) -> torch.Tensor:
+    """Of int32, not written yet."""
+    return torch.full(shape, -1, dtype=torch.int32, device=DEVICE)
+
 
 def _shared_bytes(sizes: ModelSizes, tiles: int, count: int) -> int:
     """The size of `Shared` in worker.cuh, and of a worker's instructions."""

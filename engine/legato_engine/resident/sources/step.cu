@@ -1,7 +1,7 @@
 // Decode steps as one launch: every thread block runs its worker's instructions, step after step.
-#include "attention.cuh"
 #include "output.cuh"
 #include "producer.cuh"
+#include "residual.cuh"
 
 __device__ __forceinline__ void note_time(const Arguments& a, const Place& at, int which) {
   if (a.profile == nullptr || threadIdx.x) return;
