@@ -89,16 +89,13 @@ class ResidentKernel:
         tiles: int,
         program: Program | None = None,
         weights: Weights | None = None,
-        constants: dict[str, int] | None = None,
     ) -> None:
-        """`program` other than the model's own: for faults that are planted. `constants`: more of
-        the build's.
-        """
+        """`program` other than the model's own: for faults that are planted."""
         sizes = self.sizes = model.sizes
         self.model, self.tiles = model, tiles
         self.program = program or build_program(sizes, RING_STAGES[tiles])
         self.weights = weights or Weights(model, self.program)
-        code = _compile(defines(sizes, RING_STAGES[tiles], tiles) | (constants or {}))
+        code = _compile(defines(sizes, RING_STAGES[tiles], tiles))
         self._module = _checked(driver.cuModuleLoadData(code))
         self._function = _checked(driver.cuModuleGetFunction(self._module, b"steps"))
         self.count = max(map(len, self.program.workers))

@@ -13,7 +13,6 @@ from benchmarks.resident_model import DEVICE, Cache, Model
 
 CONTEXT = 850
 POSITIONS = 1024
-VARIANTS = ({"PREFETCH": 4}, {"PREFETCH": 12}, {"ROWS_OF_TWO": 1}, {"ROWS_OF_TWO": 99})
 
 
 def time_steps(tiles: list[int]) -> None:
@@ -40,12 +39,6 @@ def time_steps(tiles: list[int]) -> None:
                 flush=True,
             )
             _profile(kernel, cache, tokens, positions)
-            if each > 1:
-                continue
-            for constants in VARIANTS:
-                other = ResidentKernel(model, each, weights=weights, constants=constants)
-                took = _time(other, cache, tokens, positions, steps)
-                print(f"  {constants}: {took:.4f} ms", flush=True)
 
 
 def time_graph(tiles: list[int]) -> None:

@@ -1,16 +1,16 @@
 // The warps beside those that compute. Producers keep the ring full with the weights, keys and values of the program,
-// in its order: they wait for free stages alone. With many rows there are two, which take turns by stages, as the
-// many small copies of keys and values take one too long. What they copy of those was written in earlier steps.
+// in its order: they wait for free stages alone. They take turns by stages, as the many small copies of keys and
+// values take one too long. What they copy of those was written in earlier steps.
 #pragma once
 #include "worker.cuh"
 
 // Whose turn a stage is.
 struct Turn {
-  const int own, producers;
+  const int own;
   int next = 0;
   __device__ __forceinline__ bool mine() {
     const bool is = next == own;
-    if (++next == producers) next = 0;
+    if (++next == PRODUCERS) next = 0;
     return is;
   }
 };
@@ -21,32 +21,12 @@ __device__ __forceinline__ unsigned char* acquire(const Arguments& a, Place& at,
   return ring.shared.ring[ring.slot];
 }
 
-#ifndef PREFETCH
-#define PREFETCH 0
-#endif
-
-// Weights come to L2 this many stages before they are copied: while the ring is full, memory goes on.
-__device__ __forceinline__ void prefetch(const unsigned char* from) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(STAGE_BYTES) : "memory");
-}
-
-// The worker's stream: after its end it begins again, for the next step.
-struct Stream {
-  const unsigned char *begin, *end;
-  __device__ __forceinline__ const unsigned char* later(const unsigned char* at) const {
-    const unsigned char* to = at + PREFETCH * STAGE_BYTES;
-    return to < end ? to : begin + (to - end);
-  }
-};
-
 __device__ __forceinline__ void produce_weights(
-    const Arguments& a, Place& at, Ring& ring, Turn& turn, const Stream& stream, int first, int stages, u64 policy) {
-  const unsigned char* from = stream.begin + (i64)first * STAGE_BYTES;
+    const Arguments& a, Place& at, Ring& ring, Turn& turn, const unsigned char* from, int stages, u64 policy) {
   for (int i = 0; i < stages; i++, from += STAGE_BYTES) {
     if (turn.mine() && threadIdx.x % 32 == 0) {
       unsigned char* stage = acquire(a, at, ring, STAGE_BYTES);
       if (!at.dead) copy_bulk(stage, from, STAGE_BYTES, ring.shared.full + ring.slot, policy);
-      if (PREFETCH && !at.dead) prefetch(stream.later(from));
     }
     ring.next();
   }
@@ -77,16 +57,13 @@ __device__ __forceinline__ void produce_unit(
 }
 
 __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int number) {
-  const int producers = a.rows < ROWS_OF_TWO ? 1 : PRODUCERS;
-  if (number >= producers) return;
   Ring ring{shared};
-  Turn turn{number, producers};
+  Turn turn{number};
   Place at;
   const u64 policy = stream_policy();
   const Instruction* table = instructions(shared);
-  const i64 bytes = (i64)a.stream_stages * STAGE_BYTES;
-  const unsigned char* weights = reinterpret_cast<const unsigned char*>(a.weights) + blockIdx.x * bytes;
-  const Stream stream = {weights, weights + bytes};
+  const unsigned char* weights =
+      reinterpret_cast<const unsigned char*>(a.weights) + (i64)blockIdx.x * a.stream_stages * STAGE_BYTES;
   for (at.step = 0; at.step < a.steps; at.step++)
     for (at.index = 0; at.index < a.count; at.index++) {
       const Instruction& it = table[at.index];
@@ -94,7 +71,7 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& shared, int 
       if (op == OP_ATTEND) {
         for (int unit = 0; unit < a.rows; unit++) produce_unit(a, at, ring, turn, it.layer, unit, policy);
       } else if (op >= 0) {
-        produce_weights(a, at, ring, turn, stream, it.stage, stages, policy);
+        produce_weights(a, at, ring, turn, weights + (i64)it.stage * STAGE_BYTES, stages, policy);
       }
       at.dead = __shfl_sync(~0u, at.dead, 0);
       if (at.dead) {

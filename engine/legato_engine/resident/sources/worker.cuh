@@ -8,9 +8,6 @@
 
 constexpr int THREADS = WARPS * 32;  // that compute; warps after them are two producers, the watcher and the teller
 constexpr int PRODUCERS = 2;
-#ifndef ROWS_OF_TWO
-#define ROWS_OF_TWO 4  // rows from which on both producers have work
-#endif
 constexpr int TOKENS = TILES * 8;
 constexpr int WORKERS = DIM / BLOCK;
 constexpr int HEADS = DIM / HEAD_DIM;
